@@ -1,0 +1,41 @@
+# Every target works on a fresh clone: it makes the environment in .venv that it needs.
+# Another Python (3.11 or later): make demo PYTHON=python3.12
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test format clean
+
+help:  ## List these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+# Without numpy, which nothing here needs, torch warns at every import.
+demo: .venv/.installed  ## Train a small GPT on 2 processes with 1F1B, and verify it bit for bit
+	OMP_NUM_THREADS=1 PYTHONWARNINGS="ignore:Failed to initialize NumPy" \
+		$(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b --verify
+
+test: .venv/.installed-dev  ## Lint, check types and run the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: .venv/.installed-dev  ## Format the code and mend what ruff can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove the environment and everything else that can be made again
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an environment is installed again only when its requirements have changed.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+.venv/.installed-dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch .venv/.installed $@

@@ -1,0 +1,7 @@
+"""`python -m schedir`: the command line."""
+
+import sys
+
+from schedir.cli import main
+
+sys.exit(main())

@@ -1,0 +1,83 @@
+"""The command line: stdout is the artefact, stderr the rest.
+
+Exit codes: 0 success, 1 a schedule with errors, 2 a target or option that can't be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import schedir
+from schedir.cli import check, explain, export, list, show
+from schedir.cli.terminal import fail, show_parse_error
+from schedir.errors import ParseError, SchedirError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (by default `sys.argv`) and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A `.sched` is UTF-8 in any locale, and an odd file name is no reason to fail.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    with _warnings():
+        try:
+            args = _parser().parse_args(argv)
+            code: int = args.run(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+        except ParseError as error:
+            return show_parse_error(error)
+        except SchedirError as error:
+            return fail(str(error))
+        except BrokenPipeError:
+            _silence_stdout()
+            return 141  # as the shell sees a program that SIGPIPE ends
+        except KeyboardInterrupt:
+            return 130
+        except OSError as error:
+            _silence_stdout()
+            return fail(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="schedir", description=schedir.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (list, show, check, export, explain):
+        command.add(commands)
+    return parser
+
+
+class _ToStderr(logging.Handler):
+    """Writes `warning: …`; looks `sys.stderr` up each time, as callers of `main` replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Show what schedir logs."""
+    logger = logging.getLogger("schedir")
+    handler = _ToStderr()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _silence_stdout() -> None:
+    """Nobody takes what is still buffered: keep the flush at exit from failing once more."""
+    # Where there is no file behind it, no flush can fail.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

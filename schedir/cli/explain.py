@@ -1,0 +1,37 @@
+"""`schedir explain`: what a diagnostic means, and how to mend the schedule."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from schedir.check import RULES
+from schedir.cli.terminal import fail, width_of
+from schedir.render import explanation
+from schedir.render.text import table
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "explain",
+        help="explain a diagnostic",
+        description="Explain a diagnostic: what it means, why it is bad, an example, and how to "
+        "mend it. Without a code, list them all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation of a rule, or the list of all."""
+    if args.code is None:
+        rows = [(rule.code, rule.name, rule.meaning) for rule in RULES.values()]
+        print(table(rows, width=width_of(sys.stdout)), end="")
+        return 0
+    for rule in RULES.values():
+        if args.code.lower() in (rule.code.lower(), rule.name):
+            print(explanation(rule), end="")
+            return 0
+    return fail(f"there is no diagnostic {args.code!r}; known: {' '.join(RULES)}")

@@ -1,0 +1,65 @@
+"""`schedir export`: write a schedule in a format that others read."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from schedir.check import check_compute
+from schedir.cli.target import add_target, load_target, subject_of
+from schedir.cli.terminal import fail, refuse
+from schedir.ir import dumps, dumps_torch_csv
+from schedir.passes import insert_communication, strip_communication
+
+logger = logging.getLogger("schedir")
+
+_FORMATS = ("sched", "torch-csv", "torch-csv-comms")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "export",
+        help="write a schedule to a file",
+        description="Write a schedule: as schedir's own text (sched), or as the CSV of "
+        "torch.distributed.pipelining, compute only (torch-csv) or with its communication "
+        "(torch-csv-comms). What the format can't hold is dropped with a warning.",
+        allow_abbrev=False,
+    )
+    add_target(parser)
+    parser.add_argument("--format", choices=_FORMATS, required=True)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
+    parser.add_argument(
+        "--compute-only", action="store_true", help="leave the sends and receives out"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the schedule, or say why it can't be completed."""
+    if args.compute_only and args.format == "torch-csv-comms":
+        args.parser.error("--compute-only contradicts torch-csv-comms: use --format torch-csv")
+    schedule = load_target(args)
+    if args.compute_only or args.format == "torch-csv":
+        schedule = strip_communication(schedule)
+    elif not schedule.is_complete:
+        report = check_compute(schedule)
+        if not report.ok:
+            return refuse(report, subject_of(args, schedule))
+        schedule = insert_communication(schedule)
+    if args.format == "sched":
+        text = dumps(schedule)
+    else:
+        text, lost = dumps_torch_csv(schedule)
+        for loss in lost:
+            logger.warning("%s", loss)
+    if args.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(args.output).write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        return fail(f"{args.output}: {error.strerror}")
+    return 0

@@ -1,0 +1,47 @@
+"""`schedir list`: every schedule that has a name."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+
+from schedir.cli.terminal import width_of
+from schedir.library import Generator, installed
+from schedir.render.text import table
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "list",
+        help="list the schedules that have a name",
+        description="List the schedules that have a name, with their parameters and defaults.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table."""
+    rows = [("name", "aliases", "parameters", "description")]
+    rows += [
+        (generator.name, ", ".join(generator.aliases), _parameters(generator), generator.summary)
+        for generator in installed()
+    ]
+    print(table(rows, width=width_of(sys.stdout)), end="")
+    return 0
+
+
+def _parameters(generator: Generator) -> str:
+    """The parameters with their defaults, as the user would give them."""
+    own = [f"--chunks {generator.chunks}"] if generator.chunks > 1 else []
+    for name, parameter in generator.parameters.items():
+        default = parameter.default
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            own.append("…")
+        elif default is inspect.Parameter.empty:
+            own.append(name)
+        else:
+            own.append(f"{name}={str(default).lower() if default in (True, False) else default}")
+    return ", ".join(own)

@@ -1,0 +1,76 @@
+"""The arguments that name a schedule, the same for every command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from contextlib import redirect_stdout
+
+from schedir.errors import LoadError
+from schedir.ir import Schedule
+from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, load
+
+_OWN_OPTIONS = ("ranks", "microbatches", "chunks")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add TARGET and what shapes it."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="a name (`schedir list`), path.py[:function], module:function, "
+        "or a .sched or .csv file",
+    )
+    shape = parser.add_argument_group("shape of the pipeline")
+    for option, letter, text in (
+        ("ranks", "P", f"number of ranks (default {DEFAULT_RANKS})"),
+        ("microbatches", "M", f"number of microbatches (default {DEFAULT_MICROBATCHES})"),
+        ("chunks", "V", "number of stages per rank (default: the schedule's own)"),
+    ):
+        shape.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+    shape.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a parameter of the schedule's own; repeat for more",
+    )
+
+
+def load_target(args: argparse.Namespace) -> Schedule:
+    """The schedule as it was written. Raises LoadError or ParseError."""
+    parameters: dict[str, Parameter] = {}
+    for key, value in args.set:
+        if key in _OWN_OPTIONS:
+            raise LoadError(f"{key} is not set with --set: write --{key} {value}")
+        if key in parameters:
+            raise LoadError(f"--set names {key} twice")
+        parameters[key] = value
+    # What a user's generator prints is no part of the artefact.
+    with redirect_stdout(sys.stderr):
+        return load(
+            args.target,
+            ranks=args.ranks,
+            microbatches=args.microbatches,
+            chunks=args.chunks,
+            **parameters,
+        )
+
+
+def subject_of(args: argparse.Namespace, schedule: Schedule) -> str:
+    """What to call the schedule in messages: the file it came from, or its name."""
+    target: str = args.target
+    return target if target.endswith((".sched", ".csv")) else schedule.name
+
+
+def _setting(text: str) -> tuple[str, Parameter]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    if value.lower() in ("true", "false"):
+        return key, value.lower() == "true"
+    if re.fullmatch(r"-?[0-9]{1,18}", value):
+        return key, int(value)
+    return key, value

@@ -1,0 +1,72 @@
+"""What a schedule is: typed actions, one list per rank, and their text form."""
+
+from schedir.ir.actions import (
+    BACKWARDS,
+    COMMUNICATION,
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    optim_step,
+    recv_act,
+    recv_grad,
+    reduce_grad,
+    send_act,
+    send_grad,
+)
+from schedir.ir.dataflow import (
+    Dataflow,
+    Position,
+    channel_of,
+    matching_send,
+    received_by,
+    trace,
+    transfer_of,
+)
+from schedir.ir.schedule import Placement, Schedule, Source
+from schedir.ir.text import decode, dumps, loads, parse_action
+from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
+from schedir.ir.versions import StageVersions, weight_versions
+
+__all__ = [
+    "BACKWARDS",
+    "COMMUNICATION",
+    "COMPUTE",
+    "RECEIVES",
+    "SENDS",
+    "Action",
+    "Dataflow",
+    "Kind",
+    "Placement",
+    "Position",
+    "Schedule",
+    "Source",
+    "StageVersions",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "channel_of",
+    "decode",
+    "dumps",
+    "dumps_torch_csv",
+    "forward",
+    "loads",
+    "loads_torch_csv",
+    "matching_send",
+    "optim_step",
+    "parse_action",
+    "received_by",
+    "recv_act",
+    "recv_grad",
+    "reduce_grad",
+    "send_act",
+    "send_grad",
+    "trace",
+    "transfer_of",
+    "weight_versions",
+]

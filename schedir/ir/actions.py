@@ -1,0 +1,127 @@
+"""The typed actions that a rank's list is made of."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+
+import attrs
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its token in the text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_ACT = "SEND_ACT"
+    RECV_ACT = "RECV_ACT"
+    SEND_GRAD = "SEND_GRAD"
+    RECV_GRAD = "RECV_GRAD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OPTIM_STEP = "OPTIM_STEP"
+
+
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
+RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
+COMMUNICATION = SENDS | RECEIVES
+"""Point-to-point communication, which the pass inserts. REDUCE_GRAD is the author's to place."""
+COMPUTE = BACKWARDS | {Kind.FORWARD, Kind.OPTIM_STEP}
+"""What occupies a rank: it runs these in list order."""
+STAGE_WIDE = frozenset({Kind.REDUCE_GRAD, Kind.OPTIM_STEP})
+"""Actions of a whole stage, which name no microbatch."""
+
+
+@attrs.frozen
+class Action:
+    """One entry of a rank's list.
+
+    `stage` is the global stage index. `microbatch` is None exactly for REDUCE_GRAD and
+    OPTIM_STEP. `version` is the weight version that a FORWARD reads, None for the newest.
+
+    Raises ValueError for fields that no token can hold.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    version: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if type(self.stage) is not int or self.stage < 0:
+            raise ValueError(f"stage must be an int >= 0, not {self.stage!r}")
+        if (self.microbatch is None) != (self.kind in STAGE_WIDE):
+            need = "no microbatch" if self.kind in STAGE_WIDE else "a microbatch"
+            raise ValueError(f"{self.kind.name} takes {need}")
+        if self.microbatch is not None and (
+            type(self.microbatch) is not int or self.microbatch < 0
+        ):
+            raise ValueError(f"microbatch must be an int >= 0, not {self.microbatch!r}")
+        if self.version is not None:
+            if self.kind is not Kind.FORWARD:
+                raise ValueError(f"only FORWARD names a weight version, not {self.kind.name}")
+            if type(self.version) is not int or self.version < 0:
+                raise ValueError(f"version must be an int >= 0, not {self.version!r}")
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        version = "" if self.version is None else f"@{self.version}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}"
+
+
+# The constructors below are what generators call. They share equal actions: a schedule of
+# millions of entries holds few distinct ones at a time. The cache is typed, so that a bool or
+# a float can't pass for the int it equals.
+_shared = lru_cache(maxsize=1 << 16, typed=True)(Action)
+
+
+def forward(stage: int, microbatch: int, version: int | None = None) -> Action:
+    """Run the stage on the microbatch, reading weight `version` (None: the newest)."""
+    return _shared(Kind.FORWARD, stage, microbatch, version)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    """Compute the gradients of the stage's input and parameters."""
+    return _shared(Kind.BACKWARD, stage, microbatch)
+
+
+def backward_input(stage: int, microbatch: int) -> Action:
+    """Compute the gradient of the stage's input only; a `backward_weight` follows."""
+    return _shared(Kind.BACKWARD_INPUT, stage, microbatch)
+
+
+def backward_weight(stage: int, microbatch: int) -> Action:
+    """Compute the gradient of the stage's parameters, after its `backward_input`."""
+    return _shared(Kind.BACKWARD_WEIGHT, stage, microbatch)
+
+
+def send_act(stage: int, microbatch: int) -> Action:
+    """Send this stage's output to the rank that runs the next stage on the microbatch."""
+    return _shared(Kind.SEND_ACT, stage, microbatch)
+
+
+def recv_act(stage: int, microbatch: int) -> Action:
+    """Receive this stage's input."""
+    return _shared(Kind.RECV_ACT, stage, microbatch)
+
+
+def send_grad(stage: int, microbatch: int) -> Action:
+    """Send the gradient of this stage's input."""
+    return _shared(Kind.SEND_GRAD, stage, microbatch)
+
+
+def recv_grad(stage: int, microbatch: int) -> Action:
+    """Receive the gradient of this stage's output."""
+    return _shared(Kind.RECV_GRAD, stage, microbatch)
+
+
+def reduce_grad(stage: int) -> Action:
+    """Sum the stage's accumulated gradients over the ranks that hold it."""
+    return _shared(Kind.REDUCE_GRAD, stage)
+
+
+def optim_step(stage: int) -> Action:
+    """Apply the gradients accumulated since the stage's last `optim_step`."""
+    return _shared(Kind.OPTIM_STEP, stage)

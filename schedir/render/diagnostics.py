@@ -1,0 +1,142 @@
+"""A report for a person (`full`, `concise`), for a program (`json`) and for GitHub's annotations.
+
+Each takes the report and its subject: the name or file of the schedule, as the user gave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from schedir.check import CHANNELS, Diagnostic, Location, Report
+from schedir.render.text import paint, table
+
+# A finding may concern every gradient of a stage; more places than these explain nothing.
+_MOST_PLACES = 8
+_STYLES = {"error": "1;31", "warning": "1;33", "note": "1;36"}
+_GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+def full(report: Report, subject: str, colour: bool = False) -> str:
+    """Every finding with its places, its trace and its help, then a line that sums them up."""
+    found = "".join(finding(diagnostic, colour) + "\n" for diagnostic in report.diagnostics)
+    return f"{found}{subject}: {_summary(report)}\n"
+
+
+def finding(diagnostic: Diagnostic, colour: bool = False) -> str:
+    """One finding in full."""
+    style = _STYLES[diagnostic.severity]
+    header = paint(f"{diagnostic.severity}[{diagnostic.code}]", style, colour)
+    message = paint(diagnostic.message, "1", colour)
+    lines = [f"{header}: {message}  ({diagnostic.name})"]
+    places = diagnostic.locations[:1] if diagnostic.trace else diagnostic.locations
+    for number, location in enumerate(places[:_MOST_PLACES]):
+        source = location.source
+        line = "" if source is None else f"      {source.file}:{source.line}"
+        lines.append(f"  {':::' if number else '-->'} {_place(location)}{line}")
+    if len(places) > _MOST_PLACES:
+        lines.append(f"  ::: and {len(places) - _MOST_PLACES} more")
+    if diagnostic.trace:
+        rows = table(diagnostic.trace).splitlines()
+        rows[-1] += "   (cycle)"
+        lines += [f"   | {row}" for row in rows]
+    lines += [f"   = note: {note}" for note in diagnostic.notes]
+    if diagnostic.help is not None:
+        lines.append(f"   = help: {diagnostic.help}")
+    return "\n".join(lines) + "\n"
+
+
+def concise(report: Report, subject: str) -> str:
+    """One line for each finding."""
+    lines = []
+    for diagnostic in report.diagnostics:
+        where = subject
+        for location in diagnostic.locations[:1]:
+            if location.source is not None:
+                where = f"{location.source.file}:{location.source.line}"
+            where += f": {_place(location)}"
+        lines.append(f"{where}: {diagnostic.code} {diagnostic.name}: {diagnostic.message}\n")
+    return "".join(lines)
+
+
+def as_json(report: Report, subject: str) -> str:
+    """The findings as data: the keys are a contract."""
+    diagnostics = [
+        {
+            "code": diagnostic.code,
+            "name": diagnostic.name,
+            "severity": diagnostic.severity,
+            "message": diagnostic.message,
+            "locations": [
+                {"rank": place.rank, "index": place.index, "action": str(place.action)}
+                for place in diagnostic.locations
+            ],
+        }
+        for diagnostic in report.diagnostics
+    ]
+    result = {"ok": report.ok, "channel": report.channel, "diagnostics": diagnostics}
+    return json.dumps(result, indent=2) + "\n"
+
+
+def github(report: Report, subject: str) -> str:
+    """Workflow commands, which GitHub shows beside the lines of a pull request."""
+    lines = []
+    for diagnostic in report.diagnostics:
+        properties = []
+        place = ""
+        for location in diagnostic.locations[:1]:
+            place = f"{_place(location)}: "
+            if location.source is not None:
+                properties += [("file", location.source.file), ("line", str(location.source.line))]
+        # A list of actions, unlike a generator, gives them no line, but it is a file.
+        if not properties and subject.endswith((".sched", ".csv")):
+            properties.append(("file", subject))
+        properties.append(("title", f"{diagnostic.code} {diagnostic.name}"))
+        written = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties)
+        level = _GITHUB_LEVELS[diagnostic.severity]
+        lines.append(f"::{level} {written}::{_escaped(place + diagnostic.message)}\n")
+    return "".join(lines)
+
+
+OUTPUT_FORMATS: dict[str, Callable[[Report, str], str]] = {
+    "full": full,
+    "concise": concise,
+    "json": as_json,
+    "github": github,
+}
+"""The forms that a report can be written in, by the name that the user gives."""
+
+
+def _place(location: Location) -> str:
+    """A location, said to be missing where it is."""
+    return f"{location}{' (missing)' if location.index is None else ''}"
+
+
+def _summary(report: Report) -> str:
+    counts = list(_counts(report))
+    clean = report.clean_channels
+    if not report.ok or report.channel not in clean:
+        return f"{', '.join(counts)} under {report.channel}"
+    also = [channel for channel in CHANNELS if channel in clean and channel != report.channel]
+    unclean = [channel for channel in CHANNELS if channel not in clean]
+    more = "; ".join(
+        f"{word}: {', '.join(channels)}"
+        for word, channels in (("also", also), ("not", unclean))
+        if channels
+    )
+    clean_under = f"clean under {report.channel}{f' ({more})' if more else ''}"
+    return ", ".join([clean_under, *counts])
+
+
+def _counts(report: Report) -> Iterator[str]:
+    for severity in _STYLES:
+        many = sum(diagnostic.severity == severity for diagnostic in report.diagnostics)
+        if many:
+            yield f"{many} {severity}{'s' if many > 1 else ''}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    """As GitHub's workflow commands want it; `more` are the characters special in a property."""
+    for character in "%\r\n" + more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

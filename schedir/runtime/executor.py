@@ -1,0 +1,388 @@
+"""The executor: interprets one rank's list, exactly as it is printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir.check import check
+from schedir.errors import ExecutionError, ScheduleError
+from schedir.ir import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Dataflow,
+    Kind,
+    Schedule,
+    StageVersions,
+    trace,
+    weight_versions,
+)
+from schedir.passes import insert_communication
+from schedir.runtime.cells import Cell
+from schedir.runtime.control import Control
+from schedir.runtime.instructions import (
+    Backward,
+    Forward,
+    OptimStep,
+    Receive,
+    Send,
+    Stage,
+    StepState,
+)
+from schedir.runtime.microbatches import Batch, rows, split, weights
+from schedir.runtime.result import StepResult
+from schedir.runtime.rng import SavedRng
+from schedir.runtime.shapes import Declared, declared
+from schedir.runtime.transport import GlooTransport
+from schedir.runtime.weights import StageWeights
+from schedir.runtime.wiring import Wirings
+
+LossFunction = Callable[[Any, Any], Tensor]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}
+
+
+class Executor:
+    """Runs a schedule on this rank; every rank makes one, under torchrun.
+
+    `stages` maps exactly this rank's stages to their modules. `loss_fn(output, target)` returns
+    the mean loss over a microbatch, a scalar. `optimizer(parameters)` is called once per local
+    stage; None leaves `.grad` to the caller. `boundaries` declares, by example tensors, the output
+    of stages whose shape depends on data. `seed` seeds every forward, see `schedir.runtime.rng`.
+
+    Uses the default process group, and initialises one where nobody has. With one rank it runs
+    without any. A context manager: leaving it calls `close`.
+
+    Raises ScheduleError where the schedule is wrong, before anything is initialised, and
+    ExecutionError where it does not fit the arguments or the process group.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        loss_fn: LossFunction,
+        optimizer: OptimizerFactory | None = None,
+        *,
+        boundaries: Mapping[int, Declared] | None = None,
+        seed: int = 0,
+    ) -> None:
+        schedule = _proved(schedule)
+        self.schedule = schedule
+        versions = [weight_versions(actions) for actions in schedule.actions]
+        _check_stepping(schedule, versions, optimizer is not None)
+        self.rank = _rank(schedule.ranks)
+        local = schedule.stages_of(self.rank)
+        _check_stages(stages, local, self.rank)
+
+        self._made_group = schedule.ranks > 1 and not dist.is_initialized()
+        if self._made_group:
+            dist.init_process_group("gloo")
+        self._transport: GlooTransport | None = None
+        self._control: Control | None = None
+        if schedule.ranks > 1:
+            self._transport = GlooTransport()
+            self._control = Control(self.rank, schedule.ranks)
+            self._control.compare(schedule)
+
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        if optimizer is not None:
+            for stage in local:
+                parameters = list(stages[stage].parameters())
+                if parameters:
+                    self.optimizers[stage] = optimizer(parameters)
+
+        self._state = StepState(seed)
+        self._last = schedule.stages - 1
+        devices = {stage: _device(stages[stage]) for stage in local}
+        read = versions[self.rank] if optimizer is not None else {}
+        self._stages = {
+            stage: Stage(
+                stage,
+                stages[stage],
+                StageWeights(stages[stage], read.get(stage)),
+                devices[stage],
+                loss_fn if stage == self._last else None,
+                self._state,
+            )
+            for stage in local
+        }
+        self._cells = _cells(schedule, local)
+        self._wirings = Wirings(
+            schedule,
+            self.rank,
+            stages,
+            devices,
+            loss_fn,
+            {stage: declared(example, stage) for stage, example in (boundaries or {}).items()},
+            self._control,
+        )
+        self._groups = _groups(schedule)
+        self._program = self._compile(trace(schedule), versions[self.rank])
+
+    def step(self, inputs: Batch | None = None, *, target: Batch | None = None) -> StepResult:
+        """Run the list once, from beginning to end.
+
+        `inputs` and `target` are a whole batch (a tensor, or a tuple or dict of tensors, split
+        along dim 0) or a list or iterator of ready microbatches. The rank of the first stage uses
+        `inputs`, that of the last `target`; elsewhere they are ignored.
+
+        Raises ExecutionError, which names the action that failed.
+        """
+        started = perf_counter()
+        self._state.busy = 0.0
+        counts = self._fill(inputs, target)
+        saved = SavedRng()
+        try:
+            self._wirings.apply(self._cells)
+            with torch.enable_grad():
+                self._run()
+            loss = self._share_loss(counts)
+        finally:
+            for stage in self._stages.values():
+                stage.weights.restore()
+            for cell in self._cells.values():
+                cell.clear()
+            saved.restore()
+        self._state.step += 1
+        return StepResult(loss, self._state.busy, perf_counter() - started)
+
+    def close(self) -> None:
+        """Give back the process groups that this executor made; safe to call twice."""
+        if self._control is not None and self._transport is not None:
+            self._control.settle()
+            self._control.close()
+            self._transport.close()
+            self._control = self._transport = None
+        if self._made_group:
+            dist.destroy_process_group()
+            self._made_group = False
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # After a failure the other ranks may never answer; the process is about to end anyway.
+        if error is None:
+            self.close()
+
+    def _fill(self, inputs: Batch | None, target: Batch | None) -> list[int]:
+        """Put the microbatches into their cells; the sample counts on the rank of the loss."""
+        number = self.schedule.microbatches
+        for stage, given, what in ((0, inputs, "inputs"), (self._last, target, "target")):
+            if stage in self._stages and given is None:
+                raise ExecutionError(f"rank {self.rank} holds stage {stage} and needs {what}")
+        if 0 in self._stages and inputs is not None:
+            for m, piece in enumerate(split(inputs, number, "inputs")):
+                self._cells[0, m].batch = piece
+        if self._last not in self._stages or target is None:
+            return []
+        pieces = split(target, number, "target")
+        counts = [rows(piece) for piece in pieces]
+        for m, (piece, weight) in enumerate(
+            zip(pieces, weights(counts, self._groups), strict=True)
+        ):
+            cell = self._cells[self._last, m]
+            cell.target, cell.weight = piece, weight
+        return counts
+
+    def _run(self) -> None:
+        for stage in self._stages.values():
+            stage.weights.begin(0)
+        index = -1
+        try:
+            for index, instruction in self._program:  # noqa: B007 - the handler names it
+                instruction()
+            for cell in self._cells.values():
+                cell.sent()
+        except Exception as error:
+            if index < 0:
+                raise
+            message = str(error) if isinstance(error, ExecutionError) else _describe(error)
+            raise ExecutionError(
+                message,
+                rank=self.rank,
+                index=index,
+                action=self.schedule.actions[self.rank][index],
+                cause=error,
+            ) from error
+
+    def _share_loss(self, counts: list[int]) -> Callable[[], float]:
+        """The step's mean loss, on its way to every rank."""
+        source = self.schedule.placement[self._last][0]
+        loss = None
+        if source == self.rank:
+            # By microbatch, not by order of arrival.
+            losses = [self._cells[self._last, m].loss for m in range(len(counts))]
+            total = sum(n * float(x) for n, x in zip(counts, losses, strict=True) if x is not None)
+            loss = total / sum(counts)
+        if self._control is not None:
+            self._control.settle()
+            return self._control.share_loss(source, loss)
+        if loss is None:
+            raise ExecutionError("no rank has the loss")
+        return lambda: loss
+
+    def _compile(
+        self, dataflow: Dataflow, versions: dict[int, StageVersions]
+    ) -> list[tuple[int, Callable[[], None]]]:
+        """Resolve every action of this rank's list to a bound call, beside its index."""
+        program: list[tuple[int, Callable[[], None]]] = []
+        steps = dict.fromkeys(self._stages, 0)
+        for index, action in enumerate(self.schedule.actions[self.rank]):
+            call = self._instruction(index, action, dataflow, versions, steps)
+            if call is not None:
+                program.append((index, call))
+        return program
+
+    def _instruction(
+        self,
+        index: int,
+        action: Action,
+        dataflow: Dataflow,
+        versions: dict[int, StageVersions],
+        steps: dict[int, int],
+    ) -> Callable[[], None] | None:
+        stage = self._stages[action.stage]
+        if action.kind is Kind.REDUCE_GRAD:
+            return None  # every stage lives on one rank, so there is nothing to sum
+        if action.microbatch is None:
+            if action.kind is not Kind.OPTIM_STEP or not self.optimizers:
+                return None
+            steps[action.stage] += 1
+            return OptimStep(stage, self.optimizers.get(action.stage), steps[action.stage])
+        cell = self._cells[action.stage, action.microbatch]
+        if action.kind in SENDS or action.kind in RECEIVES:
+            peer = dataflow.peer(action)
+            if peer is None or self._transport is None:
+                raise ExecutionError(f"{action} has no peer", rank=self.rank, index=index)
+            grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
+            if action.kind in SENDS:
+                return Send(cell, self._transport, peer, grads)
+            return Receive(cell, self._transport, peer, grads, stage.device)
+        read = versions[action.stage]
+        version = read.reads[action.microbatch]
+        last_read = read.last_read[version] == index
+        if action.kind is Kind.FORWARD:
+            return Forward(stage, cell, version, last_read)
+        return Backward(stage, cell, version, last_read, _SPLIT[action.kind])
+
+
+def _proved(schedule: Schedule) -> Schedule:
+    """The complete schedule, checked; no process group is touched before."""
+    report = check(schedule)
+    if not report.ok:
+        if os.environ.get("RANK", "0") == "0":
+            report.raise_if_errors()
+        # Rank 0 says what is wrong; the others need not repeat it.
+        raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
+    replicated = [s for s, held in enumerate(schedule.placement) if len(held) > 1]
+    if replicated:
+        raise ExecutionError(
+            f"stage {replicated[0]} lives on several ranks; the executor can't run replicated "
+            "stages yet"
+        )
+    return insert_communication(schedule)
+
+
+def _check_stepping(
+    schedule: Schedule, versions: list[dict[int, StageVersions]], has_optimizer: bool
+) -> None:
+    """An optimiser and the schedule's OPTIM_STEPs must go together."""
+    steps = {stage: len(v.steps) for by_stage in versions for stage, v in by_stage.items()}
+    if has_optimizer and not any(steps.values()):
+        raise ExecutionError(
+            f"{schedule.name} has no OPTIM_STEP, so the optimizer would never step; pass "
+            "optimizer=None and step yourself"
+        )
+    if has_optimizer:
+        return
+    for stage, number in sorted(steps.items()):
+        if number > 1:
+            raise ExecutionError(
+                f"{schedule.name} steps stage {stage} {number} times a call, so it needs an "
+                "optimizer"
+            )
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            if action.version is not None:
+                raise ExecutionError(
+                    "a named weight version needs an optimizer",
+                    rank=rank,
+                    index=index,
+                    action=action,
+                )
+
+
+def _rank(ranks: int) -> int:
+    """This process's rank, from the process group or torchrun's environment."""
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    elif ranks == 1:
+        return 0
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        raise ExecutionError(
+            f"the schedule has {ranks} ranks, but this process has no rank; start it with "
+            f"torchrun --nproc-per-node {ranks}"
+        )
+    if world != ranks:
+        raise ExecutionError(f"the schedule has {ranks} ranks, but {world} processes run")
+    return rank
+
+
+def _check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int) -> None:
+    if set(stages) != set(local):
+        raise ExecutionError(
+            f"rank {rank} holds stages {list(local)}, but modules were given for "
+            f"{sorted(stages)}; pass stages={{i: module for i in schedule.stages_of(rank)}}"
+        )
+    for stage, module in stages.items():
+        if not isinstance(module, nn.Module):
+            raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
+
+
+def _device(module: nn.Module) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _cells(schedule: Schedule, local: tuple[int, ...]) -> dict[tuple[int, int], Cell]:
+    cells = {(s, m): Cell(s, m) for s in local for m in range(schedule.microbatches)}
+    for (stage, m), cell in cells.items():
+        cell.previous = cells.get((stage - 1, m))
+        cell.following = cells.get((stage + 1, m))
+    return cells
+
+
+def _groups(schedule: Schedule) -> list[list[int]]:
+    """The microbatches that the loss stage accumulates into each of its OPTIM_STEPs."""
+    last = schedule.stages - 1
+    groups: list[list[int]] = [[]]
+    for action in schedule.actions[schedule.placement[last][0]]:
+        if action.stage != last:
+            continue
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.microbatch is not None:
+            groups[-1].append(action.microbatch)
+        elif action.kind is Kind.OPTIM_STEP:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,236 @@
+"""The actions of a list as bound calls, each resolved once; their tensors lie in cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import backward
+
+from schedir.errors import ExecutionError
+from schedir.runtime.cells import Cell
+from schedir.runtime.rng import seed_generators
+from schedir.runtime.shapes import Boundary, boundary_of, call, meta_of
+from schedir.runtime.transport import GlooTransport
+from schedir.runtime.weights import StageWeights
+
+
+class StepState:
+    """What all instructions of a rank share during one step."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.busy = 0.0
+
+
+class Stage:
+    """One local stage: its module, its weights, and what the last stage needs for the loss."""
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        weights: StageWeights,
+        device: torch.device,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        state: StepState,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.weights = weights
+        self.device = device
+        self.loss_fn = loss_fn
+        self.state = state
+
+
+class Forward:
+    """FORWARD at a weight version; on the last stage it computes the loss as well."""
+
+    def __init__(self, stage: Stage, cell: Cell, version: int, last_read: bool) -> None:
+        self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
+
+    def __call__(self) -> None:
+        """Run the action."""
+        cell, stage = self.cell, self.stage
+        cell.arrived()
+        started = perf_counter()
+        stage.weights.install(self.version)
+        state = stage.state
+        seed_generators(state.seed, state.step, stage.index, cell.microbatch)
+        if stage.index == 0:
+            output = call(stage.module, cell.batch)
+        else:
+            output = stage.module(*self._arguments())
+        if stage.loss_fn is None:
+            cell.outputs = boundary_of(output, stage.index)
+            _verify(cell.outputs, cell.wiring.after)
+            if cell.following is not None:
+                cell.following.inputs = cell.outputs
+        else:
+            loss = stage.loss_fn(output, cell.target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ExecutionError("loss_fn must return a scalar tensor: the microbatch's mean")
+            cell.loss = loss.detach()
+            cell.outputs = (loss * cell.weight,)
+        if self.last_read:
+            stage.weights.release(self.version)
+        state.busy += perf_counter() - started
+
+    def _arguments(self) -> list[Tensor]:
+        """The inputs as leaves that a backward can stop at."""
+        cell = self.cell
+        leaves, arguments = [], []
+        for tensor, meta, mutated in zip(
+            cell.inputs, cell.wiring.before, cell.wiring.mutates, strict=True
+        ):
+            leaf = tensor.detach().requires_grad_(meta.requires_grad)
+            leaves.append(leaf)
+            # A leaf can't be changed in place, and a neighbour's output must not be.
+            arguments.append(leaf.clone() if mutated else leaf)
+        cell.leaves = tuple(leaves)
+        cell.inputs = ()
+        return arguments
+
+
+class Backward:
+    """BACKWARD, or with `part` just the gradient of the input or of the weights."""
+
+    def __init__(
+        self, stage: Stage, cell: Cell, version: int, last_read: bool, part: str | None = None
+    ) -> None:
+        self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
+        self.part = part
+
+    def __call__(self) -> None:
+        """Run the action."""
+        cell, stage = self.cell, self.stage
+        cell.arrived()
+        started = perf_counter()
+        parameters = stage.weights.install(self.version)
+        roots, grads = self._roots()
+        wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
+        if self.part == "input":
+            if roots and wanted:
+                found = iter(
+                    torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
+                )
+                self._hand_on(tuple(next(found) if t.requires_grad else None for t in cell.leaves))
+        elif self.part == "weight":
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if roots and trained:
+                backward(roots, grads, inputs=trained)
+        else:
+            if roots:
+                backward(roots, grads)
+            self._hand_on(tuple(leaf.grad for leaf in cell.leaves))
+        if self.part != "input":
+            cell.leaves = cell.outputs = cell.output_grads = ()
+            stage.weights.collect(self.version)
+        if self.last_read:
+            stage.weights.release(self.version)
+        stage.state.busy += perf_counter() - started
+
+    def _roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs to start from, and their gradients; the loss's own is one."""
+        cell = self.cell
+        if self.stage.loss_fn is not None:
+            return list(cell.outputs), [None]
+        cell.sent()  # the gradient has come back, so the activation has arrived
+        roots: list[Tensor] = []
+        grads: list[Tensor | None] = []
+        for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
+            if grad is not None:
+                roots.append(output)
+                grads.append(grad)
+        return roots, grads
+
+    def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
+        cell = self.cell
+        arrives = tuple(grad is not None for grad in grads)
+        if arrives != cell.wiring.grads_out:
+            raise ExecutionError(
+                f"gradients of the stage's inputs: {_yes_no(cell.wiring.grads_out)} was agreed "
+                f"with the stage before, but {_yes_no(arrives)} came out; which inputs get a "
+                "gradient must not depend on the data"
+            )
+        cell.input_grads = grads
+        if cell.previous is not None:
+            cell.previous.output_grads = grads
+
+
+class Send:
+    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
+
+    def __init__(self, cell: Cell, transport: GlooTransport, peer: int, grads: bool) -> None:
+        self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
+
+    def __call__(self) -> None:
+        """Run the action."""
+        cell = self.cell
+        for tensor in cell.input_grads if self.grads else cell.outputs:
+            if tensor is not None:
+                cell.sending.append(self.transport.send(tensor.detach().contiguous(), self.peer))
+        if self.grads:
+            cell.input_grads = ()
+
+
+class Receive:
+    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
+
+    def __init__(
+        self, cell: Cell, transport: GlooTransport, peer: int, grads: bool, device: torch.device
+    ) -> None:
+        self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
+        self.device = device
+
+    def __call__(self) -> None:
+        """Run the action."""
+        cell, wiring = self.cell, self.cell.wiring
+        if not self.grads:
+            cell.inputs = tuple(
+                torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+                for meta in wiring.before
+            )
+            buffers: tuple[Tensor | None, ...] = cell.inputs
+        else:
+            buffers = cell.output_grads = tuple(
+                torch.empty(meta.shape, dtype=meta.dtype, device=self.device) if comes else None
+                for meta, comes in zip(wiring.after, wiring.grads_in, strict=True)
+            )
+        for buffer in buffers:
+            if buffer is not None:
+                cell.arriving.append(self.transport.receive(buffer, self.peer))
+
+
+class OptimStep:
+    """OPTIM_STEP: applies the accumulated gradients to the newest weights, and clears them."""
+
+    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer | None, makes: int) -> None:
+        self.stage, self.optimizer, self.makes = stage, optimizer, makes
+
+    def __call__(self) -> None:
+        """Run the action."""
+        started = perf_counter()
+        if self.optimizer is not None:  # a stage without parameters has none
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.stage.weights.begin(self.makes)
+        self.stage.state.busy += perf_counter() - started
+
+
+def _verify(outputs: tuple[Tensor, ...], agreed: Boundary) -> None:
+    """Compare what a stage made with what its neighbour was told, before any payload moves."""
+    found = tuple(meta_of(output) for output in outputs)
+    if found != agreed:
+        raise ExecutionError(
+            f"the stage returned ({', '.join(map(str, found))}), but "
+            f"({', '.join(map(str, agreed))}) was agreed with the next stage"
+        )
+
+
+def _yes_no(flags: tuple[bool, ...]) -> str:
+    return f"({', '.join('yes' if flag else 'no' for flag in flags)})"

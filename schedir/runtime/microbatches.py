@@ -1,0 +1,76 @@
+"""Cuts a batch into microbatches, and weighs each by its share of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+
+Microbatch: TypeAlias = Tensor | tuple["Microbatch", ...] | Mapping[str, "Microbatch"]
+Batch: TypeAlias = Microbatch | Iterable[Microbatch]
+
+
+def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
+    """The microbatches of a whole batch, or of a list or iterator that holds them ready-made.
+
+    A tensor, or a tuple or dict of tensors, is a whole batch: `torch.tensor_split` cuts each of
+    its tensors along dim 0. Raises ExecutionError where the numbers don't fit; `what` names the
+    argument.
+    """
+    if isinstance(batch, (Tensor, tuple, Mapping)):
+        leaves, spec = pytree.tree_flatten(batch)
+        rows = {_rows(leaf, what) for leaf in leaves}
+        if len(rows) != 1:
+            raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
+        if min(rows) < microbatches:
+            raise ExecutionError(
+                f"{what}: {min(rows)} rows can't be split into {microbatches} microbatches"
+            )
+        pieces = [torch.tensor_split(leaf, microbatches) for leaf in leaves]
+        return [pytree.tree_unflatten(piece, spec) for piece in zip(*pieces, strict=True)]
+    if not isinstance(batch, Iterable):
+        raise ExecutionError(
+            f"{what}: expected a tensor, a tuple or dict of tensors, or a list of {microbatches} "
+            f"microbatches, not {type(batch).__name__}"
+        )
+    ready = list(islice(batch, microbatches + 1))
+    if len(ready) != microbatches:
+        count = f"{len(ready)}" if len(ready) < microbatches else f"more than {microbatches}"
+        raise ExecutionError(
+            f"{what}: {count} microbatches given, but the schedule has {microbatches}"
+        )
+    return ready
+
+
+def rows(target: Microbatch) -> int:
+    """The number of samples in a microbatch: dim 0 of the target's first tensor."""
+    leaves = pytree.tree_leaves(target)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            return leaf.shape[0] if leaf.dim() else 1
+    raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")
+
+
+def weights(counts: Sequence[int], groups: Sequence[Sequence[int]]) -> list[float]:
+    """Each microbatch's share of the samples of its group, the microbatches of one OPTIM_STEP."""
+    shares = [0.0] * len(counts)
+    for group in groups:
+        total = sum(counts[m] for m in group)
+        if not total:
+            raise ExecutionError(f"target: microbatches {list(group)} hold no samples at all")
+        for m in group:
+            shares[m] = counts[m] / total
+    return shares
+
+
+def _rows(leaf: object, what: str) -> int:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        found = "a tensor without dimensions" if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise ExecutionError(f"{what}: a batch is made of tensors split along dim 0, not {found}")
+    return leaf.shape[0]

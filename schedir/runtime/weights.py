@@ -1,0 +1,90 @@
+"""The live weight versions of one stage.
+
+A version that no read outlives is the module's own parameters, updated in place. One that is still
+read after the OPTIM_STEP that replaces it gets leaf tensors of its own, and is the one installed
+in the module during its forwards and backwards: activation checkpointing runs the module again in
+the backward, and has to find the same weights. Swapping `param.data` instead would give silently
+wrong gradients, since a saved leaf unpacks to the parameter itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from schedir.ir import StageVersions
+
+
+class StageWeights:
+    """The parameters of a stage's module, and the older versions that are still needed.
+
+    `versions` says which versions the schedule reads and until when; None where the caller steps,
+    so that only one version exists.
+    """
+
+    def __init__(self, module: nn.Module, versions: StageVersions | None) -> None:
+        self.own = list(module.parameters())
+        self._outlives = (
+            [versions.outlives_its_step(v) for v in range(len(versions.steps))] if versions else []
+        )
+        # A parameter may stand at several places of a module; all of them are swapped together.
+        numbers = {id(parameter): number for number, parameter in enumerate(self.own)}
+        self._places = [
+            (holder._parameters, name, numbers[id(parameter)])
+            for holder in module.modules()
+            for name, parameter in holder._parameters.items()
+            if parameter is not None
+        ]
+        self._stashed: dict[int, list[nn.Parameter]] = {}
+        self._pool: list[list[nn.Parameter]] = []
+        self._installed: list[nn.Parameter] = self.own
+
+    def begin(self, version: int) -> None:
+        """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
+        if version >= len(self._outlives) or not self._outlives[version]:
+            return
+        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.own]
+        with torch.no_grad():
+            for kept, parameter in zip(copy, self.own, strict=True):
+                kept.copy_(parameter)
+                kept.requires_grad_(parameter.requires_grad)
+        self._stashed[version] = copy
+
+    def install(self, version: int) -> list[nn.Parameter]:
+        """Make `version` the one that the module runs with, and return its parameters."""
+        parameters = self._stashed.get(version, self.own)
+        if parameters is not self._installed:
+            for holder, name, number in self._places:
+                holder[name] = parameters[number]
+            self._installed = parameters
+        return parameters
+
+    def collect(self, version: int) -> None:
+        """Move the gradients of an older version to the module's own parameters."""
+        copy = self._stashed.get(version)
+        if copy is None:
+            return
+        for kept, parameter in zip(copy, self.own, strict=True):
+            if kept.grad is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = kept.grad
+            else:
+                parameter.grad += kept.grad
+            kept.grad = None
+
+    def release(self, version: int) -> None:
+        """The last read of `version` is done; its storage goes back to the pool."""
+        copy = self._stashed.pop(version, None)
+        if copy is not None:
+            self._pool.append(copy)
+
+    def restore(self) -> None:
+        """Give the module its own parameters back and forget all older versions."""
+        for version in list(self._stashed):
+            self.release(version)
+        self.install(-1)
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)

@@ -1,0 +1,181 @@
+"""The ranks agree on every boundary: shapes down the pipeline, then where gradients flow back up.
+
+    stage 0  ── shapes ──▶  stage 1  ── shapes ──▶  stage 2
+             ◀── grads ───           ◀── grads ───
+
+It happens at the first step of each new input shape. Only the first stage's rank sees the input,
+so it announces at every step which of the agreed wirings applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.runtime.cells import Cell, Wiring
+from schedir.runtime.control import Control
+from schedir.runtime.microbatches import Microbatch
+from schedir.runtime.shapes import Boundary, FirstInput, Given, Trace, boundary_of, meta_of
+
+
+class Wirings:
+    """The agreements of one rank, by the number that the first stage's rank gives them."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        devices: Mapping[int, torch.device],
+        loss_fn: Callable[[Any, Any], Tensor],
+        boundaries: Mapping[int, Boundary],
+        control: Control | None,
+    ) -> None:
+        self._last = schedule.stages - 1
+        self._owner = [held[0] for held in schedule.placement]
+        self._rank = rank
+        self._stages = stages
+        self._devices = devices
+        self._loss_fn = loss_fn
+        self._boundaries = boundaries
+        self._control = control
+        self._numbers: dict[object, int] = {}
+        self._agreed: list[dict[tuple[int, int], Wiring]] = []
+        self._current = -1
+
+    def apply(self, cells: Mapping[tuple[int, int], Cell]) -> None:
+        """Set every cell's wiring for the microbatches that the cells hold now."""
+        number = None
+        if self._owner[0] == self._rank:
+            signature = tuple(
+                _signature(cell.batch) for (stage, _), cell in cells.items() if stage == 0
+            )
+            number = self._numbers.setdefault(signature, len(self._numbers))
+        if self._control is not None:
+            number = self._control.announce(self._owner[0], number)
+        if number is None:
+            raise ExecutionError("no rank announced the step")
+        if number == len(self._agreed):
+            self._agreed.append(self._agree(cells))
+        if number != self._current:
+            for key, cell in cells.items():
+                cell.wiring = self._agreed[number][key]
+            self._current = number
+
+    def _agree(self, cells: Mapping[tuple[int, int], Cell]) -> dict[tuple[int, int], Wiring]:
+        # Microbatches of one shape are of one kind, and wired alike.
+        kinds: list[int] = []
+        local: dict[int, Any] = {}
+        found: dict[int, list[_Half]] = {}
+        for stage in sorted(self._stages):
+            inputs: Sequence[Given]
+            if stage == 0:
+                batches = [cell.batch for (s, _), cell in sorted(cells.items()) if s == 0]
+                signatures = [_signature(batch) for batch in batches]
+                distinct = list(dict.fromkeys(signatures))
+                kinds = [distinct.index(signature) for signature in signatures]
+                inputs = [FirstInput(batches[signatures.index(kind)]) for kind in distinct]
+            else:
+                kinds, inputs = self._take(local, stage, stage - 1)
+            found[stage] = [self._trace(stage, given) for given in inputs]
+            if stage < self._last:
+                message = (kinds, [half.after for half in found[stage]])
+                self._pass(local, stage, stage + 1, message)
+        for stage in sorted(self._stages, reverse=True):
+            halves = found[stage]
+            if stage == self._last:
+                for kind, half in enumerate(halves):
+                    half.end(self._loss_fn, cells[stage, kinds.index(kind)].target)
+            else:
+                for half, grads_in in zip(halves, self._take(local, stage, stage + 1), strict=True):
+                    half.flow(grads_in)
+            if stage > 0:
+                self._pass(local, stage, stage - 1, [half.grads_out for half in halves])
+        wirings = {stage: [half.wiring() for half in halves] for stage, halves in found.items()}
+        return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
+
+    def _trace(self, stage: int, given: Given) -> _Half:
+        if stage in self._boundaries:
+            return _Half(stage, given, self._boundaries[stage], None)
+        try:
+            trace = Trace(self._stages[stage], self._devices[stage], given)
+        except Exception as error:
+            if stage == self._last:
+                return _Half(stage, given, (), None)  # nothing behind it needs the shape
+            raise ExecutionError(
+                f"stage {stage}: the shape of its output can't be found without data "
+                f"({type(error).__name__}: {error}); declare it with boundaries={{{stage}: "
+                "torch.empty(...)}",
+                rank=self._rank,
+                cause=error,
+            ) from error
+        after = () if stage == self._last else tuple(map(meta_of, boundary_of(trace.output, stage)))
+        return _Half(stage, given, after, trace)
+
+    def _pass(self, local: dict[int, Any], stage: int, to: int, message: object) -> None:
+        if self._owner[to] == self._rank:
+            local[to] = message
+        elif self._control is not None:
+            self._control.send(message, self._owner[to])
+
+    def _take(self, local: dict[int, Any], stage: int, source: int) -> Any:
+        if self._owner[source] == self._rank:
+            return local.pop(stage)
+        if self._control is None:
+            raise ExecutionError(f"stage {source} is on no rank that can be reached")
+        return self._control.receive(self._owner[source])
+
+
+class _Half:
+    """A stage's wiring for one kind of microbatch, while its gradients are not yet known.
+
+    Without a trace, every gradient is taken to flow and every input to be changed in place.
+    """
+
+    def __init__(self, stage: int, given: Given, after: Boundary, trace: Trace | None) -> None:
+        self._before: Boundary = () if isinstance(given, FirstInput) else given
+        self._stage = stage
+        self._trace = trace
+        self.after = after
+        self.grads_in: tuple[bool, ...] = ()
+        self.grads_out = tuple(meta.requires_grad for meta in self._before)
+
+    def end(self, loss_fn: Callable[[Any, Any], Tensor], target: Microbatch) -> None:
+        """This is the last stage: its gradients come from the loss."""
+        if self._trace is None:
+            return
+        try:
+            loss = self._trace.loss(loss_fn, target)
+        except Exception:
+            # A loss may depend on data, where no trace can follow; the run will say so if a
+            # gradient then fails to come.
+            return
+        self.grads_out = self._trace.gradients([loss])
+
+    def flow(self, grads_in: tuple[bool, ...]) -> None:
+        """The next stage has said for which outputs it sends a gradient."""
+        self.grads_in = grads_in
+        if self._trace is not None:
+            outputs = boundary_of(self._trace.output, self._stage)
+            self.grads_out = self._trace.gradients(
+                [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
+            )
+
+    def wiring(self) -> Wiring:
+        """The wiring, once the gradients are known."""
+        mutates = tuple(True for _ in self._before) if self._trace is None else self._trace.mutates
+        return Wiring(self._before, self.after, self.grads_in, self.grads_out, mutates)
+
+
+def _signature(batch: Microbatch) -> object:
+    leaves, spec = pytree.tree_flatten(batch)
+    return (
+        tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+        spec,
+    )

@@ -1,0 +1,302 @@
+"""Runs small schedules for real, under each channel model, and says what happened.
+
+An interpreter of the meaning of actions (blocking, data and all), written apart from schedir's
+checker: it fires whatever can fire, in random order, until nothing can. Payloads are tokens that
+say what was computed from what, so that wrong data shows.
+
+    completes  every action ran, and each stage applied the right gradients once
+    wrong      every action ran, but some payload or gradient was not what it should be
+    blocks     some action can never run
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import attrs
+
+from schedir import Action, Kind, Schedule
+from schedir.ir import COMPUTE, RECEIVES, SENDS
+
+Outcome = Literal["completes", "wrong", "blocks"]
+
+
+@attrs.define
+class Rank:
+    actions: tuple[Action, ...]
+    done: list[bool]
+    inputs: dict[tuple[int, int], Any] = attrs.field(factory=dict)  # received activations
+    grads: dict[tuple[int, int], Any] = attrs.field(factory=dict)  # received gradients
+    outputs: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    input_grads: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    split: set[tuple[int, int]] = attrs.field(factory=set)  # whose input gradient is done
+    steps: dict[int, int] = attrs.field(factory=dict)
+    accumulated: dict[int, list[Any]] = attrs.field(factory=dict)
+    applied: dict[int, list[list[Any]]] = attrs.field(factory=dict)
+    faults: list[str] = attrs.field(factory=list)
+
+
+class Oracle:
+    def __init__(self, schedule: Schedule, channel: str, seed: int = 0) -> None:
+        self.schedule = schedule
+        self.channel = channel
+        self.random = random.Random(seed)
+        self.ranks = [Rank(a, [False] * len(a)) for a in schedule.actions]
+        self.runs: dict[tuple[int, int], int] = {}
+        for rank, actions in enumerate(schedule.actions):
+            for a in actions:
+                if a.kind is Kind.FORWARD and a.microbatch is not None:
+                    self.runs.setdefault((a.stage, a.microbatch), rank)
+
+    def run(self) -> Outcome:
+        progress = True
+        while progress:
+            progress = False
+            order = list(range(len(self.ranks)))
+            self.random.shuffle(order)
+            for rank in order:
+                for index in range(len(self.ranks[rank].actions)):
+                    if not self.ranks[rank].done[index] and self.fire(rank, index):
+                        progress = True
+        if not all(all(rank.done) for rank in self.ranks):
+            return "blocks"
+        return "wrong" if self.wrong() else "completes"
+
+    # What may happen now.
+
+    def posted(self, rank: int, index: int) -> bool:
+        """Whether nothing in the rank's list holds this communication action back."""
+        me = self.ranks[rank]
+        action = me.actions[index]
+        for earlier in range(index):
+            if me.done[earlier]:
+                continue
+            other = me.actions[earlier]
+            if self.channel == "host":
+                return False
+            if other.kind in COMPUTE:
+                if not (self.channel == "async" and action.kind in RECEIVES):
+                    return False
+            elif self.same_queue(rank, action, other):
+                return False
+        return True
+
+    def same_queue(self, rank: int, one: Action, other: Action) -> bool:
+        if self.channel == "rank":
+            return True
+        if self.channel == "async":
+            # Nothing holds a post back, but the j-th send still meets the j-th receive.
+            return self.channel_of(rank, one) == self.channel_of(rank, other) is not None
+        if Kind.REDUCE_GRAD in (one.kind, other.kind):
+            return one.kind is other.kind and one.stage == other.stage
+        if self.channel == "pair":
+            return self.peer(one) == self.peer(other)
+        return self.channel_of(rank, one) == self.channel_of(rank, other)
+
+    def peer(self, action: Action) -> int | None:
+        step = 1 if action.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1
+        return self.runs.get((action.stage + step, action.microbatch or 0))
+
+    def channel_of(self, rank: int, action: Action) -> tuple[Any, ...] | None:
+        if action.kind is Kind.REDUCE_GRAD:
+            return ("reduce", action.stage)
+        peer = self.peer(action)
+        return (rank, peer) if action.kind in SENDS else (peer, rank)
+
+    def fire(self, rank: int, index: int) -> bool:
+        me = self.ranks[rank]
+        action = me.actions[index]
+        if action.kind in COMPUTE:
+            return self.compute(rank, index)
+        if not self.posted(rank, index):
+            return False
+        if action.kind is Kind.REDUCE_GRAD:
+            return self.reduce(rank, index)
+        if action.kind in RECEIVES:
+            return False  # fired from the send's side
+        # A payload exists once the compute that makes it has run; sends never run before it.
+        target = self.peer(action)
+        if target is None or target == rank:
+            me.faults.append(f"{action} has no peer")
+            me.done[index] = True
+            return True
+        other = self.ranks[target]
+        for there, candidate in enumerate(other.actions):
+            if (
+                not other.done[there]
+                and candidate.kind in RECEIVES
+                and self.peer(candidate) == rank
+                and self.posted(target, there)
+            ):
+                if not any(self.makes(earlier, action) for earlier in me.actions[:index]):
+                    me.faults.append(f"{action} does not wait for its payload")
+                self.transfer(me, action, other, candidate)
+                me.done[index] = other.done[there] = True
+                return True
+        return False
+
+    def compute(self, rank: int, index: int) -> bool:
+        me = self.ranks[rank]
+        for earlier in range(index):
+            other = me.actions[earlier]
+            if not me.done[earlier]:
+                if other.kind in COMPUTE or self.channel == "host":
+                    return False
+                if self.consumes(me.actions[index], other):
+                    return False
+        action = me.actions[index]
+        if action.microbatch is not None and action in me.actions[:index]:
+            me.faults.append(f"{action} runs again")
+        if self.races(rank, index):
+            me.faults.append(f"{action} does not wait for its receive")
+        self.run_compute(rank, action)
+        me.done[index] = True
+        return True
+
+    def races(self, rank: int, index: int) -> bool:
+        """Whether the action takes what another rank sends without a receive listed before it."""
+        me = self.ranks[rank]
+        action = me.actions[index]
+        neighbour = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
+        source = self.runs.get((neighbour, action.microbatch or 0))
+        if action.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return False
+        if source is None or source == rank:
+            return False
+        return not any(self.consumes(action, earlier) for earlier in me.actions[:index])
+
+    @staticmethod
+    def makes(compute: Action, send: Action) -> bool:
+        kinds = (
+            (Kind.FORWARD,) if send.kind is Kind.SEND_ACT else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        )
+        same = (compute.stage, compute.microbatch) == (send.stage, send.microbatch)
+        return same and compute.kind in kinds
+
+    @staticmethod
+    def consumes(compute: Action, other: Action) -> bool:
+        if compute.kind is Kind.OPTIM_STEP:
+            return other.kind is Kind.REDUCE_GRAD and other.stage == compute.stage
+        needed = {
+            Kind.FORWARD: Kind.RECV_ACT,
+            Kind.BACKWARD: Kind.RECV_GRAD,
+            Kind.BACKWARD_INPUT: Kind.RECV_GRAD,
+        }.get(compute.kind)
+        return (
+            other.kind is needed
+            and other.stage == compute.stage
+            and other.microbatch == compute.microbatch
+        )
+
+    # What happens then.
+
+    def transfer(self, me: Rank, send: Action, other: Rank, receive: Action) -> None:
+        source = me.outputs if send.kind is Kind.SEND_ACT else me.input_grads
+        payload = source.get((send.stage, send.microbatch or 0), "garbage")
+        into = other.inputs if receive.kind is Kind.RECV_ACT else other.grads
+        into[receive.stage, receive.microbatch or 0] = payload
+
+    def reduce(self, rank: int, index: int) -> bool:
+        """The k-th REDUCE_GRAD of a stage happens on all its ranks at once."""
+        stage = self.ranks[rank].actions[index].stage
+        places = []
+        for held in self.schedule.placement[stage]:
+            there = next(
+                (
+                    i
+                    for i, a in enumerate(self.ranks[held].actions)
+                    if a.kind is Kind.REDUCE_GRAD
+                    and a.stage == stage
+                    and not self.ranks[held].done[i]
+                ),
+                None,
+            )
+            if there is None or not self.posted(held, there):
+                return False
+            places.append((held, there))
+        total = sorted(
+            (g for held, _ in places for g in self.ranks[held].accumulated.get(stage, [])), key=str
+        )
+        for held, there in places:
+            self.ranks[held].accumulated[stage] = list(total)
+            self.ranks[held].done[there] = True
+        return True
+
+    def run_compute(self, rank: int, action: Action) -> None:
+        me = self.ranks[rank]
+        stage, m = action.stage, action.microbatch or 0
+        last = self.schedule.stages - 1
+        if action.kind is Kind.FORWARD:
+            newest = me.steps.get(stage, 0)
+            if action.version is not None and action.version > newest:
+                me.faults.append(f"{action} reads a version to come")
+            local = self.runs.get((stage - 1, m)) == rank
+            source = me.outputs.get((stage - 1, m)) if local else me.inputs.get((stage, m))
+            me.outputs[stage, m] = (m if stage == 0 else source, f"F{stage}")
+        elif action.kind is Kind.OPTIM_STEP:
+            me.steps[stage] = me.steps.get(stage, 0) + 1
+            me.applied.setdefault(stage, []).append(me.accumulated.pop(stage, []))
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            if (stage, m) not in me.split:
+                me.faults.append(f"{action} before its input gradient")
+            me.accumulated.setdefault(stage, []).append(m)
+        else:
+            made = me.outputs.get((stage, m))
+            if made != self.activation(stage, m):
+                me.faults.append(f"{action} differentiates {made}")
+            local = self.runs.get((stage + 1, m)) == rank
+            grad = me.input_grads.get((stage + 1, m)) if local else me.grads.get((stage, m))
+            if stage != last and grad != ("grad", stage + 1, m):
+                me.faults.append(f"{action} gets {grad}")
+            me.input_grads[stage, m] = ("grad", stage, m)
+            if action.kind is Kind.BACKWARD:
+                me.accumulated.setdefault(stage, []).append(m)
+            else:
+                me.split.add((stage, m))
+
+    def activation(self, stage: int, m: int) -> Any:
+        token: Any = m
+        for s in range(stage + 1):
+            token = (token, f"F{s}")
+        return token
+
+    def wrong(self) -> list[str]:
+        faults = [fault for rank in self.ranks for fault in rank.faults]
+        everything = sorted(range(self.schedule.microbatches))
+        any_step = any(
+            a.kind is Kind.OPTIM_STEP for actions in self.schedule.actions for a in actions
+        )
+        groups = []
+        for stage, held in enumerate(self.schedule.placement):
+            by_rank = []
+            for rank in held:
+                me = self.ranks[rank]
+                steps = me.applied.get(stage, [])
+                rest = me.accumulated.get(stage, [])
+                if any_step and rest:
+                    faults.append(f"stage {stage}: {rest} never applied")
+                by_rank.append([sorted(step) for step in ([rest] if not any_step else steps)])
+            if any_step and any(one != by_rank[0] for one in by_rank):
+                faults.append(f"stage {stage}: replicas differ")
+            flat = sorted(
+                m
+                for step in (
+                    by_rank[0] if any_step else [step for steps in by_rank for step in steps]
+                )
+                for m in step
+            )
+            if flat != everything:
+                faults.append(f"stage {stage}: applied {flat}")
+            if any_step:
+                groups.append(by_rank[0])
+                if any(not step for step in by_rank[0]):
+                    faults.append(f"stage {stage}: an empty step")
+        if any(group != groups[0] for group in groups):
+            faults.append(f"stages group differently: {groups}")
+        return faults
+
+
+def happens(schedule: Schedule, channel: str, seed: int = 0) -> Outcome:
+    """What running the schedule under a channel model comes to."""
+    return Oracle(schedule, channel, seed).run()

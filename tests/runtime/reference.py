@@ -1,0 +1,85 @@
+"""Single-process training, written from the textbook: what every executed schedule must equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedir.runtime import rng
+
+Loss = Callable[[Any, Any], Tensor]
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def run_stages(
+    stages: Sequence[nn.Module], x: Any, seed: tuple[int, int, int] | None = None
+) -> Any:
+    """The whole model on one microbatch; `seed` is (seed, step, microbatch)."""
+    for index, stage in enumerate(stages):
+        if seed is not None:
+            rng(seed[0], seed[1], index, seed[2])
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+    return x
+
+
+def accumulate(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatches: Sequence[tuple[Any, Any]],
+    order: Sequence[int] | None = None,
+    seed: tuple[int, int] | None = None,
+) -> float:
+    """One step of gradient accumulation, the loop everybody writes; returns the mean loss."""
+    counts = [len(y) for _, y in microbatches]
+    total = sum(counts)
+    losses: dict[int, float] = {}
+    for m in order or range(len(microbatches)):
+        x, y = microbatches[m]
+        loss = loss_fn(run_stages(stages, x, (*seed, m) if seed else None), y)
+        (loss * (counts[m] / total)).backward()
+        losses[m] = float(loss.detach())
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return sum(counts[m] * losses[m] for m in sorted(losses)) / total
+
+
+def pipedream(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    minibatches: Sequence[tuple[Any, Any]],
+    vertical_sync: bool = False,
+) -> float:
+    """PipeDream's recurrence: w_s^{m+1} = OPT(w_s^m, g_s(m)), the gradient at versions v_s(m).
+
+    v_s(m) = max(0, m - (S-1-s)), with vertical sync max(0, m - S + 1) on every stage. The
+    gradient is taken on copies of the stages that hold those versions.
+    """
+    number = len(stages)
+    history: list[list[dict[str, Tensor]]] = [[] for _ in stages]
+    losses = []
+    for m, (x, y) in enumerate(minibatches):
+        at_version = []
+        for s, stage in enumerate(stages):
+            history[s].append(copy.deepcopy(stage.state_dict()))
+            version = max(0, m - number + 1) if vertical_sync else max(0, m - (number - 1 - s))
+            replica = copy.deepcopy(stage)
+            replica.load_state_dict(history[s][version])
+            replica.zero_grad(set_to_none=True)
+            at_version.append(replica)
+        loss = loss_fn(run_stages(at_version, x), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for stage, replica, optimizer in zip(stages, at_version, optimizers, strict=True):
+            for own, copied in zip(stage.parameters(), replica.parameters(), strict=True):
+                own.grad = copied.grad
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    counts = [len(y) for _, y in minibatches]
+    return sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)

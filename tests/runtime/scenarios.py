@@ -1,0 +1,500 @@
+"""Run by torchrun on 2 ranks: one function per promise of the executor.
+
+Every rank prints one JSON line per scenario: {"scenario": …, "faults": [text, …]}. A scenario
+returns what is wrong on its rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import schedir
+from schedir import Action, Pipeline, backward, backward_input, backward_weight, forward, optim_step
+from schedir.runtime import Executor, rng
+from tests.runtime.reference import accumulate, pipedream, run_stages
+
+SCENARIOS: list[Callable[[int], list[str]]] = []
+MSE = nn.functional.mse_loss
+
+
+def scenario(function: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
+    SCENARIOS.append(function)
+    return function
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+
+
+def split(x: Any, number: int) -> list[Any]:
+    if isinstance(x, tuple):
+        return list(zip(*(torch.tensor_split(t, number) for t in x), strict=True))
+    return list(torch.tensor_split(x, number))
+
+
+def compare(mine: nn.Module, theirs: nn.Module, stage: int) -> list[str]:
+    """Parameters and buffers, bit for bit."""
+    other = theirs.state_dict()
+    return [
+        f"stage {stage} {name} differs"
+        for name, value in mine.state_dict().items()
+        if not torch.equal(value, other[name])
+    ]
+
+
+def train(
+    rank: int,
+    whole: Sequence[nn.Module],
+    data: Sequence[tuple[Any, Any]],
+    *,
+    microbatches: int = 4,
+    target: Any = "1f1b",
+    loss_fn: Any = MSE,
+    order: Sequence[int] | None = None,
+    seeded: bool = False,
+    **options: Any,
+) -> list[str]:
+    """Train with the executor and in one process on the same data; say what differs."""
+    schedule = schedir.build(target, ranks=2, microbatches=microbatches)
+    local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
+    faults = []
+    with Executor(schedule, local, loss_fn, adamw, **options) as executor:
+        optimizers = [adamw(stage.parameters()) for stage in whole if list(stage.parameters())]
+        for step, (x, y) in enumerate(data):
+            result = executor.step(x, target=y)
+            pieces = list(zip(split(x, microbatches), split(y, microbatches), strict=True))
+            expected = accumulate(
+                whole, loss_fn, optimizers, pieces, order, (0, step) if seeded else None
+            )
+            if result.loss != expected:
+                faults.append(f"loss of step {step}: {result.loss} != {expected}")
+    for s, module in local.items():
+        faults += compare(module, whole[s], s)
+    return faults
+
+
+def random_data(steps: int, rows: int = 8, width: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(rows, width, generator=generator),
+            torch.randn(rows, width, generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def linear_stages(number: int = 2, width: int = 4) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(number)]
+
+
+def raises(error: type[BaseException], text: str, call: Callable[[], object]) -> list[str]:
+    try:
+        call()
+    except error as found:
+        return [] if text in str(found) else [f"{text!r} is not in {str(found)!r}"]
+    return [f"{error.__name__} was not raised"]
+
+
+class TwoOutputs(nn.Module):
+    """Two tensors to the next stage, one of them integers; a third that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.first(x), (x > 0).long().sum(1), self.unused(x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(5, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
+        y: Tensor = self.last(x + self.embedding(ids))
+        return y
+
+
+@scenario
+def several_tensors_per_boundary(rank: int) -> list[str]:
+    """Integers cross, and AdamW leaves alone what got no gradient (it would decay on zeros)."""
+    before = TwoOutputs().unused.weight.clone()
+    first = TwoOutputs()
+    faults = train(rank, [first, TwoInputs()], random_data(3))
+    if not torch.equal(before, first.unused.weight):
+        faults.append("the reference itself has moved the unused layer")
+    return faults
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(x.detach())
+        return y
+
+
+@scenario
+def none_travels_as_absent(rank: int) -> list[str]:
+    return train(rank, [linear_stages()[0], Detached()], random_data(3))
+
+
+@scenario
+def frozen_first_stage(rank: int) -> list[str]:
+    whole = linear_stages()
+    whole[0].requires_grad_(False)
+    return train(rank, whole, random_data(2))
+
+
+@scenario
+def first_layer_in_place(rank: int) -> list[str]:
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Linear(4, 4),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+    ]
+    return train(rank, whole, random_data(3))
+
+
+@scenario
+def batch_norm_statistics(rank: int) -> list[str]:
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    ]
+    return train(rank, whole, random_data(3))
+
+
+class Positions(nn.Module):
+    """Integer input, and positions made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.words = nn.Embedding(11, 4)
+        self.places = nn.Embedding(7, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        return y
+
+
+@scenario
+def embedding_and_arange(rank: int) -> list[str]:
+    generator = torch.Generator().manual_seed(3)
+    data = [
+        (
+            torch.randint(0, 11, (8, 5), generator=generator),
+            torch.randn(8, 5, 4, generator=generator),
+        )
+        for _ in range(2)
+    ]
+    return train(rank, [Positions(), linear_stages()[1]], data)
+
+
+@scenario
+def shapes_change_and_microbatches_are_uneven(rank: int) -> list[str]:
+    data = [random_data(1, rows)[0] for rows in (8, 9, 6, 8, 4)]
+    return train(rank, linear_stages(), data, microbatches=4)
+
+
+@scenario
+def ready_made_microbatches(rank: int) -> list[str]:
+    whole = linear_stages()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    (x, y), *_ = random_data(1, rows=7)
+    local = {rank: copy.deepcopy(whole[rank])}
+    optimizers = [adamw(stage.parameters()) for stage in whole]
+    pieces = list(zip(split(x, 3), split(y, 3), strict=True))
+    with Executor(schedule, local, MSE, adamw) as executor:
+        from_list = executor.step([x for x, _ in pieces], target=[y for _, y in pieces]).loss
+        expected = accumulate(whole, MSE, optimizers, pieces)
+        faults = [] if from_list == expected else ["a list"]
+        iterated = executor.step(iter([x for x, _ in pieces]), target=(y for _, y in pieces)).loss
+        expected = accumulate(whole, MSE, optimizers, pieces)
+        if iterated != expected:
+            faults.append("an iterator")
+    return faults + compare(local[rank], whole[rank], rank)
+
+
+@scenario
+def tuple_inputs(rank: int) -> list[str]:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, z: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) + z
+            return y
+
+    data = [((x, y), x) for x, y in random_data(2)]
+    return train(rank, [Sum(), linear_stages()[1]], data)
+
+
+def backwards_reversed(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    for m in (1, 0):
+        yield forward(rank, m)
+    for m in (1, 0):
+        yield backward(rank, m)
+    yield optim_step(rank)
+
+
+@scenario
+def losses_are_keyed_by_microbatch(rank: int) -> list[str]:
+    data = [random_data(1, 5)[0] for _ in range(2)]
+    return train(
+        rank, linear_stages(), data, microbatches=2, target=backwards_reversed, order=[1, 0]
+    )
+
+
+def split_backward(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    for m in range(pipe.microbatches):
+        yield forward(rank, m)
+    for m in range(pipe.microbatches):
+        yield backward_input(rank, m)
+    for m in range(pipe.microbatches):
+        yield backward_weight(rank, m)
+    yield optim_step(rank)
+
+
+@scenario
+def input_and_weight_gradients_apart(rank: int) -> list[str]:
+    return train(rank, linear_stages(), random_data(3), target=split_backward)
+
+
+def v_shape(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    first, last = pipe.stages_of(rank)
+    for m in range(pipe.microbatches):
+        yield forward(first, m)
+        if rank == 1:
+            yield forward(last, m)
+            yield backward(last, m)
+            yield backward(first, m)
+    if rank == 0:
+        for m in range(pipe.microbatches):
+            yield forward(last, m)
+            yield backward(last, m)
+        for m in range(pipe.microbatches):
+            yield backward(first, m)
+    for stage in (first, last):
+        yield optim_step(stage)
+
+
+@scenario
+def neighbouring_stages_on_one_rank(rank: int) -> list[str]:
+    generator = schedir.schedule("v", placement=lambda pipe: [0, 1, 1, 0])(v_shape)
+    return train(rank, linear_stages(4), random_data(3), target=generator)
+
+
+@scenario
+def dropout_is_seeded(rank: int) -> list[str]:
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 4)),
+    ]
+    return train(rank, whole, random_data(3), seeded=True)
+
+
+@scenario
+def random_state_of_the_user_is_restored(rank: int) -> list[str]:
+    torch.manual_seed(17)
+    state = torch.get_rng_state()
+    train(rank, linear_stages(), random_data(1))  # makes its own stages, seeding as it goes
+    torch.set_rng_state(state)
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    (x, y), *_ = random_data(1)
+    with Executor(schedule, {rank: linear_stages()[rank]}, MSE, adamw) as executor:
+        torch.set_rng_state(state)
+        executor.step(x, target=y)
+        faults = [] if torch.equal(torch.get_rng_state(), state) else ["step moved the state"]
+    with rng(1, 2, 3, 4):
+        torch.rand(3)
+    return faults if torch.equal(torch.get_rng_state(), state) else [*faults, "rng moved the state"]
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its forward in the backward: it must find the version of the forward there."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@scenario
+def recomputation_finds_the_stashed_version(rank: int) -> list[str]:
+    schedule = schedir.build("pipedream", ranks=2, microbatches=5)
+    plain = linear_stages()
+    local = {rank: Checkpointed(copy.deepcopy(plain[rank]))}
+    optimizers = [adamw(stage.parameters()) for stage in plain]
+    faults = []
+    with Executor(schedule, local, MSE, adamw) as executor:
+        for x, y in random_data(3, rows=10):
+            # A leaf that requires grad makes the first stage recompute as well.
+            loss = executor.step(x, target=y).loss
+            pieces = list(zip(split(x, 5), split(y, 5), strict=True))
+            expected = pipedream(plain, MSE, optimizers, pieces)
+            if loss != expected:
+                faults.append(f"loss {loss} != {expected}")
+    return faults + compare(local[rank].inner, plain[rank], rank)
+
+
+@scenario
+def hooks_see_real_data_only(rank: int) -> list[str]:
+    whole = linear_stages()
+    seen: list[type] = []
+    local = {rank: copy.deepcopy(whole[rank])}
+    local[rank].register_forward_hook(lambda module, args, out: seen.append(type(out)))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    (x, y), *_ = random_data(1)
+    with Executor(schedule, local, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    return [] if seen == [Tensor, Tensor] else [f"the hook saw {seen}"]
+
+
+@scenario
+def gradients_accumulate_over_steps(rank: int) -> list[str]:
+    """Without an optimizer `.grad` adds up over calls, as in plain torch."""
+    whole = linear_stages()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    local = {rank: copy.deepcopy(whole[rank])}
+    with Executor(schedule, local, MSE) as executor:
+        for x, y in random_data(2):
+            executor.step(x, target=y)
+            for x_m, y_m in zip(split(x, 4), split(y, 4), strict=True):
+                (MSE(run_stages(whole, x_m), y_m) * 0.25).backward()
+    return [
+        f"gradient of {name} differs"
+        for (name, mine), theirs in zip(
+            local[rank].named_parameters(), whole[rank].parameters(), strict=True
+        )
+        if mine.grad is None or theirs.grad is None or not torch.equal(mine.grad, theirs.grad)
+    ]
+
+
+@scenario
+def loss_is_read_late_or_never(rank: int) -> list[str]:
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=2)
+    with Executor(schedule, {rank: linear_stages()[rank]}, MSE, adamw) as executor:
+        results = [executor.step(x, target=y) for x, y in random_data(4)]
+        losses = [results[3].loss, results[1].loss, results[1].loss]
+        everybody: list[Any] = [None, None]
+        dist.all_gather_object(everybody, losses)
+    return [] if everybody[0] == everybody[1] == losses else [f"losses differ: {everybody}"]
+
+
+class Growing(nn.Module):
+    """An output whose shape depends on data: no fake tensor can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int((x.sum() * 0 + 2).item())
+        y: Tensor = self.layer(x)[:rows]
+        return y
+
+
+@scenario
+def data_dependent_shapes_are_declared(rank: int) -> list[str]:
+    whole = [Growing(), linear_stages()[1]]
+    return train(rank, whole, random_data(2), boundaries={0: torch.empty(2, 4, device="meta")})
+
+
+@scenario
+def different_schedules_are_refused_everywhere(rank: int) -> list[str]:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4 + rank)
+    return raises(
+        schedir.ExecutionError,
+        "different schedules",
+        lambda: Executor(schedule, {rank: linear_stages()[rank]}, MSE, adamw),
+    )
+
+
+@scenario
+def wrong_arguments_are_refused(rank: int) -> list[str]:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    stage = {rank: linear_stages()[rank]}
+    three = schedir.build("1f1b", ranks=3, microbatches=4)
+    asynchronous = schedir.build("pipedream", ranks=2, microbatches=4)
+    unstepped = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0\n"
+    )
+    wrong = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0\n"
+    )
+    error = schedir.ExecutionError
+    return [
+        *raises(error, f"rank {rank} holds stages", lambda: Executor(schedule, {}, MSE, adamw)),
+        *raises(error, "3 ranks, but 2 processes", lambda: Executor(three, stage, MSE, adamw)),
+        *raises(error, "needs an optimizer", lambda: Executor(asynchronous, stage, MSE)),
+        *raises(error, "no OPTIM_STEP", lambda: Executor(unstepped, stage, MSE, adamw)),
+        *raises(
+            schedir.ScheduleError,
+            "S201" if rank == 0 else "rank 0 says why",
+            lambda: Executor(wrong, stage, MSE, adamw),
+        ),
+    ]
+
+
+@scenario
+def wrong_batches_are_refused(rank: int) -> list[str]:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    (x, y), *_ = random_data(1, rows=3)
+    error = schedir.ExecutionError
+    with Executor(schedule, {rank: linear_stages()[rank]}, MSE, adamw) as executor:
+        return [
+            *raises(error, "3 rows can't be split", lambda: executor.step(x, target=y)),
+            *raises(error, "3 microbatches given", lambda: executor.step([x] * 3, target=[y] * 3)),
+            *raises(error, "more than 4", lambda: executor.step([x] * 5, target=[y] * 5)),
+            *raises(error, "needs", lambda: executor.step()),
+        ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    wanted = sys.argv[1:]
+    for function in SCENARIOS:
+        if wanted and function.__name__ not in wanted:
+            continue
+        try:
+            faults = function(rank)
+        except Exception:
+            faults = [traceback.format_exc()]
+        line = json.dumps({"scenario": function.__name__, "faults": faults})
+        print(line + "\n", end="", flush=True)  # one write, whole among the other ranks
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

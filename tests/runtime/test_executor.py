@@ -1,0 +1,82 @@
+"""The executor's promises, each a scenario run on 2 ranks, and how it fails."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.runtime.launch import json_lines, merged, torchrun
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+
+
+def scenario_names() -> list[str]:
+    """Read from the source: importing it here would say nothing about the launch."""
+    tree = ast.parse(SCENARIOS.read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
+    ]
+
+
+@cache
+def faults() -> dict[str, list[str]]:
+    lines = json_lines(torchrun(2, "-m", "tests.runtime.scenarios"))
+    return merged(2, lines, "scenario", "faults")
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_scenario(name: str) -> None:
+    assert faults()[name] == []
+
+
+def test_a_failing_module_is_named_with_its_action() -> None:
+    result = torchrun(2, "-m", "tests.runtime.failing_worker", timeout=60)
+    assert result.returncode != 0
+    assert "rank 1 #3 1F1: ValueError: no more of this" in result.stderr
+
+
+def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
+    wrong = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0\n"
+    )
+    with pytest.raises(schedir.ScheduleError, match="S201") as found:
+        Executor(wrong, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+    assert [d.code for d in found.value.diagnostics] == ["S201"]
+    assert not dist.is_initialized()
+
+
+def test_outside_torchrun_the_mend_is_named() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
+        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    model = nn.Linear(3, 1)
+    with Executor(schedule, {0: model}, nn.functional.mse_loss, torch.optim.SGD) as executor:
+        x, y = torch.randn(4, 3), torch.randn(4, 1)
+        first = executor.step(x, target=y)
+        assert executor.step(x, target=y).loss < first.loss
+        assert 0 < first.busy <= first.elapsed
+    assert not dist.is_initialized()
+
+
+def test_replicated_stages_are_refused() -> None:
+    replicated = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 2\nplacement 0,1\n"
+        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\nrank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP\n"
+    )
+    with pytest.raises(schedir.ExecutionError, match="stage 0 lives on several ranks"):
+        Executor(replicated, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, torch.optim.SGD)

@@ -1,0 +1,278 @@
+"""check: each fault has its own code, at the right place, and the verdict is what happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action, Kind, Schedule
+from schedir.check import CHANNELS, RULES
+from schedir.ir import COMMUNICATION, RECEIVES, SENDS, Dataflow, parse_action, trace
+from schedir.passes import strip_communication
+from tests.oracle import happens
+
+
+def schedule(microbatches: int, placement: str, *lists: str) -> Schedule:
+    ranks = "".join(f"rank {rank}: {actions}\n" for rank, actions in enumerate(lists))
+    return schedir.loads(
+        f"schedir 1\nname t\nmicrobatches {microbatches}\nplacement {placement}\n{ranks}"
+    )
+
+
+def edit(base: Schedule, rank: int, change: list[Action]) -> Schedule:
+    lists = [list(actions) for actions in base.actions]
+    lists[rank] = change
+    return Schedule(base.name, base.microbatches, base.placement, lists)
+
+
+def drop(base: Schedule, rank: int, token: str) -> Schedule:
+    return edit(base, rank, [a for a in base.actions[rank] if str(a) != token])
+
+
+def double(base: Schedule, rank: int, token: str) -> Schedule:
+    index = place(base, rank, token)
+    actions = list(base.actions[rank])
+    return edit(base, rank, [*actions[: index + 1], *actions[index:]])
+
+
+def swap(base: Schedule, rank: int, one: str, other: str) -> Schedule:
+    exchange = {one: parse_action(other), other: parse_action(one)}
+    return edit(base, rank, [exchange.get(str(a), a) for a in base.actions[rank]])
+
+
+def place(base: Schedule, rank: int, token: str) -> int:
+    return [str(a) for a in base.actions[rank]].index(token)
+
+
+def naive(base: Schedule) -> Schedule:
+    """Each send right after the compute that makes its payload, each receive right before use."""
+    compute = strip_communication(base)
+    dataflow: Dataflow = trace(compute)
+    lists = []
+    for rank, actions in enumerate(compute.actions):
+        lowered = []
+        for action in actions:
+            need, send = dataflow.needs(action, rank), dataflow.makes(action, rank)
+            lowered += [x for x in (need, action, send) if x is not None]
+        lists.append(lowered)
+    return Schedule(base.name, base.microbatches, base.placement, lists)
+
+
+ONE_F = schedir.build("1f1b", ranks=2, microbatches=2)
+
+
+def found(checked: Schedule, channel: str = "edge") -> list[tuple[str, str]]:
+    report = schedir.check(checked, channel=channel)
+    return [(d.code, str(d.locations[0])) for d in report.diagnostics]
+
+
+@pytest.mark.parametrize("code", sorted(RULES))
+def test_every_rule_rejects_its_example(code: str) -> None:
+    diagnostics = schedir.check(schedir.loads(RULES[code].example)).diagnostics
+    assert code in [d.code for d in diagnostics]
+    assert all(d.name == RULES[d.code].name for d in diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("rank", "token", "expected"),
+    [
+        (0, "0F1", ("S105", "rank 0 0F1")),
+        (1, "1B0", ("S105", "rank 1 1B0")),
+        (0, "0SEND_ACT1", ("S302", "rank 1 #2 1RECV_ACT1")),
+        (1, "1RECV_ACT1", ("S302", "rank 0 #3 0SEND_ACT1")),
+    ],
+)
+def test_missing(rank: int, token: str, expected: tuple[str, str]) -> None:
+    assert expected in found(drop(ONE_F, rank, token))
+
+
+def test_a_missing_receive_is_missed_by_its_consumer_too() -> None:
+    assert ("S304", "rank 1 #4 1F1") in found(drop(ONE_F, 1, "1RECV_ACT1"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "token"), [(0, "0F1"), (1, "1B0"), (0, "0SEND_ACT1"), (1, "1RECV_ACT1")]
+)
+def test_doubled(rank: int, token: str) -> None:
+    index = place(ONE_F, rank, token) + 1
+    assert found(double(ONE_F, rank, token)) == [("S104", f"rank {rank} #{index} {token}")]
+
+
+def test_two_receives_of_a_channel_swapped() -> None:
+    base = schedir.build("fill-drain", ranks=2, microbatches=3)
+    findings = found(swap(base, 0, "0RECV_GRAD1", "0RECV_GRAD2"))
+    assert ("S303", f"rank 0 #{place(base, 0, '0RECV_GRAD1')} 0RECV_GRAD2") in findings
+
+
+def test_a_send_under_the_wrong_rank() -> None:
+    moved = edit(ONE_F, 1, [*ONE_F.actions[1], schedir.send_act(0, 1)])
+    moved = drop(moved, 0, "0SEND_ACT1")
+    assert found(moved) == [("S103", "rank 1 #9 0SEND_ACT1")]
+
+
+def test_a_cross_rank_compute_cycle() -> None:
+    """Stage 2 is listed before stage 0 on rank 0: nothing on the ranks can start."""
+    cycle = schedule(1, "0 1 0", "2F0 0F0 2B0 0B0", "1F0 1B0")
+    report = schedir.check(cycle)
+    assert [(d.code, str(d.locations[0])) for d in report.diagnostics] == [
+        ("S301", "rank 0 #0 2F0")
+    ]
+    assert report.diagnostics[0].help == "move rank 0 #1 before rank 0 #0"
+    three_stages = schedir.schedule("cycle", placement=lambda pipe: [0, 1, 0])
+    with pytest.raises(schedir.ScheduleError, match="S301"):
+        schedir.build(three_stages(lambda pipe, rank: cycle.actions[rank]), ranks=2, microbatches=1)
+
+
+def test_backward_before_forward() -> None:
+    assert found(schedule(1, "0", "0B0 0F0")) == [("S201", "rank 0 #0 0B0")]
+
+
+def test_stage_and_microbatch_out_of_range() -> None:
+    assert found(schedule(1, "0", "0F0 0B0 3F0 0F7")) == [
+        ("S101", "rank 0 #2 3F0"),
+        ("S102", "rank 0 #3 0F7"),
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8)])
+def test_naive_1f1b_deadlocks_with_blocking_sends_only(ranks: int, microbatches: int) -> None:
+    lowered = naive(schedir.build("1f1b", ranks=ranks, microbatches=microbatches))
+    assert [code for code, _ in found(lowered, "host")] == ["S301"]
+    assert found(lowered, "async") == []
+
+
+def test_naive_fill_drain_is_clean_under_host() -> None:
+    lowered = naive(schedir.build("fill-drain", ranks=4, microbatches=8))
+    assert schedir.check(lowered).clean_channels == CHANNELS
+
+
+def test_naive_interleaved_deadlocks_under_host() -> None:
+    lowered = naive(schedir.build("interleaved-1f1b", ranks=4, microbatches=8))
+    assert not schedir.check(lowered, "host").ok
+    assert schedir.check(lowered, "async").ok
+
+
+def test_structural_faults_hide_their_echoes() -> None:
+    broken = drop(ONE_F, 0, "0F1")
+    assert {code for code, _ in found(broken)} == {"S105"}
+
+
+def test_all_findings_are_reported() -> None:
+    broken = schedule(2, "0", "0B0 0F0 0F1@3 0OPTIM_STEP 0B1")
+    assert [code for code, _ in found(broken)] == ["S201", "S401", "S204"]
+
+
+def test_a_file_that_claims_a_billion_microbatches_is_answered() -> None:
+    report = schedir.check(schedule(999_999_999, "0", "0F0 0B0"))
+    assert 1000 <= len(report.diagnostics) <= 3000
+
+
+def test_raise_if_errors_carries_the_diagnostics() -> None:
+    report = schedir.check(schedule(1, "0", "0B0 0F0"))
+    with pytest.raises(schedir.ScheduleError, match="S201 backward-before-forward") as error:
+        report.raise_if_errors()
+    assert error.value.diagnostics == report.diagnostics
+
+
+def test_unknown_channel() -> None:
+    with pytest.raises(ValueError, match="host, rank, pair, edge, async"):
+        schedir.check(ONE_F, channel="tcp")
+
+
+@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b", "pipedream"])
+def test_built_in_schedules_are_clean_under_every_model(name: str) -> None:
+    for ranks in range(1, 7):
+        for microbatches in range(1, 9):
+            for chunks in (1, 2, 3) if name == "interleaved-1f1b" else (1,):
+                built = schedir.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+                assert schedir.check(built).clean_channels == CHANNELS
+
+
+# The verdict against what happens.
+
+
+def verdict(checked: Schedule, channel: str) -> bool:
+    return schedir.check(checked, channel=channel).ok
+
+
+def mutate(base: Schedule, chance: random.Random) -> Schedule:
+    """One small fault: swap, drop, double or move an action, retarget it, change its version."""
+    rank = chance.choice([r for r, actions in enumerate(base.actions) if actions])
+    actions = list(base.actions[rank])
+    index = chance.randrange(len(actions))
+    action = actions[index]
+    how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind"])
+    if how == "swap":
+        other = chance.randrange(len(actions))
+        actions[index], actions[other] = actions[other], actions[index]
+    elif how == "drop":
+        del actions[index]
+    elif how == "double":
+        actions.insert(chance.randrange(len(actions) + 1), action)
+    elif how == "move":
+        actions.insert(chance.randrange(len(actions)), actions.pop(index))
+    elif how == "retarget" and action.microbatch is not None:
+        actions[index] = Action(
+            action.kind, action.stage, chance.randrange(base.microbatches), action.version
+        )
+    elif how == "kind" and action.kind is Kind.FORWARD:
+        actions[index] = Action(
+            action.kind, action.stage, action.microbatch, version=chance.randrange(3)
+        )
+    return edit(base, rank, actions)
+
+
+BASES = [
+    schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
+    for ranks, microbatches in ((2, 2), (2, 3), (3, 2))
+    for name, parameters in (
+        ("fill-drain", {}),
+        ("1f1b", {}),
+        ("interleaved-1f1b", {"chunks": 2}),
+        ("pipedream", {}),
+        ("pipedream", {"vertical_sync": True}),
+    )
+]
+BASES += [naive(base) for base in BASES]
+BASES.append(
+    schedule(
+        4,
+        "0,1 2",
+        "0F0 0SEND_ACT0 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0SEND_ACT1 0F3 0SEND_ACT3 0RECV_GRAD1 0B1 0RECV_GRAD3 0B3 0REDUCE_GRAD 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 "
+        "1RECV_ACT2 1F2 1B2 1SEND_GRAD2 1RECV_ACT3 1F3 1B3 1SEND_GRAD3 1OPTIM_STEP",
+    )
+)
+
+
+@given(
+    base=st.sampled_from(BASES),
+    faults=st.integers(0, 2),
+    seed=st.integers(0, 1 << 32),
+    channel=st.sampled_from(CHANNELS),
+)
+def test_the_verdict_is_what_happens(base: Schedule, faults: int, seed: int, channel: str) -> None:
+    chance = random.Random(seed)
+    mutant = base
+    for _ in range(faults):
+        mutant = mutate(mutant, chance)
+    if mutant.is_complete:
+        outcome = happens(mutant, channel, seed)
+        report = schedir.check(mutant, channel=channel)
+        assert report.ok == (outcome == "completes"), (outcome, schedir.dumps(mutant))
+
+
+def test_the_shortest_cycle_is_found_among_longer_ones() -> None:
+    """Three ranks in a ring of blocked sends, and two of them in a shorter one."""
+    lowered = naive(schedir.build("1f1b", ranks=3, microbatches=4))
+    (finding,) = schedir.check(lowered, channel="pair").diagnostics
+    assert len(finding.trace) == 4
+    assert {location.rank for location in finding.locations} == {0, 1}
+    assert all(
+        location.action.kind in SENDS | RECEIVES <= COMMUNICATION for location in finding.locations
+    )

@@ -1,0 +1,518 @@
+"""The commands, driven as a user drives them."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir.check import CHANNELS, RULES
+from schedir.cli import main
+from schedir.ir import COMMUNICATION
+
+SCHEDULES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
+# Clean under `edge` and `async` only.
+DEADLOCK = """\
+schedir 1
+name my-1f1b
+microbatches 2
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
+"""
+SERIAL = "schedir 1\nname serial\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n"
+# No order of the communication can save it: rank 1 wants microbatch 1 before it gives 0 back.
+STUCK = """\
+from schedir import backward, forward, schedule
+
+@schedule("stuck")
+def stuck(pipe, rank):
+    for m in (0, 1):
+        yield forward(rank, m)
+        if rank == 0:
+            yield backward(rank, m)
+    if rank == 1:
+        yield backward(rank, 0)
+        yield backward(rank, 1)
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in an empty directory: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        try:
+            code = main(argv)
+        except SystemExit as end:  # argparse
+            code = end.code if isinstance(end.code, int) else -1
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call
+
+
+def schedir_process(*argv: str, cwd: Path, **kwargs: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        [sys.executable, "-m", "schedir", *argv],
+        cwd=cwd,
+        capture_output="stdout" not in kwargs,
+        text=True,
+        timeout=60,
+        **kwargs,
+    )
+
+
+# The whole command line
+
+
+def test_the_program_starts_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, schedir, schedir.cli\n"
+        "assert schedir.cli.main(['show', '1f1b']) == 0\n"
+        "assert schedir.cli.main(['check', '1f1b']) == 0\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    done = schedir_process("show", "1f1b", "--microbatches", "300", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert len(re.findall("^rank 0  F0", done.stdout, re.MULTILINE)) == 1
+    assert max(map(len, done.stdout.splitlines())) > 4000
+    failed = schedir_process("show", "nope", cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("error: no schedule is named 'nope'; ")
+
+
+def test_on_a_terminal_it_fits_and_has_colour(tmp_path: Path) -> None:
+    def on_terminal(**extra: str) -> str:
+        ours, theirs = pty.openpty()
+        env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
+        env |= {"TERM": "xterm", "COLUMNS": "100", **extra}
+        command = [sys.executable, "-m", "schedir", "show", "1f1b", "--ranks", "8"]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, env=env):
+            os.close(theirs)
+            shown = b""
+            try:
+                while part := os.read(ours, 1 << 16):
+                    shown += part
+            except OSError:  # how Linux ends what a terminal shows
+                pass
+        os.close(ours)
+        return shown.decode()
+
+    coloured, plain = on_terminal(), on_terminal(NO_COLOR="1")
+    assert "\x1b[" in coloured
+    assert "\x1b" not in on_terminal(TERM="dumb")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+    assert 90 < max(map(len, plain.split("\r\n"))) <= 100
+    assert plain.count("time ") > 1
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        done = schedir_process("show", "1f1b", cwd=tmp_path, stdout=stdout, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as stdout:
+        done = schedir_process("show", "1f1b", cwd=tmp_path, stdout=stdout, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_is_quiet(run: Run) -> None:
+    Path("slow.py").write_text("raise KeyboardInterrupt\n")
+    assert run("show", "slow.py") == (130, "", "")
+
+
+def test_any_locale_can_show_any_name(tmp_path: Path) -> None:
+    (tmp_path / "é.sched").write_text(SERIAL.replace("serial", "é"), encoding="utf-8")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = schedir_process("export", "é.sched", "--format", "sched", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout.splitlines()[1]) == (0, "name é")
+
+
+def test_version_and_usage(run: Run) -> None:
+    assert run("--version") == (0, f"schedir {schedir.__version__}\n", "")
+    for argv in ([], ["nope"], ["show"], ["show", "1f1b", "--ranks", "x"], ["check", "--channel"]):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "")
+        assert err.startswith("usage: schedir")
+
+
+def test_a_command_leaves_the_logger_as_it_was(run: Run) -> None:
+    import logging
+
+    before = list(logging.getLogger("schedir").handlers)
+    run("list")
+    assert logging.getLogger("schedir").handlers == before
+
+
+# Targets and their arguments
+
+
+@pytest.mark.parametrize(
+    ("argv", "ranks", "microbatches", "stages"),
+    [
+        (["1f1b"], 4, 8, 4),
+        (["Interleaved_1F1B", "--ranks", "2"], 2, 8, 4),
+        (["interleaved1f1b", "--chunks", "3", "--microbatches", "4"], 4, 4, 12),
+        (["GPipe", "--set", "order=descending"], 4, 8, 4),
+        (["interleaved-1f1b", "--set", "group_size=8"], 4, 8, 8),
+        (["pipedream", "--set", "vertical_sync=true"], 4, 8, 4),
+        (["schedir.schedules.one_f_one_b:one_f_one_b"], 4, 8, 4),
+    ],
+)
+def test_targets(run: Run, argv: list[str], ranks: int, microbatches: int, stages: int) -> None:
+    code, out, err = run("show", *argv)
+    assert (code, err) == (0, "")
+    counts = f"{ranks} ranks, {stages} stages, {microbatches} microbatches"
+    assert out.splitlines()[0].endswith(counts)
+
+
+def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
+    Path("typed.py").write_text(
+        "from schedir import *\n"
+        "@schedule('typed')\n"
+        "def typed(pipe, rank, *, a, b, c):\n"
+        "    raise ValueError(f'{a!r} {b!r} {c!r}')\n"
+    )
+    code, _, err = run("show", "typed.py", "--set", "a=False", "--set", "b=-3", "--set", "c=x=1")
+    assert (code, err) == (2, "error: typed.py:4: typed, rank 0: ValueError: False -3 'x=1'\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["1f1b", "--set", "x=1"], "1f1b has no parameter 'x'; it has: none"),
+        (["gpipe", "--set", "order=up"], "order must be 'ascending' or 'descending', not 'up'"),
+        (["gpipe", "--set", "ranks=2"], "ranks is not set with --set: write --ranks 2"),
+        (["gpipe", "--set", "target=2"], "fill-drain has no parameter 'target'"),
+        (["gpipe", "--set", "order=a", "--set", "order=b"], "--set names order twice"),
+        (["1f1b", "--ranks", "0"], "ranks must be an int >= 1, not 0"),
+        (["1f1b", "--chunks", "2"], "built with 2 chunks; its own number is 1"),
+        (["fil-drain"], "did you mean 'fill-drain'?"),
+        (["missing.py"], "missing.py: no such file"),
+        (["missing.sched"], "missing.sched: No such file"),
+        (["missing:function"], "missing: ModuleNotFoundError: No module named 'missing'"),
+        (["serial.sched", "--ranks", "2"], "serial.sched has 1 ranks, not 2"),
+        (["serial.sched", "--set", "x=1"], "takes no parameters: x"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_what_is_asked_for_in_vain(run: Run, command: str, argv: list[str], message: str) -> None:
+    Path("serial.sched").write_text(SERIAL)
+    code, out, err = run(command, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "    yield forward(0, 0)\n    raise RuntimeError('no\\nluck')",
+            "mine.py:5: mine, rank 0: RuntimeError: no luck",
+        ),
+        ("    import sys\n    sys.exit()", "mine.py:5: mine, rank 0: SystemExit"),
+        (
+            "    yield forward(-1, 0)",
+            "mine.py:4: mine, rank 0: ValueError: stage must be an int >= 0",
+        ),
+        ("    return 5", "mine.py:2: the generator must yield actions, not return 5 (int)"),
+        ("    forward(0, 0)", "mine.py:2: the generator must yield actions, not return None"),
+        ("    yield '0F0'", "mine.py:4: rank 0 yielded '0F0' (str)"),
+        ("    yield forward(", "mine.py:4: SyntaxError: '(' was never closed"),
+        ("    while True:\n        yield forward(0, 0)", "mine.py:5: rank 0 yielded more than"),
+        ("    yield\nimport nowhere", "mine.py:5: ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_a_generator_that_fails_is_told_in_one_line(run: Run, body: str, message: str) -> None:
+    Path("mine.py").write_text(
+        f"from schedir import forward, schedule\n@schedule('mine')\ndef mine(pipe, rank):\n{body}\n"
+    )
+    code, out, err = run("show", "mine.py")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert len(err.splitlines()) == 1
+    assert str(Path(schedir.__file__).parent) not in err
+
+
+def test_what_a_generator_prints_stays_out_of_the_artefact(run: Run) -> None:
+    Path("loud.py").write_text(
+        "from schedir import *\nprint('hello')\n"
+        "@schedule('loud')\n"
+        "def loud(pipe, rank):\n    yield forward(rank, 0)\n    yield backward(rank, 0)\n"
+    )
+    code, out, err = run("export", "loud.py", "--format", "sched", "--microbatches", "1")
+    assert (code, err) == (0, "hello\n")
+    assert out.startswith("schedir 1\nname loud\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "err"),
+    [
+        (
+            SERIAL.replace("0B0", "0X0"),
+            "error: bad.sched:5:13: unknown action kind 'X'; known: F B I W SEND_ACT RECV_ACT "
+            "SEND_GRAD RECV_GRAD REDUCE_GRAD OPTIM_STEP\n"
+            "    rank 0: 0F0 0X0\n"
+            "                ^\n",
+        ),
+        (
+            SERIAL.replace("name", "\tname"),
+            "error: bad.sched:2:2: 'schedir' takes one value\n     name serial\n     ^\n",
+        ),
+        (
+            "schedir 1\n",
+            "error: bad.sched:2:1: the file ends without a 'name' line\n",
+        ),
+    ],
+)
+def test_parse_errors_show_the_line(run: Run, text: str, err: str) -> None:
+    Path("bad.sched").write_text(text)
+    assert run("check", "bad.sched") == (2, "", err)
+
+
+def test_long_lines_are_clipped_around_the_error(run: Run) -> None:
+    Path("bad.sched").write_text(SERIAL.replace("0B0", "0B0 " * 300 + "0Q7" + " 0B0" * 300))
+    code, _, err = run("check", "bad.sched")
+    _, line, caret = err.splitlines()
+    assert code == 2
+    assert len(line) == 80
+    assert line[caret.index("^") :].startswith("0Q7 ")
+
+
+def test_bytes_that_are_no_text(run: Run) -> None:
+    Path("bad.sched").write_bytes(SERIAL.encode().replace(b"serial", b"\xff"))
+    code, _, err = run("check", "bad.sched")
+    assert code == 2
+    assert err.startswith("error: bad.sched:2:6: byte 0xff is not UTF-8\n    name �\n         ^")
+
+
+# The commands
+
+
+def test_list(run: Run) -> None:
+    code, out, err = run("list")
+    assert (code, err) == (0, "")
+    header, *rows = out.splitlines()
+    assert header.split() == ["name", "aliases", "parameters", "description"]
+    assert [row.split()[0] for row in rows] == list(SCHEDULES)
+    assert "one-f-one-b" in rows[0]
+    assert "order=ascending" in rows[1]
+    assert "--chunks 2, group_size=None" in rows[2]
+    assert "vertical_sync=false" in rows[3]
+    assert rows[1].endswith("every microbatch is in flight at once.")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_show_json(run: Run, name: str) -> None:
+    code, out, err = run("show", name, "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert list(data) == ["makespan", "bubble_fraction", "ranks"]
+    keys = ["rank", "busy", "idle", "span", "peak_activations", "weight_versions"]
+    assert [list(rank) for rank in data["ranks"]] == [keys] * 4
+
+
+def test_show_actions(run: Run) -> None:
+    _, plain, _ = run("show", "1f1b")
+    schedule = schedir.build("1f1b")
+    code, out, _ = run("show", "1f1b", "--actions")
+    assert code == 0
+    assert out.startswith(plain)
+    lists = out.removeprefix(plain).splitlines()
+    assert lists == ["", *schedir.dumps(schedule).splitlines()[4:]]
+
+    _, out, _ = run("show", "1f1b", "--compute-only")
+    tokens = re.findall(r"\d+[A-Z_]+\d*", out.removeprefix(plain))
+    assert tokens == [
+        str(action)
+        for actions in schedule.actions
+        for action in actions
+        if action.kind not in COMMUNICATION
+    ]
+
+
+def test_show_json_is_json_alone(run: Run) -> None:
+    for option in ("--actions", "--compute-only"):
+        code, out, err = run("show", "1f1b", "--json", option)
+        assert (code, out) == (2, "")
+        assert "--json prints numbers only" in err
+
+
+@pytest.mark.parametrize("argv", [["show"], ["show", "--json"], ["export", "--format", "sched"]])
+def test_a_schedule_with_errors_is_explained_on_stderr(run: Run, argv: list[str]) -> None:
+    Path("stuck.py").write_text(STUCK)
+    code, out, err = run(*argv, "stuck.py", "--ranks", "2", "--microbatches", "2")
+    assert (code, out) == (1, "")
+    assert err.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
+    assert "  --> rank 0 #1 0B0      stuck.py:8\n" in err
+    assert err.endswith("\nstuck: 1 error under edge\n")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_built_in_schedules_are_clean(run: Run, name: str, channel: str) -> None:
+    code, out, err = run("check", name, "--channel", channel)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{name}: clean under {channel} (also: ")
+
+
+def test_check_judges_by_channel(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    assert run("check", "dead.sched") == (
+        0,
+        "dead.sched: clean under edge (also: async; not: host, rank, pair)\n",
+        "",
+    )
+    code, out, err = run("check", "dead.sched", "--channel", "pair")
+    assert (code, err) == (1, "")
+    assert out.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
+    assert out.endswith("\ndead.sched: 1 error under pair\n")
+
+
+def test_check_formats(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    message = "deadlock: ranks 0 and 1 wait on each other"
+    argv = ("check", "dead.sched", "--channel", "rank", "--output-format")
+    assert run(*argv, "concise") == (
+        1,
+        f"dead.sched: rank 0 #3 0SEND_ACT1: S301 wait-cycle: {message}\n",
+        "",
+    )
+    assert run(*argv, "github") == (
+        1,
+        f"::error file=dead.sched,title=S301 wait-cycle::rank 0 #3 0SEND_ACT1: {message}\n",
+        "",
+    )
+    code, out, _ = run(*argv, "json")
+    data = json.loads(out)
+    assert code == 1
+    assert list(data) == ["ok", "channel", "diagnostics"]
+    assert (data["ok"], data["channel"]) == (False, "rank")
+    (found,) = data["diagnostics"]
+    assert list(found) == ["code", "name", "severity", "message", "locations"]
+    assert found["locations"][0] == {"rank": 0, "index": 3, "action": "0SEND_ACT1"}
+
+    code, out, _ = run("check", "1f1b", "--output-format", "json")
+    assert (code, json.loads(out)) == (0, {"ok": True, "channel": "edge", "diagnostics": []})
+
+
+@pytest.mark.parametrize(("severity", "codes"), [("warning", (0, 1)), ("error", (1, 1))])
+def test_strict_allows_no_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, severity: str, codes: tuple[int, int]
+) -> None:
+    place = schedir.check(schedir.loads(RULES["S201"].example)).diagnostics[0].locations
+    found = schedir.Diagnostic("S999", "slow", severity, "it is slow", place)  # type: ignore[arg-type]
+    report = schedir.Report("edge", (found,), CHANNELS)
+    monkeypatch.setattr("schedir.cli.check.check", lambda *_: report)
+    assert (run("check", "1f1b")[0], run("check", "1f1b", "--strict")[0]) == codes
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_export_sched_and_back(run: Run, name: str) -> None:
+    code, out, err = run("export", name, "--format", "sched", "-o", "it.sched")
+    assert (code, out, err) == (0, "", "")
+    assert schedir.loads(Path("it.sched").read_text()) == schedir.build(name)
+    assert run("check", "it.sched", "--channel", "host", "--strict")[0] == 0
+    # Without its communication it gets the same again.
+    _, out, _ = run("export", "it.sched", "--format", "sched", "--compute-only")
+    assert "SEND" not in out
+    Path("compute.sched").write_text(out)
+    _, out, _ = run("export", "compute.sched", "--format", "sched")
+    assert out == Path("it.sched").read_text()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("form", ["torch-csv", "torch-csv-comms"])
+def test_export_csv_and_back(run: Run, name: str, form: str) -> None:
+    code, out, err = run("export", name, "--format", form)
+    assert code == 0
+    assert ("SEND_F" in out) == (form == "torch-csv-comms")
+    stages = schedir.build(name).stages
+    assert sorted(err.splitlines()) == [
+        f"warning: {stage}OPTIM_STEP is left out: torch has no OPTIM_STEP"
+        for stage in range(stages)
+    ]
+    Path("it.csv").write_text(out)
+    assert run("check", "it.csv", "--channel", "rank", "--strict")[0] == 0
+    again, err = run("export", "it.csv", "--format", form)[1:]
+    assert (again, err) == (out, "")
+
+
+def test_export_proves_only_what_it_completes(run: Run) -> None:
+    shape = ("--ranks", "2", "--microbatches", "2")
+    Path("stuck.py").write_text(STUCK)
+    assert run("export", "stuck.py", *shape, "--format", "torch-csv")[:2] == (
+        0,
+        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+    )
+    code, out, _ = run("export", "stuck.py", *shape, "--format", "sched", "--compute-only")
+    assert (code, out.splitlines()[-1]) == (0, "rank 1: 1F0 1F1 1B0 1B1")
+    broken = DEADLOCK.replace(" 1SEND_GRAD1", "")
+    Path("broken.sched").write_text(broken)
+    assert run("export", "broken.sched", "--format", "sched") == (0, broken, "")
+
+
+def test_export_to_where_nothing_can_be_written(run: Run) -> None:
+    for file, reason in (("no/such.sched", "No such file or directory"), (".", "Is a directory")):
+        code, out, err = run("export", "1f1b", "--format", "sched", "-o", file)
+        assert (code, out, err) == (2, "", f"error: {file}: {reason}\n")
+
+
+def test_export_says_which_formats_there_are(run: Run) -> None:
+    for argv in (["--format", "svg"], []):
+        code, out, err = run("export", "1f1b", *argv)
+        assert (code, out) == (2, "")
+        assert all(name in err for name in ("sched", "torch-csv", "torch-csv-comms"))
+    code, out, err = run("export", "1f1b", "--format", "torch-csv-comms", "--compute-only")
+    assert (code, out) == (2, "")
+    assert "use --format torch-csv" in err
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_explain(run: Run, code: str) -> None:
+    status, out, err = run("explain", code)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"error[{code}]: {RULES[code].name}\n")
+    assert run("explain", code.lower()) == run("explain", RULES[code].name) == (0, out, "")
+
+
+def test_explain_lists_all(run: Run) -> None:
+    code, out, err = run("explain")
+    assert (code, err) == (0, "")
+    listed = [tuple(line.split()[:2]) for line in out.splitlines()]
+    assert listed == [(rule.code, rule.name) for rule in RULES.values()]
+
+
+def test_explain_what_there_is_not(run: Run) -> None:
+    code, out, err = run("explain", "S999")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: there is no diagnostic 'S999'; known: S101 ")
+    assert all(known in err for known in RULES)

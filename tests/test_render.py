@@ -1,0 +1,342 @@
+"""What is drawn: timelines, reports and explanations."""
+
+import inspect
+import json
+import re
+from functools import partial
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedir
+from schedir import CostModel, Diagnostic, Kind, Report, Source, Timeline
+from schedir.check import RULES, Location
+from schedir.library import find
+from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text
+from schedir.render.diagnostics import full
+
+SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream")
+
+ONE_F_ONE_B = """\
+1f1b: 4 ranks, 4 stages, 4 microbatches
+
+time 0..21
+        0              5              10             15             20
+rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
+rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
+rank 2        F0 F1       B0--- F2 B1--- F3 B2---    B3---*
+rank 3           F0 B0--- F1 B1--- F2 B2--- F3 B3---*
+
+F forward, B backward, * step of the optimiser; F0 is the forward of microbatch 0
+
+makespan 21, bubble 42.9%
+
+rank  busy  idle  span  peak activations  weight versions
+   0    12     9    21                 4                1
+   1    12     9    18                 3                1
+   2    12     9    15                 2                1
+   3    12     9    12                 1                1
+"""
+
+# The example of DESIGN.md, with `1RECV_ACT1` behind `1SEND_GRAD0`.
+DEADLOCK = """\
+schedir 1
+name my-1f1b
+microbatches 2
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
+"""
+DEADLOCK_IN_FULL = """\
+error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)
+  --> rank 0 #3 0SEND_ACT1      my_1f1b.py:31
+   | rank 0 #3 0SEND_ACT1   waits for      rank 1 #4 1RECV_ACT1
+   | rank 1 #4 1RECV_ACT1   queued behind  rank 1 #3 1SEND_GRAD0
+   | rank 1 #3 1SEND_GRAD0  waits for      rank 0 #4 0RECV_GRAD0
+   | rank 0 #4 0RECV_GRAD0  queued behind  rank 0 #3 0SEND_ACT1   (cycle)
+   = note: under --channel pair; clean under edge and async
+   = help: post rank 1 #4 before rank 1 #3
+
+my-1f1b: 1 error under pair
+"""
+
+
+def timeline(name: str, ranks: int, microbatches: int, costs: CostModel | None = None) -> Timeline:
+    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches), costs)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """For each rank what its row holds, page by page."""
+    rows: dict[int, list[str]] = {}
+    for number, row in re.findall(r"^rank +(\d+)(?:  (.*))?$", text, re.MULTILINE):
+        rows.setdefault(int(number), []).append(row)
+    return list(rows.values())
+
+
+def labels_of(line: Timeline) -> list[list[str]]:
+    """For each rank the labels that its row has to show."""
+    several = line.schedule.stages > line.schedule.ranks
+    return [
+        [
+            f"{span.action.stage if several else ''}{span.action.kind}{span.action.microbatch}"
+            for span in spans
+            if span.action.kind in (Kind.FORWARD, Kind.BACKWARD)
+        ]
+        for spans in line.spans
+    ]
+
+
+def deadlock_report(channel: str = "pair") -> Report:
+    schedule = schedir.loads(DEADLOCK)
+    sources = tuple(
+        tuple(Source("my_1f1b.py", 28 + index) for index, _ in enumerate(actions))
+        for actions in schedule.actions
+    )
+    return schedir.check(attrs.evolve(schedule, sources=sources), channel)
+
+
+def test_timeline_text() -> None:
+    assert timeline_text(timeline("1f1b", 4, 4)) == ONE_F_ONE_B
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("fill-drain", 4), ("1f1b", 4), ("pipedream", 6)]
+)
+def test_timeline_is_what_the_docstring_draws(name: str, microbatches: int) -> None:
+    drawn = rows_of(inspect.cleandoc(find(name).function.__doc__ or "").replace("    rank", "rank"))
+    assert rows_of(timeline_text(timeline(name, 4, microbatches))) == drawn
+
+
+def test_interleaved_timeline_is_what_the_docstring_draws() -> None:
+    doc = inspect.cleandoc(find("interleaved-1f1b").function.__doc__ or "")
+    drawn = rows_of(doc.replace("    rank", "rank"))
+    real = rows_of(timeline_text(timeline("interleaved-1f1b", 2, 4)))
+    for (row,), (beginning,) in zip(real, drawn, strict=True):
+        assert row.startswith(beginning.removesuffix("..."))
+
+
+costs = st.builds(
+    CostModel,
+    forward=st.floats(0.5, 4),
+    backward=st.floats(0.5, 4),
+    communication=st.just(0.0) | st.floats(0, 2),
+    optim_step=st.just(0.0) | st.floats(0, 2),
+)
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 9),
+    microbatches=st.integers(1, 40),
+    width=st.integers(40, 200),
+    costs=st.none() | costs,
+)
+def test_pages_fit_and_show_every_cell_once(
+    name: str, ranks: int, microbatches: int, width: int, costs: CostModel | None
+) -> None:
+    line = timeline(name, ranks, microbatches, costs)
+    text = timeline_text(line, width)
+    drawn = text.partition("makespan")[0]
+    assert max(map(len, drawn.splitlines())) <= width
+    pages = rows_of(text)
+    assert len({len(rows) for rows in pages}) == 1  # every page has every rank
+    for rows, labels in zip(pages, labels_of(line), strict=True):
+        assert [label for row in rows for label in re.findall(r"\d*[FB]\d+", row)] == labels
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 9),
+    microbatches=st.integers(1, 40),
+    width=st.integers(40, 200),
+)
+def test_pages_laid_end_to_end_are_the_whole_rows(
+    name: str, ranks: int, microbatches: int, width: int
+) -> None:
+    line = timeline(name, ranks, microbatches)
+    paged, whole = timeline_text(line, width), rows_of(timeline_text(line))
+    # The columns of a unit of time: a whole number, at these costs.
+    unit = 1 + max(len(label) for labels in labels_of(line) for label in labels)
+    ends = [int(end) for end in re.findall(r"^time \d+\.\.(\d+)$", paged, re.MULTILINE)]
+    for rows, (row,) in zip(rows_of(paged), whole, strict=True):
+        joined = ""
+        for part, end in zip(rows, ends, strict=True):
+            joined = (joined + part).ljust(end * unit)
+        # Where a page ends inside a cell, its label stands on the first part.
+        assert joined.rstrip() == row
+
+
+def test_eight_ranks_by_thirty_two_at_a_hundred_columns() -> None:
+    line = timeline("1f1b", 8, 32)
+    text = timeline_text(line, 100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert re.findall(r"^time .*$", text, re.MULTILINE)[:2] == ["time 0..22", "time 22..44"]
+
+
+def test_without_a_width_every_rank_is_one_line() -> None:
+    line = timeline("1f1b", 8, 200)
+    rows = rows_of(timeline_text(line))
+    assert [len(parts) for parts in rows] == [1] * 8
+    assert len(rows[0][0]) > 2000
+
+
+@pytest.mark.parametrize("width", [None, 80])
+def test_colour_changes_no_character(width: int | None) -> None:
+    line = timeline("interleaved-1f1b", 3, 5)
+    painted = timeline_text(line, width, colour=True)
+    assert "\x1b[" in painted
+    assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == timeline_text(line, width)
+
+
+def test_each_chunk_has_its_shade() -> None:
+    line = timeline("interleaved-1f1b", 2, 2)
+    text = timeline_text(line, colour=True)
+    shades = dict(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m(\d[FB])", text))
+    styles = {label: shade for shade, label in shades.items()}
+    assert len(styles) == 4  # two kinds by two chunks, the same on both ranks
+
+
+def test_an_optimiser_step_is_marked_at_any_cost() -> None:
+    steps = timeline("pipedream", 3, 4)
+    for rows in rows_of(timeline_text(steps)):
+        assert sum(row.count("*") for row in rows) == 4
+    costly = timeline("pipedream", 3, 4, CostModel(optim_step=2))
+    assert "B0--- *---- " in timeline_text(costly)
+
+
+def test_cells_that_have_no_room_are_marked() -> None:
+    text = timeline_text(timeline("1f1b", 2, 3, CostModel(forward=0.01)))
+    assert ": too short to be named" in text
+    assert max(len(row) for rows in rows_of(text) for row in rows) < 20
+    assert "too short" not in timeline_text(timeline("1f1b", 2, 3))
+
+
+def test_a_timeline_without_any_time() -> None:
+    free = CostModel(forward=0, backward=0)
+    assert "makespan 0, bubble 0.0%" in timeline_text(timeline("1f1b", 2, 3, free), 80)
+
+
+def test_split_backwards_are_named() -> None:
+    schedule = schedir.loads(
+        "schedir 1\nname split\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0I0 0W0\n"
+    )
+    text = timeline_text(schedir.simulate(schedule))
+    assert "rank 0  F0 I0 W0\n" in text
+    assert "F forward, I gradient of the input, W gradient of the weights;" in text
+
+
+def test_timeline_json() -> None:
+    data = json.loads(timeline_json(timeline("pipedream", 2, 3)))
+    assert list(data) == ["makespan", "bubble_fraction", "ranks"]
+    assert data["makespan"] == 12
+    assert data["ranks"][0] == {
+        "rank": 0,
+        "busy": 9,
+        "idle": 3,
+        "span": 12,
+        "peak_activations": 2,
+        "weight_versions": 2,
+    }
+
+
+def test_deadlock_in_full() -> None:
+    assert full(deadlock_report(), "my-1f1b") == DEADLOCK_IN_FULL
+
+
+def test_colour_of_a_report_changes_no_character() -> None:
+    painted = full(deadlock_report(), "my-1f1b", colour=True)
+    assert painted != DEADLOCK_IN_FULL
+    assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == DEADLOCK_IN_FULL
+
+
+def test_concise() -> None:
+    line = "rank 0 #3 0SEND_ACT1: S301 wait-cycle: deadlock: ranks 0 and 1 wait on each other\n"
+    assert OUTPUT_FORMATS["concise"](deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
+    unknown = schedir.check(schedir.loads(DEADLOCK), "pair")
+    assert OUTPUT_FORMATS["concise"](unknown, "my.sched") == f"my.sched: {line}"
+
+
+def test_json_has_exactly_its_keys() -> None:
+    assert json.loads(OUTPUT_FORMATS["json"](deadlock_report(), "my-1f1b")) == {
+        "ok": False,
+        "channel": "pair",
+        "diagnostics": [
+            {
+                "code": "S301",
+                "name": "wait-cycle",
+                "severity": "error",
+                "message": "deadlock: ranks 0 and 1 wait on each other",
+                "locations": [
+                    {"rank": 0, "index": 3, "action": "0SEND_ACT1"},
+                    {"rank": 1, "index": 4, "action": "1RECV_ACT1"},
+                    {"rank": 1, "index": 3, "action": "1SEND_GRAD0"},
+                    {"rank": 0, "index": 4, "action": "0RECV_GRAD0"},
+                ],
+            }
+        ],
+    }
+
+
+def test_json_of_a_missing_action_has_no_index() -> None:
+    report = schedir.check(schedir.loads(RULES["S105"].example))
+    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
+    assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
+
+
+def test_github_escapes_what_its_commands_cannot_hold() -> None:
+    place = Location(0, 1, schedir.forward(0, 1), Source("a,b:c%.py", 7))
+    found = Diagnostic("S999", "odd", "error", "100 %: a,\r\nb", (place,))
+    warning = attrs.evolve(found, severity="warning", locations=())
+    note = attrs.evolve(found, severity="note", locations=(attrs.evolve(place, source=None),))
+    text = OUTPUT_FORMATS["github"](Report("edge", (found, warning, note)), "my.sched")
+    assert text.splitlines() == [
+        "::error file=a%2Cb%3Ac%25.py,line=7,title=S999 odd::rank 0 #1 0F1: 100 %25: a,%0D%0Ab",
+        "::warning file=my.sched,title=S999 odd::100 %25: a,%0D%0Ab",
+        "::notice file=my.sched,title=S999 odd::rank 0 #1 0F1: 100 %25: a,%0D%0Ab",
+    ]
+
+
+def test_the_last_line_sums_up() -> None:
+    clean = partial(Report, "edge", ())
+    everywhere = ("host", "rank", "pair", "edge", "async")
+    assert full(clean(everywhere), "x") == "x: clean under edge (also: host, rank, pair, async)\n"
+    assert full(clean(("edge", "async")), "x") == (
+        "x: clean under edge (also: async; not: host, rank, pair)\n"
+    )
+    warning = Diagnostic("S501", "slow", "warning", "it is slow", ())
+    report = Report("async", (warning, warning), ("async",))
+    assert full(report, "x").endswith(
+        "x: clean under async (not: host, rank, pair, edge), 2 warnings\n"
+    )
+    error = attrs.evolve(warning, severity="error")
+    assert full(Report("edge", (error, warning)), "x").endswith(
+        "x: 1 error, 1 warning under edge\n"
+    )
+
+
+def test_a_finding_with_many_places_shows_a_few() -> None:
+    schedule = schedir.loads(
+        "schedir 1\nname many\nmicrobatches 20\nplacement 0 0\nrank 0: "
+        + " ".join(f"0F{m} 1F{m} 1B{m} 0B{m}" for m in range(20))
+        + " 1OPTIM_STEP\n"
+    )
+    text = full(schedir.check(schedule), "many")
+    assert text.count(":::") == 8
+    assert "  ::: and 12 more\n" in text
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_is_explained_by_an_example_that_breaks_it(code: str) -> None:
+    rule = RULES[code]
+    report = schedir.check(schedir.loads(rule.example))
+    assert code in {found.code for found in report.diagnostics}
+    text = explanation(rule)
+    flowing = " ".join(text.split())
+    for part in (code, rule.name, rule.meaning, rule.why, rule.mend, *rule.example.splitlines()):
+        assert " ".join(part.split()) in flowing
+    assert f"    {rule.severity}[{code}]: " in text
