@@ -35,8 +35,6 @@ console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True
 def main() -> None:
     """Train as the command line says."""
     args = parse_arguments()
-    if "RANK" not in os.environ:
-        fail("start it with: torchrun --nproc-per-node RANKS examples/train_gpt.py …")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     try:
@@ -137,7 +135,8 @@ class Meter:
 
     def report(self) -> str:
         """What happened since the last report, over all ranks: every rank has to call it."""
-        dist.all_reduce(self.recent)
+        if RANKS > 1:
+            dist.all_reduce(self.recent)
         self.total += self.recent
         line = self._line(self.recent)
         self.recent.zero_()
@@ -165,8 +164,9 @@ def gather(
 ) -> list[nn.Sequential]:
     """The whole model with the ranks' present weights, on rank 0; nothing elsewhere."""
     weights = {i: stage.state_dict() for i, stage in stages.items()}
-    gathered: list[dict[int, dict[str, Tensor]]] = [{} for _ in range(RANKS)]
-    dist.gather_object(weights, gathered if RANK == 0 else None)
+    gathered = [weights] * RANKS
+    if RANKS > 1:
+        dist.gather_object(weights, gathered if RANK == 0 else None)
     model = []
     for i, ranks in enumerate(sched.placement if RANK == 0 else ()):
         model.append(build_stage(config, i, sched.stages))
@@ -189,28 +189,39 @@ def compare(model: Iterable[nn.Module], reference: Iterable[nn.Module]) -> tuple
 
 def parse_arguments() -> argparse.Namespace:
     """The command line's arguments."""
-    parser = Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description="Train a byte-level GPT with any pipeline schedule.")
     add = parser.add_argument
-    add("--schedule", default="1f1b", help="a name that `schedir list` shows, or a file")
-    add("--microbatches", type=positive, help="parts that a batch is split into (8)")
-    add("--chunks", type=positive, help="stages per rank (the schedule's own default)")
-    add("--set", type=setting, nargs="*", default=[], metavar="KEY=VALUE",
-        help="a parameter of the schedule, such as vertical_sync=true")  # fmt: skip
-    add("--layers", type=positive, default=8, help="transformer blocks, over all stages")
-    add("--width", type=positive, default=192, help="size of a token's vector")
-    add("--heads", type=positive, default=6, help="attention heads per block")
-    add("--context", type=positive, default=64, help="bytes per row")
-    add("--dropout", type=float, default=0.0, help="share of values dropped in training")
-    add("--batch", type=positive, default=16, help="rows per step, over all microbatches")
-    add("--steps", type=positive, default=200, help="batches to train on")
-    add("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--seed", type=int, default=0, help="of weights, data and dropout")
-    add("--log-every", type=positive, default=10, help="steps per line of progress")
+    add("--schedule", default="1f1b", help="a name that `schedir list` shows, or a file (1f1b)")
+    add("--microbatches", type=positive, metavar="M", help="parts of a batch (8)")
+    add("--chunks", type=positive, metavar="V", help="stages per rank (the schedule's default)")
+    add(
+        "--set",
+        type=setting,
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a parameter of the schedule, such as vertical_sync=true",
+    )
+    for name, default, help in (
+        ("layers", 8, "transformer blocks, over all stages"),
+        ("width", 192, "size of a token's vector"),
+        ("heads", 6, "attention heads per block"),
+        ("context", 64, "bytes per row"),
+        ("batch", 16, "rows per step, over all microbatches"),
+        ("steps", 200, "batches to train on"),
+        ("log-every", 10, "steps per line of progress"),
+    ):
+        add(f"--{name}", type=positive, default=default, metavar="N", help=f"{help} ({default})")
+    add("--lr", type=float, default=1e-3, metavar="X", help="learning rate of AdamW (0.001)")
+    add("--dropout", type=float, default=0.0, metavar="X", help="share of values dropped (0)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
     add("--verify", action="store_true", help="train again in one process and compare all weights")
     args = parser.parse_args()
     args.set = dict(args.set)
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
+    if not (args.lr > 0 and 0 <= args.dropout < 1 and 0 <= args.seed < 1 << 40):
+        parser.error("--lr has to be above 0, --dropout from 0 to below 1, --seed from 0 to 2^40")
     return args
 
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ import attrs
 from schedir.errors import LoadError
 from schedir.ir import Action, Placement, Schedule, Source, loads, loads_torch_csv
 from schedir.passes import insert_communication
+
+logger = logging.getLogger("schedir")
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -181,11 +184,16 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
         return _from_file(Path(location), function)
     if colon:
         return _from_module(location, function)
-    known = {_plain(name): g for g in installed() for name in (g.name, *g.aliases)}
-    if _plain(target) in known:
-        return known[_plain(target)]
-    close = difflib.get_close_matches(_plain(target), known, n=1, cutoff=0.5)
-    hint = f"did you mean {known[close[0]].name!r}? " if close else ""
+    wanted = _plain(target)
+    known = {_plain(name): g for g in built_in() for name in (g.name, *g.aliases)}
+    if wanted in known:
+        return known[wanted]
+    entries = {_plain(entry.name): entry for entry in _entry_points()}
+    if wanted in entries:
+        return _from_entry_point(entries[wanted])
+    names = {plain: g.name for plain, g in known.items()} | {p: e.name for p, e in entries.items()}
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    hint = f"did you mean {names[close[0]]!r}? " if close else ""
     raise LoadError(
         f"no schedule is named {target!r}; {hint}`schedir list` names them all; "
         "a file is given as path.py[:function]"
@@ -202,11 +210,27 @@ def built_in() -> list[Generator]:
 
 
 def installed() -> list[Generator]:
-    """The built-in schedules, then those that installed packages declare as entry points."""
+    """The built-in schedules, then those that installed packages declare as entry points.
+
+    An entry point that fails to load is named in a warning, and left out.
+    """
     found = built_in()
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        found.append(_as_generator(_guard(entry.load, f"entry point {entry.name}"), entry.value))
+    for entry in _entry_points():
+        try:
+            found.append(_from_entry_point(entry))
+        except LoadError as error:
+            logger.warning("%s", error)
     return found
+
+
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _from_entry_point(entry: importlib.metadata.EntryPoint) -> Generator:
+    """The generator behind an entry point, under the name that the entry point gives it."""
+    where = f"entry point {entry.name} = {entry.value}"
+    return attrs.evolve(_as_generator(_guard(entry.load, where), where), name=entry.name)
 
 
 def _plain(name: str) -> str:
@@ -321,7 +345,7 @@ def _is_users(file: str) -> bool:
         return False  # the import system, or methods that attrs has generated
     path = Path(file).resolve()
     own = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "schedules")
-    return not own and path != Path(importlib.__file__).resolve()
+    return not own and not path.is_relative_to(Path(importlib.__file__).resolve().parent)
 
 
 def _shown(file: str) -> str:

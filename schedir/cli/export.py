@@ -29,7 +29,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     add_target(parser)
-    parser.add_argument("--format", choices=_FORMATS, required=True)
+    parser.add_argument("--format", choices=_FORMATS, default="sched", help="default: %(default)s")
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
     parser.add_argument(
         "--compute-only", action="store_true", help="leave the sends and receives out"

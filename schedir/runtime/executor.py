@@ -164,6 +164,9 @@ class Executor:
             self._transport.close()
             self._control = self._transport = None
         if self._made_group:
+            # The ranks leave together: none loses a peer that still talks to it, and gloo's threads
+            # have let go of the last collective (while Python shuts down they would abort).
+            dist.barrier()
             dist.destroy_process_group()
             self._made_group = False
 

@@ -1,0 +1,154 @@
+"""Finding and loading generators, and what a user's mistakes lead to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir import Action, LoadError, Pipeline, forward
+from schedir.library import find, installed
+
+SOUND = """
+from schedir import backward, forward, optim_step, schedule
+
+def helper(stage, m):
+    yield forward(stage, m)
+    yield backward(stage, m)
+
+@schedule("mine", aliases=("my own",))
+def mine(pipe, rank, *, twice: bool = False):
+    (stage,) = pipe.stages_of(rank)
+    for m in range(pipe.microbatches):
+        yield from helper(stage, m)
+    yield optim_step(stage)
+
+def undecorated(pipe, rank):
+    return list(mine(pipe, rank))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SOUND)
+    return Path("mine.py")
+
+
+def test_the_ways_to_name_a_generator_agree(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.resolve().parent))
+    built = schedir.build(file, ranks=2, microbatches=2)
+    assert built == schedir.build("mine.py", ranks=2, microbatches=2)
+    assert built == schedir.build("mine.py:mine", ranks=2, microbatches=2)
+    assert built == schedir.build("mine:mine", ranks=2, microbatches=2)
+    assert built == schedir.build(find("mine.py"), ranks=2, microbatches=2)
+    plain = schedir.build("mine.py:undecorated", ranks=2, microbatches=2)
+    assert (plain.name, plain.actions) == ("undecorated", built.actions)
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "1F1B", "one_f_one_b", "GPipe", "Interleaved1F1B", "interleaved_1f1b"]
+)
+def test_case_and_dashes_do_not_matter(name: str) -> None:
+    assert schedir.build(name).ranks == 4
+
+
+def test_source_lines_reach_through_helpers(file: Path) -> None:
+    built = schedir.build(file, ranks=2, microbatches=1)
+    places = {
+        str(action): built.source_of(0, index) for index, action in enumerate(built.actions[0])
+    }
+    assert places["0F0"] == schedir.Source("mine.py", 5)
+    assert places["0SEND_ACT0"] == schedir.Source("mine.py", 5)  # of what it sends
+    assert places["0B0"] == schedir.Source("mine.py", 6)
+    assert places["0OPTIM_STEP"] == schedir.Source("mine.py", 13)
+
+
+def test_sources_take_no_part_in_equality(file: Path) -> None:
+    built = schedir.build(file)
+    again = schedir.loads(schedir.dumps(built))
+    assert not again.sources
+    assert again == built
+    assert again.content_hash == built.content_hash
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("1f1", {}, "did you mean '1f1b'"),
+        ("nothing.py", {}, "nothing.py: no such file"),
+        ("mine.py:nothing", {}, "mine.py has no function 'nothing'"),
+        ("mine.py:helper", {}, "mine.py:5: helper, rank 0: ValueError: stage must be an int"),
+        ("no.such.module:f", {}, "No module named 'no'"),
+        ("1f1b", {"ranks": 0}, "ranks must be an int >= 1, not 0"),
+        ("1f1b", {"depth": 3}, "1f1b has no parameter 'depth'; it has: none"),
+        ("fill-drain", {"order": "x"}, "order must be 'ascending' or 'descending', not 'x'"),
+        ("1f1b", {"chunks": 2}, "built with 2 chunks; its own number is 1"),
+        ("mine.py", {"once": True}, "it has: twice"),
+    ],
+)
+@pytest.mark.usefixtures("file")
+def test_what_cannot_be_loaded_is_said(
+    target: str, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(LoadError) as error:
+        schedir.build(target, **arguments)  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def endless(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    while True:
+        yield forward(rank, 0)
+
+
+def test_a_generator_that_does_not_end_is_stopped() -> None:
+    with pytest.raises(LoadError, match="does it end"):
+        schedir.build(endless)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (lambda pipe: [0, 9], "rank outside 0..3"),
+        (lambda pipe: [], "at least one stage"),
+        (lambda pipe: [(0, 0)], "distinct ranks"),
+        (lambda pipe: 1 / 0, "ZeroDivisionError"),
+        (lambda pipe: ["a"], "placement of x"),
+    ],
+)
+def test_a_wrong_placement_is_refused(placement: object, message: str) -> None:
+    generator = schedir.schedule("x", placement=placement)(endless)  # type: ignore[arg-type]
+    with pytest.raises(LoadError, match=message):
+        schedir.build(generator)
+
+
+def test_a_list_is_no_shape_to_change(tmp_path: Path) -> None:
+    file = tmp_path / "a.sched"
+    file.write_text(schedir.dumps(schedir.build("1f1b", ranks=2, microbatches=2)))
+    assert schedir.build(file).ranks == 2
+    assert schedir.build(str(file), ranks=2, microbatches=2).ranks == 2
+    with pytest.raises(LoadError, match="has 2 ranks, not 3"):
+        schedir.build(file, ranks=3)
+    with pytest.raises(LoadError, match="takes no parameters: order"):
+        schedir.build(file, order="ascending")
+
+
+def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A broken package's entry point must not keep the built-in names from loading."""
+    found = [
+        importlib.metadata.EntryPoint(
+            "theirs", "schedir.schedules.one_f_one_b:one_f_one_b", "schedir.schedules"
+        ),
+        importlib.metadata.EntryPoint("broken", "no_such_module:x", "schedir.schedules"),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+    assert schedir.build("1f1b").name == "1f1b"
+    assert schedir.build("Theirs").name == "theirs"
+    assert "theirs" in [generator.name for generator in installed()]
+    assert "entry point broken = no_such_module:x" in caplog.text
+    with pytest.raises(LoadError, match="no_such_module"):
+        schedir.build("broken")
