@@ -336,6 +336,42 @@ def random_state_of_the_user_is_restored(rank: int) -> list[str]:
     return faults if torch.equal(torch.get_rng_state(), state) else [*faults, "rng moved the state"]
 
 
+def pairs_behind(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """Two updates of two microbatches each; all forwards of stage 0 read version 0."""
+    if rank == 0:
+        for m in range(4):
+            yield forward(0, m)
+    for first in (0, 2):
+        for m in (first, first + 1):
+            if rank == 1:
+                yield forward(1, m)
+            yield backward(rank, m)
+        yield optim_step(rank)
+
+
+@scenario
+def older_versions_accumulate_their_gradients(rank: int) -> list[str]:
+    whole = linear_stages()
+    schedule = schedir.build(pairs_behind, ranks=2, microbatches=4)
+    local = {rank: copy.deepcopy(whole[rank])}
+    (x, y), *_ = random_data(1)
+    with Executor(schedule, local, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    optimizers = [adamw(stage.parameters()) for stage in whole]
+    old = copy.deepcopy(whole[0])
+    pieces = list(zip(split(x, 4), split(y, 4), strict=True))
+    for pair in (pieces[:2], pieces[2:]):
+        old.zero_grad(set_to_none=True)
+        for x_m, y_m in pair:
+            (MSE(whole[1](old(x_m)), y_m) * 0.5).backward()
+        for own, copied in zip(whole[0].parameters(), old.parameters(), strict=True):
+            own.grad = copied.grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return compare(local[rank], whole[rank], rank)
+
+
 class Checkpointed(nn.Module):
     """Recomputes its forward in the backward: it must find the version of the forward there."""
 
