@@ -31,8 +31,9 @@ class Wiring:
 class Cell:
     """The tensors of one (stage, microbatch), from its first action to its last.
 
-    Receives fill `inputs` and `output_grads` with buffers and leave their works beside them; the
-    compute action that consumes them waits.
+    Receives fill `inputs` and `output_grads` with buffers and leave their works beside them, and
+    the compute action that consumes them waits, for those only: a receive may be posted long
+    before, and waiting for more than the list says could deadlock what was proved clean.
     """
 
     stage: int
@@ -47,26 +48,23 @@ class Cell:
     loss: Tensor | None = None
     output_grads: tuple[Tensor | None, ...] = ()
     input_grads: tuple[Tensor | None, ...] = ()
-    arriving: list[Work] = attrs.field(factory=list)
-    sending: list[Work] = attrs.field(factory=list)
+    inputs_coming: list[Work] = attrs.field(factory=list)
+    grads_coming: list[Work] = attrs.field(factory=list)
+    outputs_going: list[Work] = attrs.field(factory=list)
+    grads_going: list[Work] = attrs.field(factory=list)
     # The local cells of the neighbouring stages, None where they are on another rank.
     previous: Cell | None = None
     following: Cell | None = None
-
-    def arrived(self) -> None:
-        """Wait for the receives that were posted for this cell."""
-        for work in self.arriving:
-            work.wait()
-        self.arriving.clear()
-
-    def sent(self) -> None:
-        """Wait for the sends of this cell's tensors."""
-        for work in self.sending:
-            work.wait()
-        self.sending.clear()
 
     def clear(self) -> None:
         """Forget all tensors."""
         self.batch = self.target = self.loss = None
         self.inputs = self.leaves = self.outputs = ()
         self.output_grads = self.input_grads = ()
+
+
+def wait(works: list[Work]) -> None:
+    """Wait for each of the works, and forget them: gloo lets a work be waited for once only."""
+    for work in works:
+        work.wait()
+    works.clear()

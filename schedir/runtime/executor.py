@@ -26,7 +26,7 @@ from schedir.ir import (
     weight_versions,
 )
 from schedir.passes import insert_communication
-from schedir.runtime.cells import Cell
+from schedir.runtime.cells import Cell, wait
 from schedir.runtime.control import Control
 from schedir.runtime.instructions import (
     Backward,
@@ -211,7 +211,8 @@ class Executor:
             for index, instruction in self._program:  # noqa: B007 - the handler names it
                 instruction()
             for cell in self._cells.values():
-                cell.sent()
+                wait(cell.outputs_going)
+                wait(cell.grads_going)
         except Exception as error:
             if index < 0:
                 raise
@@ -358,6 +359,11 @@ def _check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank:
     for stage, module in stages.items():
         if not isinstance(module, nn.Module):
             raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
+        if _device(module).type != "cpu":
+            raise ExecutionError(
+                f"stage {stage} is on {_device(module)}; the executor moves tensors with gloo, on "
+                "the CPU only, as yet"
+            )
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import backward
 
 from schedir.errors import ExecutionError
-from schedir.runtime.cells import Cell
+from schedir.runtime.cells import Cell, wait
 from schedir.runtime.rng import seed_generators
-from schedir.runtime.shapes import Boundary, boundary_of, call, meta_of
+from schedir.runtime.shapes import Boundary, boundary_of, call, empty, meta_of, payload
 from schedir.runtime.transport import GlooTransport
 from schedir.runtime.weights import StageWeights
 
@@ -56,7 +56,7 @@ class Forward:
     def __call__(self) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        cell.arrived()
+        wait(cell.inputs_coming)
         started = perf_counter()
         stage.weights.install(self.version)
         state = stage.state
@@ -108,7 +108,10 @@ class Backward:
     def __call__(self) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        cell.arrived()
+        if self.part != "weight":
+            wait(cell.grads_coming)
+            # The gradient has come back, so the activation has arrived: this never blocks.
+            wait(cell.outputs_going)
         started = perf_counter()
         parameters = stage.weights.install(self.version)
         roots, grads = self._roots()
@@ -139,7 +142,6 @@ class Backward:
         cell = self.cell
         if self.stage.loss_fn is not None:
             return list(cell.outputs), [None]
-        cell.sent()  # the gradient has come back, so the activation has arrived
         roots: list[Tensor] = []
         grads: list[Tensor | None] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
@@ -170,12 +172,16 @@ class Send:
 
     def __call__(self) -> None:
         """Run the action."""
-        cell = self.cell
-        for tensor in cell.input_grads if self.grads else cell.outputs:
-            if tensor is not None:
-                cell.sending.append(self.transport.send(tensor.detach().contiguous(), self.peer))
+        cell, wiring = self.cell, self.cell.wiring
+        tensors: tuple[Tensor | None, ...]
         if self.grads:
+            tensors, boundary, going = cell.input_grads, wiring.before, cell.grads_going
             cell.input_grads = ()
+        else:
+            tensors, boundary, going = cell.outputs, wiring.after, cell.outputs_going
+        for tensor, meta in zip(tensors, boundary, strict=True):
+            if tensor is not None:
+                going.append(self.transport.send(payload(tensor, meta), self.peer))
 
 
 class Receive:
@@ -190,20 +196,19 @@ class Receive:
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
-        if not self.grads:
-            cell.inputs = tuple(
-                torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-                for meta in wiring.before
-            )
-            buffers: tuple[Tensor | None, ...] = cell.inputs
-        else:
+        buffers: tuple[Tensor | None, ...]
+        if self.grads:
+            boundary, coming = wiring.after, cell.grads_coming
             buffers = cell.output_grads = tuple(
-                torch.empty(meta.shape, dtype=meta.dtype, device=self.device) if comes else None
-                for meta, comes in zip(wiring.after, wiring.grads_in, strict=True)
+                empty(meta, self.device) if comes else None
+                for meta, comes in zip(boundary, wiring.grads_in, strict=True)
             )
-        for buffer in buffers:
+        else:
+            boundary, coming = wiring.before, cell.inputs_coming
+            buffers = cell.inputs = tuple(empty(meta, self.device) for meta in boundary)
+        for buffer, meta in zip(buffers, boundary, strict=True):
             if buffer is not None:
-                cell.arriving.append(self.transport.receive(buffer, self.peer))
+                coming.append(self.transport.receive(payload(buffer, meta), self.peer))
 
 
 class OptimStep:

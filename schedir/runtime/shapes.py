@@ -25,9 +25,14 @@ from schedir.runtime.microbatches import Microbatch
 
 @attrs.frozen
 class TensorMeta:
-    """What is known of a tensor that crosses a boundary before it does."""
+    """What is known of a tensor that crosses a boundary before it does.
+
+    `stride` is the layout that it arrives in: the sender's own where that is dense (channels last,
+    say, or transposed), since kernels round differently for another one, and else the nearest.
+    """
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
@@ -45,7 +50,28 @@ Declared: TypeAlias = Tensor | Sequence[Tensor]
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """A tensor's metadata."""
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return TensorMeta(
+        tuple(tensor.shape), tuple(dense.stride()), tensor.dtype, tensor.requires_grad
+    )
+
+
+def empty(meta: TensorMeta, device: torch.device) -> Tensor:
+    """A buffer for a tensor to come."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+
+def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    """The tensor's elements as they lie in memory in the agreed layout, one-dimensional.
+
+    Of a buffer made by `empty` it is a view; a tensor in another layout is copied.
+    """
+    tensor = tensor.detach()
+    if tensor.stride() != meta.stride:
+        tensor = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device
+        ).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def boundary_of(output: object, stage: int) -> tuple[Tensor, ...]:
@@ -62,7 +88,7 @@ def boundary_of(output: object, stage: int) -> tuple[Tensor, ...]:
 def declared(output: Declared, stage: int) -> Boundary:
     """A boundary that the user declared by example; floating point tensors require grad."""
     return tuple(
-        TensorMeta(tuple(t.shape), t.dtype, t.dtype.is_floating_point)
+        attrs.evolve(meta_of(t), requires_grad=t.dtype.is_floating_point)
         for t in boundary_of(output, stage)
     )
 
@@ -96,13 +122,7 @@ class Trace:
         with self._mode, _untouched(module, self._mode), torch.enable_grad():
             if not isinstance(given, FirstInput):
                 self._leaves = [
-                    torch.empty(
-                        meta.shape,
-                        dtype=meta.dtype,
-                        device=device,
-                        requires_grad=meta.requires_grad,
-                    )
-                    for meta in given
+                    empty(meta, device).requires_grad_(meta.requires_grad) for meta in given
                 ]
                 # Not the leaves themselves: a first layer that works in place can't have those.
                 arguments = [leaf.clone() for leaf in self._leaves]

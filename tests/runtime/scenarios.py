@@ -1,4 +1,4 @@
-"""Run by torchrun on 2 ranks: one function per promise of the executor.
+"""Run by torchrun on 2 ranks (some on 3): one function per promise of the executor.
 
 Every rank prints one JSON line per scenario: {"scenario": …, "faults": [text, …]}. A scenario
 returns what is wrong on its rank.
@@ -23,12 +23,17 @@ from schedir import Action, Pipeline, backward, backward_input, backward_weight,
 from schedir.runtime import Executor, rng
 from tests.runtime.reference import accumulate, pipedream, run_stages
 
-SCENARIOS: list[Callable[[int], list[str]]] = []
+SCENARIOS: dict[str, tuple[int, Callable[[int], list[str]]]] = {}  # the ranks that each needs
 MSE = nn.functional.mse_loss
 
 
 def scenario(function: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-    SCENARIOS.append(function)
+    SCENARIOS[function.__name__] = (2, function)
+    return function
+
+
+def scenario_on_3(function: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
+    SCENARIOS[function.__name__] = (3, function)
     return function
 
 
@@ -65,7 +70,11 @@ def train(
     **options: Any,
 ) -> list[str]:
     """Train with the executor and in one process on the same data; say what differs."""
-    schedule = schedir.build(target, ranks=2, microbatches=microbatches)
+    schedule = (
+        target
+        if isinstance(target, schedir.Schedule)
+        else schedir.build(target, ranks=2, microbatches=microbatches)
+    )
     local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
     faults = []
     with Executor(schedule, local, loss_fn, adamw, **options) as executor:
@@ -141,6 +150,35 @@ def several_tensors_per_boundary(rank: int) -> list[str]:
     if not torch.equal(before, first.unused.weight):
         faults.append("the reference itself has moved the unused layer")
     return faults
+
+
+class Odd(nn.Module):
+    """Outputs that are not contiguous, empty, bool, and the very input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.t(), x[:0], x > 0, x
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, empty: Tensor, mask: Tensor, same: Tensor) -> Tensor:
+        y: Tensor = self.last(x.t() * mask + same) + empty.sum()
+        return y
+
+
+@scenario
+def odd_tensors_cross(rank: int) -> list[str]:
+    whole = [nn.Sequential(linear_stages()[0], Odd()), Even()]
+    return train(rank, whole, random_data(2))
+
+
+@scenario
+def a_stage_without_parameters(rank: int) -> list[str]:
+    return train(rank, [nn.Tanh(), linear_stages()[1]], random_data(2))
 
 
 class Detached(nn.Module):
@@ -372,6 +410,31 @@ def older_versions_accumulate_their_gradients(rank: int) -> list[str]:
     return compare(local[rank], whole[rank], rank)
 
 
+@scenario
+def a_gradients_receive_is_posted_before_the_forward(rank: int) -> list[str]:
+    early = schedir.loads(
+        "schedir 1\nname early\nmicrobatches 1\nplacement 0 1\n"
+        "rank 0: 0RECV_GRAD0 0F0 0SEND_ACT0 0B0 0OPTIM_STEP\n"
+        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1OPTIM_STEP\n"
+    )
+    return train(rank, linear_stages(), random_data(2), microbatches=1, target=early)
+
+
+@scenario_on_3
+def a_weight_gradient_waits_for_no_send(rank: int) -> list[str]:
+    """Rank 0 takes the gradient that 1I0 makes only after what comes behind 1W0."""
+    late = schedir.loads(
+        "schedir 1\nname late\nmicrobatches 2\nplacement 0 1 2 0\n"
+        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 3RECV_ACT0 3F0 3B0 3SEND_GRAD0\n"
+        "  3RECV_ACT1 3F1 3B1 3SEND_GRAD1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP 3OPTIM_STEP\n"
+        "rank 1: 1RECV_ACT0 1F0 1SEND_ACT0 1RECV_GRAD0 1I0 1SEND_GRAD0 1W0 1RECV_ACT1 1F1\n"
+        "  1SEND_ACT1 1RECV_GRAD1 1I1 1SEND_GRAD1 1W1 1OPTIM_STEP\n"
+        "rank 2: 2RECV_ACT0 2F0 2SEND_ACT0 2RECV_GRAD0 2B0 2SEND_GRAD0\n"
+        "  2RECV_ACT1 2F1 2SEND_ACT1 2RECV_GRAD1 2B1 2SEND_GRAD1 2OPTIM_STEP\n"
+    )
+    return train(rank, linear_stages(4), random_data(2), microbatches=2, target=late)
+
+
 class Checkpointed(nn.Module):
     """Recomputes its forward in the backward: it must find the version of the forward there."""
 
@@ -520,14 +583,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     wanted = sys.argv[1:]
-    for function in SCENARIOS:
-        if wanted and function.__name__ not in wanted:
+    for name, (ranks, function) in SCENARIOS.items():
+        if ranks != dist.get_world_size() or (wanted and name not in wanted):
             continue
         try:
             faults = function(rank)
         except Exception:
             faults = [traceback.format_exc()]
-        line = json.dumps({"scenario": function.__name__, "faults": faults})
+        line = json.dumps({"scenario": name, "faults": faults})
         print(line + "\n", end="", flush=True)  # one write, whole among the other ranks
     dist.destroy_process_group()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,30 +12,19 @@ from torch import nn
 import schedir
 from schedir.runtime import Executor
 from tests.runtime.launch import json_lines, merged, torchrun
-
-SCENARIOS = Path(__file__).with_name("scenarios.py")
-
-
-def scenario_names() -> list[str]:
-    """Read from the source: importing it here would say nothing about the launch."""
-    tree = ast.parse(SCENARIOS.read_text())
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
-    ]
+from tests.runtime.scenarios import SCENARIOS
 
 
 @cache
-def faults() -> dict[str, list[str]]:
-    lines = json_lines(torchrun(2, "-m", "tests.runtime.scenarios"))
-    return merged(2, lines, "scenario", "faults")
+def faults(ranks: int) -> dict[str, list[str]]:
+    lines = json_lines(torchrun(ranks, "-m", "tests.runtime.scenarios"))
+    return merged(ranks, lines, "scenario", "faults")
 
 
-@pytest.mark.parametrize("name", scenario_names())
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
-    assert faults()[name] == []
+    ranks, _ = SCENARIOS[name]
+    assert faults(ranks)[name] == []
 
 
 def test_a_failing_module_is_named_with_its_action() -> None:
