@@ -1,0 +1,54 @@
+"""The main job, at a size that a test can afford."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import schedir
+from tests.runtime.launch import ROOT, torchrun
+
+SMALL = "--layers 4 --width 32 --heads 2 --context 32 --batch 8 --steps 12 --lr 0.01 --verify"
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "fill-drain",
+        "1f1b",
+        "interleaved-1f1b",
+        "pipedream",
+        "pipedream --set vertical_sync=true",
+        "mine.py",
+        "mine.sched",
+    ],
+)
+def test_the_example_trains_and_verifies(schedule: str, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    if "mine" in schedule:
+        file = tmp_path / "mine.py"
+        file.write_text(readme.split("```python\n")[1].split("```")[0])
+        listed = tmp_path / "mine.sched"
+        listed.write_text(schedir.dumps(schedir.build(file, ranks=2, microbatches=4)))
+        schedule = str(tmp_path / schedule)
+    result = torchrun(2, "examples/train_gpt.py", "--schedule", *f"{schedule} {SMALL}".split())
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "tensors equal, bit for bit" in result.stdout
+    assert re.search(r"^rank 1  .*F0", result.stdout, re.MULTILINE)  # the timeline that it ran
+    found = re.search(r"held-out loss ([\d.]+) → ([\d.]+)", result.stdout)
+    assert found is not None
+    before, after = map(float, found.groups())
+    assert after < before - 0.5
+
+
+def test_a_wrong_schedule_ends_with_one_line(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.sched"
+    wrong.write_text(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0\n"
+    )
+    result = torchrun(2, "examples/train_gpt.py", "--schedule", str(wrong))
+    assert result.returncode != 0
+    assert "error: S201 backward-before-forward: 0B0 is listed before 0F0" in result.stderr
+    assert str(ROOT / "schedir") not in result.stderr  # no frame of schedir's own
