@@ -34,7 +34,7 @@ STAGE_WIDE = frozenset({Kind.REDUCE_GRAD, Kind.OPTIM_STEP})
 """Actions of a whole stage, which name no microbatch."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Action:
     """One entry of a rank's list.
 
@@ -74,7 +74,7 @@ class Action:
 # The constructors below are what generators call. They share equal actions: a schedule of
 # millions of entries holds few distinct ones at a time. The cache is typed, so that a bool or
 # a float can't pass for the int it equals.
-_shared = lru_cache(maxsize=1 << 16, typed=True)(Action)
+_shared = lru_cache(maxsize=1 << 20, typed=True)(Action)
 
 
 def forward(stage: int, microbatch: int, version: int | None = None) -> Action:
