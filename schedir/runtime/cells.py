@@ -16,14 +16,15 @@ class Wiring:
     """What is agreed of one (stage, microbatch): its boundaries, and where gradients flow.
 
     `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
-    of `after` whether a gradient comes back, `grads_out` for each of `before` whether one is sent.
-    `mutates` says which inputs the module changes in place.
+    of `after` whether a gradient comes back, `grads_out` for each of `before` whether one is sent;
+    None where only the run can tell, so that a mask travels beside the gradients. `mutates` says
+    which inputs the module changes in place (for the first stage: its tensors in turn).
     """
 
     before: Boundary = ()
     after: Boundary = ()
-    grads_in: tuple[bool, ...] = ()
-    grads_out: tuple[bool, ...] = ()
+    grads_in: tuple[bool, ...] | None = ()
+    grads_out: tuple[bool, ...] | None = ()
     mutates: tuple[bool, ...] = ()
 
 
@@ -47,6 +48,7 @@ class Cell:
     outputs: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
     output_grads: tuple[Tensor | None, ...] = ()
+    mask: Tensor | None = None  # which of `output_grads` are there, once they have come
     input_grads: tuple[Tensor | None, ...] = ()
     inputs_coming: list[Work] = attrs.field(factory=list)
     grads_coming: list[Work] = attrs.field(factory=list)
@@ -58,7 +60,7 @@ class Cell:
 
     def clear(self) -> None:
         """Forget all tensors."""
-        self.batch = self.target = self.loss = None
+        self.batch = self.target = self.loss = self.mask = None
         self.inputs = self.leaves = self.outputs = ()
         self.output_grads = self.input_grads = ()
 

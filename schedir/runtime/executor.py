@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed.rendezvous import rendezvous
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
@@ -40,7 +43,7 @@ from schedir.runtime.instructions import (
 from schedir.runtime.microbatches import Batch, rows, split, weights
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
-from schedir.runtime.shapes import Declared, declared
+from schedir.runtime.shapes import Declared
 from schedir.runtime.transport import GlooTransport
 from schedir.runtime.weights import StageWeights
 from schedir.runtime.wiring import Wirings
@@ -57,7 +60,13 @@ class Executor:
     `stages` maps exactly this rank's stages to their modules. `loss_fn(output, target)` returns
     the mean loss over a microbatch, a scalar. `optimizer(parameters)` is called once per local
     stage; None leaves `.grad` to the caller. `boundaries` declares, by example tensors, the output
-    of stages whose shape depends on data. `seed` seeds every forward, see `schedir.runtime.rng`.
+    of stages whose shape depends on data, the same for every microbatch. `seed` seeds every
+    forward, see `schedir.runtime.rng`.
+
+    A step equals gradient accumulation in one process bit for bit, in the order of the loss
+    stage's backwards; a stage that lists its backwards in another order adds the same gradients
+    up in that one, which may round differently. What requires grad must not change after the
+    first step: make a new Executor to freeze or thaw a stage.
 
     Uses the default process group, and initialises one where nobody has. With one rank it runs
     without any. A context manager: leaving it calls `close`.
@@ -86,7 +95,7 @@ class Executor:
 
         self._made_group = schedule.ranks > 1 and not dist.is_initialized()
         if self._made_group:
-            dist.init_process_group("gloo")
+            _init_process_group()
         self._transport: GlooTransport | None = None
         self._control: Control | None = None
         if schedule.ranks > 1:
@@ -123,7 +132,7 @@ class Executor:
             stages,
             devices,
             loss_fn,
-            {stage: declared(example, stage) for stage, example in (boundaries or {}).items()},
+            boundaries or {},
             self._control,
         )
         self._groups = _groups(schedule)
@@ -276,7 +285,7 @@ class Executor:
                 raise ExecutionError(f"{action} has no peer", rank=self.rank, index=index)
             grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
             if action.kind in SENDS:
-                return Send(cell, self._transport, peer, grads)
+                return Send(cell, self._transport, peer, grads, stage.device)
             return Receive(cell, self._transport, peer, grads, stage.device)
         read = versions[action.stage]
         version = read.reads[action.microbatch]
@@ -348,6 +357,20 @@ def _rank(ranks: int) -> int:
     if world != ranks:
         raise ExecutionError(f"the schedule has {ranks} ranks, but {world} processes run")
     return rank
+
+
+_groups_made = count()
+
+
+def _init_process_group() -> None:
+    """Join the ranks that torchrun has started, on keys of the store that no group has used.
+
+    gloo would find the addresses of an earlier group of this job, or of the run before a restart.
+    """
+    store, rank, world = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"schedir/{attempt}/{next(_groups_made)}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
 
 
 def _check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int) -> None:

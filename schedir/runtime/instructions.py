@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import backward
+from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.runtime.cells import Cell, wait
@@ -62,7 +64,10 @@ class Forward:
         state = stage.state
         seed_generators(state.seed, state.step, stage.index, cell.microbatch)
         if stage.index == 0:
-            output = call(stage.module, cell.batch)
+            batch = cell.batch
+            if any(cell.wiring.mutates):
+                batch = tree_map_only(Tensor, torch.clone, batch)
+            output = call(stage.module, batch)
         else:
             output = stage.module(*self._arguments())
         if stage.loss_fn is None:
@@ -117,11 +122,12 @@ class Backward:
         roots, grads = self._roots()
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
         if self.part == "input":
+            found: Iterator[Tensor | None] = repeat(None)
             if roots and wanted:
                 found = iter(
                     torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
                 )
-                self._hand_on(tuple(next(found) if t.requires_grad else None for t in cell.leaves))
+            self._hand_on(tuple(next(found) if t.requires_grad else None for t in cell.leaves))
         elif self.part == "weight":
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if roots and trained:
@@ -142,6 +148,12 @@ class Backward:
         cell = self.cell
         if self.stage.loss_fn is not None:
             return list(cell.outputs), [None]
+        if cell.mask is not None:
+            came = cell.mask.tolist()
+            cell.output_grads = tuple(
+                grad if there else None for grad, there in zip(cell.output_grads, came, strict=True)
+            )
+            cell.mask = None
         roots: list[Tensor] = []
         grads: list[Tensor | None] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
@@ -153,11 +165,12 @@ class Backward:
     def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
         cell = self.cell
         arrives = tuple(grad is not None for grad in grads)
-        if arrives != cell.wiring.grads_out:
+        agreed = cell.wiring.grads_out
+        if agreed is not None and arrives != agreed:
             raise ExecutionError(
-                f"gradients of the stage's inputs: {_yes_no(cell.wiring.grads_out)} was agreed "
-                f"with the stage before, but {_yes_no(arrives)} came out; which inputs get a "
-                "gradient must not depend on the data"
+                f"gradients of the stage's inputs: {_yes_no(agreed)} was agreed with the stage "
+                f"before, but {_yes_no(arrives)} came out; which inputs get a gradient must "
+                "depend neither on data nor on parameters frozen since the first step"
             )
         cell.input_grads = grads
         if cell.previous is not None:
@@ -167,8 +180,11 @@ class Backward:
 class Send:
     """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
 
-    def __init__(self, cell: Cell, transport: GlooTransport, peer: int, grads: bool) -> None:
+    def __init__(
+        self, cell: Cell, transport: GlooTransport, peer: int, grads: bool, device: torch.device
+    ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
+        self.device = device
 
     def __call__(self) -> None:
         """Run the action."""
@@ -177,6 +193,15 @@ class Send:
         if self.grads:
             tensors, boundary, going = cell.input_grads, wiring.before, cell.grads_going
             cell.input_grads = ()
+            if wiring.grads_out is None:
+                mask = torch.tensor([tensor is not None for tensor in tensors])
+                going.append(self.transport.send(mask, self.peer))
+                tensors = tuple(
+                    empty(meta, self.device).zero_()
+                    if tensor is None and meta.requires_grad
+                    else tensor
+                    for tensor, meta in zip(tensors, boundary, strict=True)
+                )
         else:
             tensors, boundary, going = cell.outputs, wiring.after, cell.outputs_going
         for tensor, meta in zip(tensors, boundary, strict=True):
@@ -199,9 +224,14 @@ class Receive:
         buffers: tuple[Tensor | None, ...]
         if self.grads:
             boundary, coming = wiring.after, cell.grads_coming
+            expected = wiring.grads_in
+            if expected is None:
+                expected = tuple(meta.requires_grad for meta in boundary)
+                cell.mask = torch.empty(len(boundary), dtype=torch.bool)
+                coming.append(self.transport.receive(cell.mask, self.peer))
             buffers = cell.output_grads = tuple(
                 empty(meta, self.device) if comes else None
-                for meta, comes in zip(boundary, wiring.grads_in, strict=True)
+                for meta, comes in zip(boundary, expected, strict=True)
             )
         else:
             boundary, coming = wiring.before, cell.inputs_coming
@@ -233,7 +263,9 @@ def _verify(outputs: tuple[Tensor, ...], agreed: Boundary) -> None:
     if found != agreed:
         raise ExecutionError(
             f"the stage returned ({', '.join(map(str, found))}), but "
-            f"({', '.join(map(str, agreed))}) was agreed with the next stage"
+            f"({', '.join(map(str, agreed))}) was agreed with the next stage; declare the former "
+            "with boundaries= if it depends on data, and make a new Executor if parameters have "
+            "been frozen or thawed"
         )
 
 

@@ -1,13 +1,14 @@
 """What crosses each boundary, found without running a user's module on real data.
 
-A stage's module runs once on fake tensors (FakeTensorMode), with its real parameters, under the
-active autocast and without hooks: shapes and types come out, no value is computed and no buffer
-changes. Running it on uninitialised memory instead would poison BatchNorm's statistics and index
-embeddings out of range.
+A stand-in for a stage's module runs once on fake tensors (FakeTensorMode), with its real
+parameters, under the active autocast and without hooks: shapes and types come out, no value is
+computed and nothing of the module changes. Running it on uninitialised memory instead would poison
+BatchNorm's statistics and index embeddings out of range.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,10 +86,10 @@ def boundary_of(output: object, stage: int) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def declared(output: Declared, stage: int) -> Boundary:
-    """A boundary that the user declared by example; floating point tensors require grad."""
+def declared(output: Declared, stage: int, trained: bool) -> Boundary:
+    """A boundary that the user declared by example; if `trained`, floating point requires grad."""
     return tuple(
-        attrs.evolve(meta_of(t), requires_grad=t.dtype.is_floating_point)
+        attrs.evolve(meta_of(t), requires_grad=trained and t.dtype.is_floating_point)
         for t in boundary_of(output, stage)
     )
 
@@ -113,34 +114,53 @@ Given: TypeAlias = Boundary | FirstInput
 
 
 class Trace:
-    """One fake run of a stage: what goes out, and which inputs get a gradient."""
+    """One fake run of a stage: what goes out, and which inputs get a gradient.
+
+    `mutates` says which inputs the module changes in place; for the first stage, whether it
+    changes any.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, given: Given) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._leaves: list[Tensor] = []
-        self.mutates: tuple[bool, ...] = ()
-        with self._mode, _untouched(module, self._mode), torch.enable_grad():
-            if not isinstance(given, FirstInput):
+        with self._faking():
+            stand_in = _twin(module, self._mode, {})
+            if isinstance(given, FirstInput):
+                batch = self._fake(given.batch)
+                watched = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+                before = [leaf._version for leaf in watched]
+                self.output = call(stand_in, batch)
+            else:
                 self._leaves = [
                     empty(meta, device).requires_grad_(meta.requires_grad) for meta in given
                 ]
                 # Not the leaves themselves: a first layer that works in place can't have those.
-                arguments = [leaf.clone() for leaf in self._leaves]
-                before = [argument._version for argument in arguments]
-                self.output = module(*arguments)
-                self.mutates = tuple(
-                    argument._version != version
-                    for argument, version in zip(arguments, before, strict=True)
-                )
-            else:
-                self.output = call(module, self._fake(given.batch))
+                watched = [leaf.clone() for leaf in self._leaves]
+                before = [leaf._version for leaf in watched]
+                self.output = stand_in(*watched)
+            self.mutates = tuple(
+                leaf._version != version for leaf, version in zip(watched, before, strict=True)
+            )
+
+    @contextmanager
+    def _faking(self) -> Iterator[None]:
+        """Fake mode, with gradients, and without a trace of it in autocast's cache of weights."""
+        caching = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with self._mode, torch.enable_grad():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(caching)
 
     def _fake(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._mode.from_tensor, tree)
 
     def loss(self, loss_fn: Callable[[Any, Any], Tensor], target: Microbatch) -> Tensor:
         """The fake loss of the last stage."""
-        with self._mode, torch.enable_grad():
+        with self._faking():
+            if isinstance(loss_fn, nn.Module):
+                loss_fn = _twin(loss_fn, self._mode, {})
             return loss_fn(self.output, self._fake(target))
 
     def gradients(self, outputs: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -149,7 +169,7 @@ class Trace:
         roots = [output for output in outputs if output.requires_grad]
         if not wanted or not roots:
             return tuple(False for _ in self._leaves)
-        with self._mode:
+        with self._faking():
             found = torch.autograd.grad(
                 roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
             )
@@ -157,36 +177,31 @@ class Trace:
         return tuple(arrives.get(id(leaf), False) for leaf in self._leaves)
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+def _twin(module: nn.Module, mode: FakeTensorMode, twins: dict[int, nn.Module]) -> nn.Module:
+    """A stand-in for a module that shares its parameters and can keep what a fake run leaves.
 
-
-@contextmanager
-def _untouched(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Keep a fake run from being noticed: hooks must see real data only, and buffers keep theirs.
-
-    Fake tensors stand in for the buffers, since an operation on real ones alone, such as
-    BatchNorm's `num_batches_tracked.add_(1)`, would run for real.
+    A forward may count its calls, cache a mask, or update a buffer; none of it must reach the
+    user's module, nor fake data the user's hooks. Buffers are fake, since an operation on real
+    ones alone, such as BatchNorm's `num_batches_tracked.add_(1)`, would run for real.
     """
-    hooks = [(m, name, getattr(m, name)) for m in module.modules() for name in _HOOKS]
-    buffers = [
-        (m._buffers, name, buffer)
-        for m in module.modules()
-        for name, buffer in m._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        for owner, name, _ in hooks:
-            setattr(owner, name, OrderedDict())
-        for holder, name, buffer in buffers:
-            holder[name] = mode.from_tensor(buffer)
-        yield
-    finally:
-        for owner, name, found in hooks:
-            setattr(owner, name, found)
-        for holder, name, buffer in buffers:
-            holder[name] = buffer
+    if id(module) in twins:
+        return twins[id(module)]
+    twin = module.__new__(type(module))
+    twins[id(module)] = twin
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, OrderedDict):
+            kept: object = OrderedDict()
+        elif name == "_modules":
+            kept = {
+                key: child if child is None else _twin(child, mode, twins)
+                for key, child in value.items()
+            }
+        elif name == "_buffers":
+            kept = {
+                key: buffer if buffer is None else mode.from_tensor(buffer)
+                for key, buffer in value.items()
+            }
+        else:
+            kept = copy.copy(value) if type(value) in (dict, list, set, OrderedDict) else value
+        twin.__dict__[name] = kept
+    return twin

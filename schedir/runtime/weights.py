@@ -41,6 +41,7 @@ class StageWeights:
 
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
+        torch.clear_autocast_cache()  # it holds casts of what the parameters were before
         if version >= len(self._outlives) or not self._outlives[version]:
             return
         copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.own]

@@ -10,6 +10,7 @@ so it announces at every step which of the agreed wirings applies.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ from schedir.ir import Schedule
 from schedir.runtime.cells import Cell, Wiring
 from schedir.runtime.control import Control
 from schedir.runtime.microbatches import Microbatch
-from schedir.runtime.shapes import Boundary, FirstInput, Given, Trace, boundary_of, meta_of
+from schedir.runtime.shapes import (
+    Boundary,
+    Declared,
+    FirstInput,
+    Given,
+    Trace,
+    boundary_of,
+    declared,
+    meta_of,
+)
 
 
 class Wirings:
@@ -34,7 +44,7 @@ class Wirings:
         stages: Mapping[int, nn.Module],
         devices: Mapping[int, torch.device],
         loss_fn: Callable[[Any, Any], Tensor],
-        boundaries: Mapping[int, Boundary],
+        boundaries: Mapping[int, Declared],
         control: Control | None,
     ) -> None:
         self._last = schedule.stages - 1
@@ -53,8 +63,9 @@ class Wirings:
         """Set every cell's wiring for the microbatches that the cells hold now."""
         number = None
         if self._owner[0] == self._rank:
-            signature = tuple(
-                _signature(cell.batch) for (stage, _), cell in cells.items() if stage == 0
+            signature = (
+                tuple(_signature(cell.batch) for (stage, _), cell in cells.items() if stage == 0),
+                _autocast(self._devices[0].type),
             )
             number = self._numbers.setdefault(signature, len(self._numbers))
         if self._control is not None:
@@ -101,17 +112,21 @@ class Wirings:
         return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
 
     def _trace(self, stage: int, given: Given) -> _Half:
+        module = self._stages[stage]
         if stage in self._boundaries:
-            return _Half(stage, given, self._boundaries[stage], None)
+            trained = any(parameter.requires_grad for parameter in module.parameters()) or (
+                not isinstance(given, FirstInput) and any(meta.requires_grad for meta in given)
+            )
+            return _Half(stage, given, declared(self._boundaries[stage], stage, trained), None)
         try:
-            trace = Trace(self._stages[stage], self._devices[stage], given)
+            trace = Trace(module, self._devices[stage], given)
         except Exception as error:
             if stage == self._last:
                 return _Half(stage, given, (), None)  # nothing behind it needs the shape
             raise ExecutionError(
-                f"stage {stage}: the shape of its output can't be found without data "
-                f"({type(error).__name__}: {error}); declare it with boundaries={{{stage}: "
-                "torch.empty(...)}",
+                f"stage {stage} fails on fake tensors, which is how shapes are found "
+                f"({type(error).__name__}: {error}); if it is right, and its output's shape "
+                f"depends on data, declare that with boundaries={{{stage}: torch.empty(...)}}",
                 rank=self._rank,
                 cause=error,
             ) from error
@@ -135,7 +150,8 @@ class Wirings:
 class _Half:
     """A stage's wiring for one kind of microbatch, while its gradients are not yet known.
 
-    Without a trace, every gradient is taken to flow and every input to be changed in place.
+    Without a trace only the run can tell which gradients flow, and every input is taken to be
+    changed in place.
     """
 
     def __init__(self, stage: int, given: Given, after: Boundary, trace: Trace | None) -> None:
@@ -143,29 +159,29 @@ class _Half:
         self._stage = stage
         self._trace = trace
         self.after = after
-        self.grads_in: tuple[bool, ...] = ()
-        self.grads_out = tuple(meta.requires_grad for meta in self._before)
+        self.grads_in: tuple[bool, ...] | None = ()
+        self.grads_out: tuple[bool, ...] | None = None
 
     def end(self, loss_fn: Callable[[Any, Any], Tensor], target: Microbatch) -> None:
         """This is the last stage: its gradients come from the loss."""
-        if self._trace is None:
-            return
-        try:
-            loss = self._trace.loss(loss_fn, target)
-        except Exception:
-            # A loss may depend on data, where no trace can follow; the run will say so if a
-            # gradient then fails to come.
-            return
-        self.grads_out = self._trace.gradients([loss])
+        trace = self._trace
+        if trace is not None:
+            self._resolve(lambda: trace.gradients([trace.loss(loss_fn, target)]))
 
-    def flow(self, grads_in: tuple[bool, ...]) -> None:
-        """The next stage has said for which outputs it sends a gradient."""
+    def flow(self, grads_in: tuple[bool, ...] | None) -> None:
+        """The next stage has said for which outputs it sends a gradient, if it can tell."""
         self.grads_in = grads_in
-        if self._trace is not None:
-            outputs = boundary_of(self._trace.output, self._stage)
-            self.grads_out = self._trace.gradients(
-                [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
-            )
+        trace = self._trace
+        if trace is not None and grads_in is not None:
+            outputs = boundary_of(trace.output, self._stage)
+            arriving = [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
+            self._resolve(lambda: trace.gradients(arriving))
+
+    def _resolve(self, gradients: Callable[[], tuple[bool, ...]]) -> None:
+        # A loss may look at data, and so may a backward of the user's own; reentrant checkpointing
+        # can't be asked for some gradients alone. All of these run, but no fake can follow them.
+        with suppress(Exception):
+            self.grads_out = gradients()
 
     def wiring(self) -> Wiring:
         """The wiring, once the gradients are known."""
@@ -179,3 +195,8 @@ def _signature(batch: Microbatch) -> object:
         tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
         spec,
     )
+
+
+def _autocast(device_type: str) -> object:
+    """The active autocast, which every rank is taken to be under."""
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -464,6 +464,136 @@ def recomputation_finds_the_stashed_version(rank: int) -> list[str]:
     return faults + compare(local[rank].inner, plain[rank], rank)
 
 
+class Memory(nn.Module):
+    """Keeps things from one forward to the next: a mask, a count, a log, a table by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self.register_buffer("late", None)
+        self.calls = 0
+        self.log: list[Tensor] = []
+        self.table: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(4)
+            self.late = torch.ones(4)
+        self.calls += 1
+        self.log.append(x.abs().max().detach())
+        table = self.table.setdefault(len(x), torch.ones(len(x), 1))
+        return x * self.mask * self.late * table
+
+
+@scenario
+def finding_shapes_leaves_no_trace(rank: int) -> list[str]:
+    stages = linear_stages()
+    whole: list[nn.Module] = [
+        nn.Sequential(stages[0], Memory()),
+        nn.Sequential(Memory(), stages[1]),
+    ]
+    faults = train(rank, whole, random_data(2))
+    memory = Memory()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    (x, y), *_ = random_data(1)
+    local = {rank: nn.Sequential(linear_stages()[rank], memory)}
+    with Executor(schedule, local, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    if memory.calls != 2 or [type(entry) for entry in memory.log] != [Tensor, Tensor]:
+        faults.append(f"the module was called {memory.calls} times: {memory.log}")
+    return faults
+
+
+@scenario
+def first_layer_of_all_in_place(rank: int) -> list[str]:
+    """The pieces of a split batch share a version counter; and the batch stays as it was."""
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        linear_stages()[1],
+    ]
+    (x, y), *_ = random_data(1)
+    before = x.clone()
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
+    local = {rank: copy.deepcopy(whole[rank])}
+    with Executor(schedule, local, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    faults = [] if torch.equal(x, before) else ["the batch was changed"]
+    optimizers = [adamw(stage.parameters()) for stage in whole]
+    accumulate(whole, MSE, optimizers, list(zip(split(x.clone(), 4), split(y, 4), strict=True)))
+    return faults + compare(local[rank], whole[rank], rank)
+
+
+@scenario
+def autocast_before_and_after(rank: int) -> list[str]:
+    """Autocast is switched on between steps; its cache of cast weights outlives no update."""
+    faults = []
+    for name in ("1f1b", "pipedream"):
+        whole = linear_stages()
+        schedule = schedir.build(name, ranks=2, microbatches=4)
+        local = {rank: copy.deepcopy(whole[rank])}
+        optimizers = [adamw(stage.parameters()) for stage in whole]
+        with Executor(schedule, local, MSE, adamw) as executor:
+            for step, (x, y) in enumerate(random_data(3)):
+                pieces = list(zip(split(x, 4), split(y, 4), strict=True))
+                with torch.autocast("cpu", torch.bfloat16, enabled=step > 0):
+                    executor.step(x, target=y)
+                with torch.autocast("cpu", torch.bfloat16, enabled=step > 0, cache_enabled=False):
+                    if name == "pipedream":
+                        pipedream(whole, MSE, optimizers, pieces)
+                    else:
+                        accumulate(whole, MSE, optimizers, pieces)
+        faults += [f"{name}: {fault}" for fault in compare(local[rank], whole[rank], rank)]
+    return faults
+
+
+@scenario
+def split_backward_of_a_frozen_stage(rank: int) -> list[str]:
+    whole = linear_stages(4)
+    whole[0].requires_grad_(False)
+    whole[1].requires_grad_(False)
+    frozen = schedir.loads(
+        "schedir 1\nname frozen\nmicrobatches 1\nplacement 0 0 1 1\n"
+        "rank 0: 0F0 1F0 1SEND_ACT0 1RECV_GRAD0 1I0 0I0 1W0 0W0 0OPTIM_STEP 1OPTIM_STEP\n"
+        "rank 1: 2RECV_ACT0 2F0 3F0 3I0 2I0 2SEND_GRAD0 3W0 2W0 2OPTIM_STEP 3OPTIM_STEP\n"
+    )
+    return train(rank, whole, random_data(2), microbatches=1, target=frozen)
+
+
+class Peeking(nn.Module):
+    """Looks at its data, so no fake run can follow it, and uses one of its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
+        scale = 2.0 if x.sum().item() > 0 else 1.0
+        y: Tensor = self.last(x) * scale
+        return y
+
+
+@scenario
+def absent_gradients_behind_a_stage_that_no_trace_can_follow(rank: int) -> list[str]:
+    return train(rank, [TwoOutputs(), Peeking()], random_data(3))
+
+
+class Reentrant(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@scenario
+def reentrant_checkpointing(rank: int) -> list[str]:
+    first, second = linear_stages()
+    return train(rank, [first, Reentrant(second)], random_data(2))
+
+
 @scenario
 def hooks_see_real_data_only(rank: int) -> list[str]:
     whole = linear_stages()

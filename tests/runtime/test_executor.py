@@ -33,6 +33,13 @@ def test_a_failing_module_is_named_with_its_action() -> None:
     assert "rank 1 #3 1F1: ValueError: no more of this" in result.stderr
 
 
+def test_executors_follow_each_other() -> None:
+    """Each makes a process group anew; gloo finds stale addresses where the keys are the same."""
+    result = torchrun(2, "-m", "tests.runtime.again_worker", timeout=60)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert sorted(result.stdout.split("\n")) == ["", "rank 0 is done", "rank 1 is done"]
+
+
 def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
     wrong = schedir.loads(
         "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0\n"
