@@ -82,8 +82,11 @@ class Generator:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters of its own, beyond the pipeline and the rank."""
-        own = list(inspect.signature(self.function).parameters.values())[2:]
-        return {parameter.name: parameter for parameter in own}
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError as error:  # some built-in functions have none
+            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
+        return {parameter.name: parameter for parameter in [*signature.parameters.values()][2:]}
 
 
 def schedule(
@@ -374,10 +377,12 @@ def _pipeline(generator: Generator, ranks: int, microbatches: int, chunks: int) 
 def _generate(generator: Generator, pipe: Pipeline, parameters: dict[str, Parameter]) -> Schedule:
     own = generator.parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
-    for name in parameters:
+    for name, value in parameters.items():
         if name not in own and not takes_any:
             known = ", ".join(own) or "none"
             raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
+        if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
+            raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
     lists = [list(_collect(generator, pipe, rank, parameters)) for rank in range(pipe.ranks)]
     try:
         return Schedule(

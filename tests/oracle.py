@@ -30,6 +30,7 @@ class Rank:
     grads: dict[tuple[int, int], Any] = attrs.field(factory=dict)  # received gradients
     outputs: dict[tuple[int, int], Any] = attrs.field(factory=dict)
     input_grads: dict[tuple[int, int], Any] = attrs.field(factory=dict)
+    summed: set[int] = attrs.field(factory=set)  # stages reduced since their last step
     split: set[tuple[int, int]] = attrs.field(factory=set)  # whose input gradient is done
     steps: dict[int, int] = attrs.field(factory=dict)
     accumulated: dict[int, list[Any]] = attrs.field(factory=dict)
@@ -44,6 +45,8 @@ class Oracle:
         self.random = random.Random(seed)
         self.ranks = [Rank(a, [False] * len(a)) for a in schedule.actions]
         self.runs: dict[tuple[int, int], int] = {}
+        self.summed: set[int] = set()
+        self.not_summed: set[int] = set()
         for rank, actions in enumerate(schedule.actions):
             for a in actions:
                 if a.kind is Kind.FORWARD and a.microbatch is not None:
@@ -148,6 +151,9 @@ class Oracle:
         action = me.actions[index]
         if action.microbatch is not None and action in me.actions[:index]:
             me.faults.append(f"{action} runs again")
+        sums = [a for a, done in zip(me.actions[:index], me.done, strict=False) if not done]
+        if any(a.kind is Kind.REDUCE_GRAD and a.stage == action.stage for a in sums):
+            me.faults.append(f"{action} runs beside the sum that it comes after")
         if self.races(rank, index):
             me.faults.append(f"{action} does not wait for its receive")
         self.run_compute(rank, action)
@@ -195,6 +201,8 @@ class Oracle:
         source = me.outputs if send.kind is Kind.SEND_ACT else me.input_grads
         payload = source.get((send.stage, send.microbatch or 0), "garbage")
         into = other.inputs if receive.kind is Kind.RECV_ACT else other.grads
+        if (receive.stage, receive.microbatch or 0) in into:
+            other.faults.append(f"{receive} comes again")
         into[receive.stage, receive.microbatch or 0] = payload
 
     def reduce(self, rank: int, index: int) -> bool:
@@ -220,6 +228,7 @@ class Oracle:
         )
         for held, there in places:
             self.ranks[held].accumulated[stage] = list(total)
+            self.ranks[held].summed.add(stage)
             self.ranks[held].done[there] = True
         return True
 
@@ -237,10 +246,11 @@ class Oracle:
         elif action.kind is Kind.OPTIM_STEP:
             me.steps[stage] = me.steps.get(stage, 0) + 1
             me.applied.setdefault(stage, []).append(me.accumulated.pop(stage, []))
+            self.note_sum(rank, stage)
         elif action.kind is Kind.BACKWARD_WEIGHT:
             if (stage, m) not in me.split:
                 me.faults.append(f"{action} before its input gradient")
-            me.accumulated.setdefault(stage, []).append(m)
+            self.accumulate(me, stage, m)
         else:
             made = me.outputs.get((stage, m))
             if made != self.activation(stage, m):
@@ -251,9 +261,20 @@ class Oracle:
                 me.faults.append(f"{action} gets {grad}")
             me.input_grads[stage, m] = ("grad", stage, m)
             if action.kind is Kind.BACKWARD:
-                me.accumulated.setdefault(stage, []).append(m)
+                self.accumulate(me, stage, m)
             else:
                 me.split.add((stage, m))
+
+    def accumulate(self, me: Rank, stage: int, m: int) -> None:
+        if stage in me.summed:
+            me.faults.append(f"a gradient of stage {stage} comes after its sum")
+        me.accumulated.setdefault(stage, []).append(m)
+
+    def note_sum(self, rank: int, stage: int) -> None:
+        """Of a stage on one rank, REDUCE_GRAD sums over ranks that the schedule does not show."""
+        if len(self.schedule.placement[stage]) == 1:
+            (self.summed if stage in self.ranks[rank].summed else self.not_summed).add(stage)
+        self.ranks[rank].summed.discard(stage)
 
     def activation(self, stage: int, m: int) -> Any:
         token: Any = m
@@ -276,22 +297,20 @@ class Oracle:
                 rest = me.accumulated.get(stage, [])
                 if any_step and rest:
                     faults.append(f"stage {stage}: {rest} never applied")
+                if rest:
+                    self.note_sum(rank, stage)
                 by_rank.append([sorted(step) for step in ([rest] if not any_step else steps)])
-            if any_step and any(one != by_rank[0] for one in by_rank):
+            if any(one != by_rank[0] for one in by_rank):
                 faults.append(f"stage {stage}: replicas differ")
-            flat = sorted(
-                m
-                for step in (
-                    by_rank[0] if any_step else [step for steps in by_rank for step in steps]
-                )
-                for m in step
-            )
+            flat = sorted(m for step in by_rank[0] for m in step)
             if flat != everything:
                 faults.append(f"stage {stage}: applied {flat}")
             if any_step:
                 groups.append(by_rank[0])
                 if any(not step for step in by_rank[0]):
                     faults.append(f"stage {stage}: an empty step")
+        if self.summed and self.not_summed:
+            faults.append(f"stages {self.summed} are summed, {self.not_summed} are not")
         if any(group != groups[0] for group in groups):
             faults.append(f"stages group differently: {groups}")
         return faults

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "ir": set(),
     "passes": {"ir"},
     "check": {"ir", "passes"},
-    "simulate": {"ir", "passes"},
+    "simulate": {"ir", "passes", "check"},
     "library": {"ir", "passes", "check"},
     "render": {"ir", "check", "simulate"},
     "runtime": {"ir", "passes", "check", "simulate"},

@@ -161,6 +161,49 @@ def test_structural_faults_hide_their_echoes() -> None:
     assert {code for code, _ in found(broken)} == {"S105"}
 
 
+def test_a_deadlock_is_not_hidden_by_other_findings() -> None:
+    late = schedule(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1@3 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+    )
+    assert {code for code, _ in found(late, "pair")} == {"S301", "S206", "S401"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "lists", "expected"),
+    [
+        (
+            "0,1",
+            (
+                "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+                "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+            ),
+            ("S210", "rank 0 #3 0REDUCE_GRAD"),
+        ),
+        (
+            "0,1",
+            (
+                "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+                "0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+            ),
+            ("S207", "rank 0 #7 0OPTIM_STEP"),
+        ),
+        ("0,1", ("0F0 0B0", "0F1 0B1"), ("S209", "rank 0 #1 0B0")),
+        (
+            "0 0",
+            ("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 1REDUCE_GRAD",),
+            ("S209", "rank 0 #7 0B1"),
+        ),
+    ],
+)
+def test_sums_over_replicas(
+    placement: str, lists: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    assert expected in found(schedule(2, placement, *lists))
+
+
 def test_all_findings_are_reported() -> None:
     broken = schedule(2, "0", "0B0 0F0 0F1@3 0OPTIM_STEP 0B1")
     assert [code for code, _ in found(broken)] == ["S201", "S401", "S204"]
@@ -238,6 +281,36 @@ BASES = [
     )
 ]
 BASES += [naive(base) for base in BASES]
+
+
+def with_steps(base: Schedule, *ending: str) -> Schedule:
+    """The schedule with each OPTIM_STEP replaced by other actions of its stage."""
+    lists = [
+        [
+            x
+            for a in actions
+            for x in (
+                [parse_action(f"{a.stage}{kind}") for kind in ending]
+                if a.kind is Kind.OPTIM_STEP
+                else [a]
+            )
+        ]
+        for actions in base.actions
+    ]
+    return Schedule(base.name, base.microbatches, base.placement, lists)
+
+
+# Without updates, and with a sum over data-parallel ranks before each.
+BASES += [with_steps(base) for base in BASES[:10]]
+BASES += [with_steps(base, "REDUCE_GRAD", "OPTIM_STEP") for base in BASES[:10]]
+BASES.append(
+    schedule(
+        2,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD",
+        "0F1 0B1 0REDUCE_GRAD",
+    )
+)
 BASES.append(
     schedule(
         4,

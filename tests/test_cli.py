@@ -241,7 +241,7 @@ def test_what_is_asked_for_in_vain(run: Run, command: str, argv: list[str], mess
         ("    import sys\n    sys.exit()", "mine.py:5: mine, rank 0: SystemExit"),
         (
             "    yield forward(-1, 0)",
-            "mine.py:4: mine, rank 0: ValueError: stage must be an int >= 0",
+            "mine.py:4: mine, rank 0: ValueError: stage must be an int in 0..999999999",
         ),
         ("    return 5", "mine.py:2: the generator must yield actions, not return 5 (int)"),
         ("    forward(0, 0)", "mine.py:2: the generator must yield actions, not return None"),

@@ -88,6 +88,8 @@ def test_sources_take_no_part_in_equality(file: Path) -> None:
         ("fill-drain", {"order": "x"}, "order must be 'ascending' or 'descending', not 'x'"),
         ("1f1b", {"chunks": 2}, "built with 2 chunks; its own number is 1"),
         ("mine.py", {"once": True}, "it has: twice"),
+        ("mine.py", {"twice": "no"}, "twice of mine is true or false, not 'no'"),
+        ("builtins:dict", {}, "dict is no function that yields actions"),
     ],
 )
 @pytest.mark.usefixtures("file")

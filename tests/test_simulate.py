@@ -76,8 +76,11 @@ def test_a_blocking_schedule_is_refused() -> None:
         "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
         "rank 0: 0RECV_GRAD0 0F0 0SEND_ACT0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0\n"
     )
-    with pytest.raises(schedir.ScheduleError, match="rank 0 #0 0RECV_GRAD0 never runs"):
+    with pytest.raises(
+        schedir.ScheduleError, match="S302 unmatched: 0RECV_GRAD0 is never sent"
+    ) as error:
         schedir.simulate(schedir.loads(text))
+    assert error.value.diagnostics
 
 
 @pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])

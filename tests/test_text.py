@@ -151,6 +151,9 @@ def test_a_mutilated_file_is_a_parse_error_or_a_schedule(data: st.DataObject) ->
         ({"name": "two\nlines"}, "name"),
         ({"name": "a # b"}, "name"),
         ({"microbatches": 0}, "microbatches"),
+        ({"microbatches": 2.0}, "microbatches"),
+        ({"microbatches": 10**9}, "microbatches"),
+        ({"placement": ((0.0,),)}, "distinct ranks"),
         ({"placement": (0, 7)}, "rank outside 0..0"),
         ({"placement": ()}, "at least one stage"),
         ({"actions": ()}, "at least one rank"),
@@ -169,6 +172,7 @@ def test_a_schedule_that_no_file_could_hold_is_refused(
     [
         ((Kind.FORWARD, -1, 0), "stage"),
         ((Kind.FORWARD, 0, -1), "microbatch"),
+        ((Kind.FORWARD, 0, 10**9), "microbatch"),
         ((Kind.FORWARD, 0, True), "microbatch"),
         ((Kind.FORWARD, 0), "takes a microbatch"),
         ((Kind.OPTIM_STEP, 0, 1), "takes no microbatch"),

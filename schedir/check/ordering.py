@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -17,14 +17,33 @@ def ordering(schedule: Schedule) -> Iterator[Diagnostic]:
     for rank in range(schedule.ranks):
         yield from _compute_order(schedule, rank)
     ledgers = [_ledgers(actions) for actions in schedule.actions]
+    steps = any(ledger.steps for by_stage in ledgers for ledger in by_stage.values())
+    reducing = _reducing(schedule, ledgers)
     for rank, by_stage in enumerate(ledgers):
         for stage in sorted(by_stage):
-            yield from _reduced(schedule, rank, stage, by_stage[stage])
-    if any(ledger.steps for by_stage in ledgers for ledger in by_stage.values()):
+            yield from _reduced(schedule, rank, stage, by_stage[stage], reducing, steps)
+    yield from _empty_reduces(schedule, ledgers)
+    if steps:
         for rank, by_stage in enumerate(ledgers):
             for stage in sorted(by_stage):
                 yield from _applied_once(schedule, rank, stage, by_stage[stage])
+        yield from _equally_often(schedule, ledgers)
         yield from _same_groups(schedule, ledgers)
+
+
+def _reducing(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> set[int]:
+    """The stages whose gradients need a REDUCE_GRAD.
+
+    Replicated stages do. On one rank it sums over a data-parallel group that the schedule does not
+    show, so either all of those stages have it, or none.
+    """
+    single = {stage for stage, held in enumerate(schedule.placement) if len(held) == 1}
+    over_data = any(
+        ledger.has_reduce() and stage in single
+        for by_stage in ledgers
+        for stage, ledger in by_stage.items()
+    )
+    return set(range(schedule.stages)) - (set() if over_data else single)
 
 
 def _compute_order(schedule: Schedule, rank: int) -> Iterator[Diagnostic]:
@@ -82,6 +101,16 @@ class _Ledger:
     microbatches: set[int] = attrs.field(factory=set)
     reduces: list[int] = attrs.field(factory=list)
 
+    def rounds(self) -> Iterator[tuple[Sequence[int], Sequence[int], int | None]]:
+        """The gradients and REDUCE_GRADs of each step with its index, then those of none."""
+        for step in self.steps:
+            yield step.gradients, step.reduces, step.index
+        yield self.gradients, self.reduces, None
+
+    def has_reduce(self) -> bool:
+        """True where the stage has any REDUCE_GRAD."""
+        return any(reduces for _, reduces, _ in self.rounds())
+
 
 def _ledgers(actions: tuple[Action, ...]) -> dict[int, _Ledger]:
     ledgers: dict[int, _Ledger] = {}
@@ -110,10 +139,11 @@ def _ledgers(actions: tuple[Action, ...]) -> dict[int, _Ledger]:
     return ledgers
 
 
-def _reduced(schedule: Schedule, rank: int, stage: int, ledger: _Ledger) -> Iterator[Diagnostic]:
+def _reduced(
+    schedule: Schedule, rank: int, stage: int, ledger: _Ledger, reducing: set[int], steps: bool
+) -> Iterator[Diagnostic]:
     """Between two OPTIM_STEPs the gradients come first, then the REDUCE_GRAD."""
-    pending = (ledger.gradients, ledger.reduces)
-    for gradients, reduces in (*((s.gradients, s.reduces) for s in ledger.steps), pending):
+    for gradients, reduces, step in ledger.rounds():
         for reduce in reduces:
             late = [index for index in gradients if index > reduce]
             if late:
@@ -123,14 +153,44 @@ def _reduced(schedule: Schedule, rank: int, stage: int, ledger: _Ledger) -> Iter
                     locate(schedule, rank, late[-1]),
                     help=f"move rank {rank} #{reduce} behind rank {rank} #{late[-1]}",
                 )
-    if len(schedule.placement[stage]) > 1:
-        for step in ledger.steps:
-            if not step.reduces:
-                yield rules.STEP_WITHOUT_REDUCE.found(
-                    f"stage {stage} lives on ranks {_and(schedule.placement[stage])}, and is "
-                    "stepped without a REDUCE_GRAD",
-                    locate(schedule, rank, step.index),
-                    help=f"put {stage}REDUCE_GRAD before rank {rank} #{step.index}",
+        # Gradients behind the last OPTIM_STEP are never applied, which _applied_once says.
+        where = step if step is not None else gradients[-1] if gradients and not steps else None
+        if stage in reducing and not reduces and where is not None:
+            held = schedule.placement[stage]
+            why = (
+                f"it lives on ranks {_and(held)}"
+                if len(held) > 1
+                else "those of other stages on one rank are"
+            )
+            side = "before" if step is not None else "behind"
+            yield rules.STEP_WITHOUT_REDUCE.found(
+                f"no REDUCE_GRAD sums stage {stage}'s gradients, but {why}",
+                locate(schedule, rank, where),
+                help=f"put {stage}REDUCE_GRAD {side} rank {rank} #{where}",
+            )
+
+
+def _empty_reduces(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:
+    """The k-th REDUCE_GRAD of a replicated stage sums something new on one rank at least."""
+    for stage, held in enumerate(schedule.placement):
+        if len(held) == 1:
+            continue
+        turns: dict[int, list[tuple[Position, bool]]] = {}
+        for rank in held:
+            turn = 0
+            for gradients, reduces, _ in ledgers[rank].get(stage, _Ledger()).rounds():
+                before = -1
+                for reduce in reduces:
+                    new = any(before < index < reduce for index in gradients)
+                    turns.setdefault(turn, []).append((Position(rank, reduce), new))
+                    before, turn = reduce, turn + 1
+        for ends in turns.values():
+            # Unequal turns have no counterpart at all, which is another finding.
+            if len(ends) == len(held) and not any(new for _, new in ends):
+                yield rules.EMPTY_REDUCE.found(
+                    f"no replica of stage {stage} has a gradient that is not summed yet",
+                    *(locate(schedule, *place) for place, _ in ends),
+                    help="remove it on every rank of the stage",
                 )
 
 
@@ -164,6 +224,21 @@ def _applied_once(
             *late,
             help=f"add {stage}OPTIM_STEP behind rank {rank} #{ledger.gradients[-1]}",
         )
+
+
+def _equally_often(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:
+    """The replicas of a stage have the same number of OPTIM_STEPs."""
+    for stage, held in enumerate(schedule.placement):
+        steps = {rank: ledgers[rank].get(stage, _Ledger()).steps for rank in held}
+        fewest, least = min((len(steps[rank]), rank) for rank in held)
+        for rank in held:
+            if len(steps[rank]) > fewest:
+                yield rules.UNEVEN_STEPS.found(
+                    f"stage {stage} has {len(steps[rank])} OPTIM_STEPs on rank {rank}, but "
+                    f"{fewest} on rank {least}",
+                    locate(schedule, rank, steps[rank][fewest].index),
+                    help=f"give every rank of stage {stage} the same OPTIM_STEPs",
+                )
 
 
 def _same_groups(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:

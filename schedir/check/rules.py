@@ -150,7 +150,8 @@ EMPTY_STEP = Rule(
 UNEVEN_STEPS = Rule(
     "S207",
     "uneven-steps",
-    "Two stages group the microbatches differently into their OPTIM_STEPs.",
+    "Two stages group the microbatches differently into their OPTIM_STEPs, or replicas of a stage "
+    "have different numbers of them.",
     "A gradient is scaled by the microbatches of its step on the loss stage; elsewhere that scale "
     "would be wrong.",
     "Give every stage its OPTIM_STEPs after the same sets of microbatches.",
@@ -171,10 +172,24 @@ REDUCE_BEFORE_GRADIENTS = Rule(
 STEP_WITHOUT_REDUCE = Rule(
     "S209",
     "step-without-reduce",
-    "A stage on several ranks is stepped without a REDUCE_GRAD before.",
+    "Gradients of a stage on several ranks are not summed by a REDUCE_GRAD; or those of a stage on "
+    "one rank are not, though other such stages' are, over a group that the schedule hides.",
     "Each replica would apply its own gradients only: they drift apart.",
     "Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank.",
     _text(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP"),
+)
+EMPTY_REDUCE = Rule(
+    "S210",
+    "empty-reduce",
+    "A REDUCE_GRAD is listed where no replica has a gradient that is not summed yet.",
+    "Gradients that are summed already would be summed once more, or none at all.",
+    "Remove it, or move it behind the backwards that it belongs to.",
+    _text(
+        2,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
 )
 WAIT_CYCLE = Rule(
     "S301",
@@ -274,6 +289,7 @@ RULES: dict[str, Rule] = {
         UNEVEN_STEPS,
         REDUCE_BEFORE_GRADIENTS,
         STEP_WITHOUT_REDUCE,
+        EMPTY_REDUCE,
         WAIT_CYCLE,
         UNMATCHED,
         MIS_PAIRED,

@@ -10,6 +10,12 @@ from schedir.check.communication import communication
 from schedir.check.deadlock import clean_channels, deadlock
 from schedir.check.diagnostics import Diagnostic, Report
 from schedir.check.ordering import ordering
+from schedir.check.rules import (
+    BACKWARD_BEFORE_FORWARD,
+    INPUT_NOT_READY,
+    WAIT_CYCLE,
+    WEIGHT_BEFORE_INPUT,
+)
 from schedir.check.structure import structure
 from schedir.check.weights import weights
 from schedir.ir import Schedule
@@ -27,14 +33,14 @@ def check(schedule: Schedule, channel: str = _DEFAULT) -> Report:
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
     report = check_compute(schedule, channel)
-    if any(finding.code.startswith("S1") for finding in report.diagnostics):
-        return report  # the rest would only echo a fault of structure
-    if not schedule.is_complete and not report.ok:
-        return report  # it can't be completed, or its completion has the same faults
+    found = list(report.diagnostics)
+    if _hides_the_rest(found) or (not schedule.is_complete and _blocks(found)):
+        return report  # what follows would only echo that, or can't be completed
     complete = insert_communication(schedule)
-    found = [*report.diagnostics, *communication(complete)]
+    mismatched = list(communication(complete))
+    found += mismatched
     clean: tuple[str, ...] = ()
-    if not found:
+    if not mismatched:
         # A wait cycle is only defined where every send has its receive.
         clean = clean_channels(complete)
         if channel not in clean:
@@ -48,9 +54,19 @@ def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
     if not found:
         found += ordering(schedule)
         found += weights(schedule)
-        if not schedule.is_complete and not found:
+        if not schedule.is_complete and not _hides_the_rest(found):
             found += deadlock(schedule, channel, ())
     return Report(channel, _sorted(found))
+
+
+def _hides_the_rest(found: list[Diagnostic]) -> bool:
+    """Whether a rank's own list can't run, so that the others' waiting for it would be an echo."""
+    own = (BACKWARD_BEFORE_FORWARD.code, WEIGHT_BEFORE_INPUT.code, INPUT_NOT_READY.code)
+    return any(finding.code.startswith("S1") or finding.code in own for finding in found)
+
+
+def _blocks(found: list[Diagnostic]) -> bool:
+    return any(finding.code == WAIT_CYCLE.code for finding in found)
 
 
 def _sorted(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:

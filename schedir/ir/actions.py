@@ -34,6 +34,15 @@ STAGE_WIDE = frozenset({Kind.REDUCE_GRAD, Kind.OPTIM_STEP})
 """Actions of a whole stage, which name no microbatch."""
 
 
+MAX_NUMBER = 999_999_999
+"""The largest stage, microbatch, version or rank: nine digits, far beyond any schedule."""
+
+
+def is_number(value: object) -> bool:
+    """True for an int that a token can hold."""
+    return type(value) is int and 0 <= value <= MAX_NUMBER
+
+
 @attrs.frozen(cache_hash=True)
 class Action:
     """One entry of a rank's list.
@@ -50,20 +59,20 @@ class Action:
     version: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        if type(self.stage) is not int or self.stage < 0:
-            raise ValueError(f"stage must be an int >= 0, not {self.stage!r}")
+        if not is_number(self.stage):
+            raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {self.stage!r}")
         if (self.microbatch is None) != (self.kind in STAGE_WIDE):
             need = "no microbatch" if self.kind in STAGE_WIDE else "a microbatch"
             raise ValueError(f"{self.kind.name} takes {need}")
-        if self.microbatch is not None and (
-            type(self.microbatch) is not int or self.microbatch < 0
-        ):
-            raise ValueError(f"microbatch must be an int >= 0, not {self.microbatch!r}")
+        if self.microbatch is not None and not is_number(self.microbatch):
+            raise ValueError(
+                f"microbatch must be an int in 0..{MAX_NUMBER}, not {self.microbatch!r}"
+            )
         if self.version is not None:
             if self.kind is not Kind.FORWARD:
                 raise ValueError(f"only FORWARD names a weight version, not {self.kind.name}")
-            if type(self.version) is not int or self.version < 0:
-                raise ValueError(f"version must be an int >= 0, not {self.version!r}")
+            if not is_number(self.version):
+                raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {self.version!r}")
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import attrs
 
-from schedir.ir.actions import COMMUNICATION, Action
+from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -54,14 +54,16 @@ class Schedule:
         name = self.name
         if not name or not name.isprintable() or name != name.strip() or "#" in name:
             raise ValueError(f"name must be one printable line without '#', not {name!r}")
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches must be >= 1, not {self.microbatches}")
+        if not is_number(self.microbatches) or self.microbatches < 1:
+            raise ValueError(
+                f"microbatches must be an int in 1..{MAX_NUMBER}, not {self.microbatches!r}"
+            )
         if not self.actions:
             raise ValueError("a schedule needs at least one rank")
         if not self.placement:
             raise ValueError("a schedule needs at least one stage")
         for stage, held in enumerate(self.placement):
-            if not held or len(set(held)) < len(held):
+            if not held or len(set(held)) < len(held) or not all(map(is_number, held)):
                 raise ValueError(f"placement of stage {stage} must name distinct ranks: {held}")
             if held[0] < 0 or held[-1] >= self.ranks:
                 raise ValueError(
@@ -91,8 +93,8 @@ class Schedule:
     @cached_property
     def is_complete(self) -> bool:
         """True where the list holds its communication, or needs none."""
-        one_rank = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
-        return one_rank or any(
+        local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
+        return (local or self.stages == 1) or any(
             action.kind in COMMUNICATION for actions in self.actions for action in actions
         )
 

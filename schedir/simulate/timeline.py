@@ -14,6 +14,7 @@ from collections import deque
 
 import attrs
 
+from schedir.check import check
 from schedir.errors import ScheduleError
 from schedir.ir import (
     COMPUTE,
@@ -75,11 +76,15 @@ class Timeline:
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
-    A compute-only schedule gets its communication first. Raises ScheduleError where the schedule
-    blocks; `schedir.check` says why.
+    A compute-only schedule gets its communication first. Raises ScheduleError, with what
+    `schedir.check` finds, where the schedule blocks.
     """
-    schedule = insert_communication(schedule)
-    spans = _Run(schedule, costs or CostModel()).spans()
+    try:
+        schedule = insert_communication(schedule)
+        spans = _Run(schedule, costs or CostModel()).spans()
+    except ScheduleError:
+        check(schedule).raise_if_errors()
+        raise
     makespan = max((span.end for rank_spans in spans for span in rank_spans), default=0)
     ranks = tuple(
         _rank_stats(schedule, rank, rank_spans, makespan) for rank, rank_spans in enumerate(spans)
