@@ -1,0 +1,43 @@
+"""torch's own schedules as a case: what check says of them, with and without `defer_pp_recv`.
+
+The gradients that torch computes with the option on gloo are wrong at exactly the shapes that are
+mis-paired here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from check_torch import Verdict, table, verdicts
+
+from schedir import CHANNELS
+
+MIS_PAIRED = {
+    ("ScheduleInterleavedZeroBubble", 2),
+    ("ScheduleZBVZeroBubble", 2),
+    ("ScheduleZBVZeroBubble", 4),
+    ("ScheduleDualPipeV", 4),
+}
+
+
+@pytest.mark.parametrize(
+    "verdict", list(verdicts()), ids=lambda v: f"{v.name}-{v.ranks}-{v.deferred}"
+)
+def test_torchs_schedules(verdict: Verdict) -> None:
+    if not verdict.deferred:
+        assert verdict.clean == CHANNELS
+    elif (verdict.name, verdict.ranks) in MIS_PAIRED:
+        assert verdict.mis_paired
+        assert not verdict.clean
+    else:
+        assert {"edge", "async"} <= set(verdict.clean)
+        codes = {d.code for report in verdict.reports.values() for d in report.diagnostics}
+        assert codes == {"S301"}
+    if verdict.name == "ScheduleInterleaved1F1B" and verdict.deferred:
+        assert verdict.clean == ("edge", "async")
+
+
+def test_the_readme_holds_the_table() -> None:
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    assert table() in readme

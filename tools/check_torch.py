@@ -1,0 +1,123 @@
+"""Checks the schedules that torch.distributed.pipelining builds, as torch lowers them.
+
+    python tools/check_torch.py            # prints a table
+
+Each of torch's multi-stage schedules is built for some shapes, with and without its option
+`defer_pp_recv`, written in torch's own CSV with communication, read back, and checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from schedir import CHANNELS, Report, Schedule, check
+from schedir.ir import loads_torch_csv
+
+# Each schedule with its stages per rank.
+GENERATORS = {
+    "ScheduleLoopedBFS": 2,
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+    "ScheduleDualPipeV": 2,
+}
+SHAPES = ((2, 8), (4, 8))
+
+
+@attrs.frozen
+class Verdict:
+    """What check says of one of torch's schedules: `reports` by channel model."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    deferred: bool
+    reports: dict[str, Report]
+
+    @property
+    def mis_paired(self) -> bool:
+        """True where some receive would get another tensor than it expects."""
+        return any(d.code == "S303" for d in self.reports["edge"].diagnostics)
+
+    @property
+    def clean(self) -> tuple[str, ...]:
+        """The channel models under which nothing is wrong."""
+        return tuple(channel for channel in CHANNELS if self.reports[channel].ok)
+
+
+def lowered(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> Schedule:
+    """torch's schedule with its communication, through torch's CSV."""
+    last = ranks * chunks - 1
+    if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):  # a V: down the ranks and back up
+        placement = {stage: min(stage, last - stage) for stage in range(last + 1)}
+    else:
+        placement = {stage: stage % ranks for stage in range(last + 1)}
+    # A schedule is bound to the stages of one rank, but makes the lists of all ranks.
+    stages: list[Any] = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=last + 1,
+            group_size=ranks,
+            group_rank=0,
+            is_first=stage == 0,
+            is_last=stage == last,
+            has_backward=True,
+            submod=None,
+            stage_index_to_group_rank=placement,
+        )
+        for stage, rank in placement.items()
+        if rank == 0
+    ]
+    generator = getattr(torch_schedules, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of torch's schedules warn that they are new
+        built = generator(stages, microbatches, loss_fn=lambda *_: None, defer_pp_recv=deferred)
+    rows = [
+        ",".join("" if action is None else str(action) for action in actions)
+        for _, actions in sorted(built.pipeline_order_with_comms.items())
+    ]
+    return loads_torch_csv("\n".join(rows) + "\n", f"{name}.csv")
+
+
+def verdicts() -> Iterator[Verdict]:
+    """What check says of each of torch's schedules, shape by shape."""
+    for name, chunks in GENERATORS.items():
+        for ranks, microbatches in SHAPES:
+            for deferred in (False, True):
+                schedule = lowered(name, ranks, chunks, microbatches, deferred)
+                reports = {channel: check(schedule, channel) for channel in CHANNELS}
+                yield Verdict(name, ranks, microbatches, deferred, reports)
+
+
+def table() -> str:
+    """The verdicts as a Markdown table."""
+    lines = [
+        "| torch's schedule | ranks | defer_pp_recv | verdict |",
+        "| --- | --- | --- | --- |",
+    ]
+    for verdict in verdicts():
+        if verdict.mis_paired:
+            found = "**S303 mis-paired**: wrong gradients"
+        elif verdict.clean == CHANNELS:
+            found = "clean under every model"
+        elif verdict.clean:
+            stuck = ", ".join(channel for channel in CHANNELS if channel not in verdict.clean)
+            found = f"S301 deadlock under {stuck}; clean under {', '.join(verdict.clean)}"
+        else:
+            codes = sorted({d.code for d in verdict.reports["edge"].errors})
+            found = f"wrong: {' '.join(codes)}"
+        name = verdict.name.removeprefix("Schedule")
+        lines.append(f"| {name} | {verdict.ranks} | {verdict.deferred} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    logging.getLogger("schedir").setLevel(logging.ERROR)  # UNSHARD and RESHARD are left out
+    print(table(), end="")
