@@ -47,7 +47,11 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-OPTIMIZERS = {"adamw": adamw, "momentum": momentum}
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+OPTIMIZERS = {"adamw": adamw, "adam": adam, "momentum": momentum}
 
 
 def last_backwards(schedule: schedir.Schedule) -> list[int]:

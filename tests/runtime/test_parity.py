@@ -37,7 +37,7 @@ def cases(ranks: int) -> list[dict[str, Any]]:
                 "reference": "pipedream",
             }
             for sync in (False, True)
-            for optimizer in ("momentum", "adamw")
+            for optimizer in ("momentum", "adam")
         ]
     return found
 
