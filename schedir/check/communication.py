@@ -44,7 +44,7 @@ def communication(schedule: Schedule) -> Iterator[Diagnostic]:
                     help="remove it",
                 )
                 continue
-            if dataflow.rank_of(action.stage, _microbatch(action)) != rank:
+            if dataflow.rank_of(action.stage, action.microbatch) != rank:
                 yield rules.NO_PEER.found(
                     f"rank {rank} does not run stage {action.stage} on microbatch "
                     f"{action.microbatch}, so {action} has nothing to work on",
@@ -53,15 +53,11 @@ def communication(schedule: Schedule) -> Iterator[Diagnostic]:
                 )
                 continue
             channels = sent if action.kind in SENDS else received
-            entry = (transfer_of(action), Position(rank, index))
+            entry = (transfer_of(action), (rank, index))
             channels.setdefault(channel_of(action, rank, peer), []).append(entry)
     for channel in sorted(sent.keys() | received.keys()):
         yield from _matched(schedule, sent.get(channel, []), received.get(channel, []))
     yield from _reduces_matched(schedule)
-
-
-def _microbatch(action: Action) -> int:
-    return -1 if action.microbatch is None else action.microbatch
 
 
 def _has_receive(
@@ -102,6 +98,11 @@ def _has_send(
         )
 
 
+def _at(schedule: Schedule, place: Position) -> Action:
+    rank, index = place
+    return schedule.actions[rank][index]
+
+
 def _matched(
     schedule: Schedule,
     sent: list[tuple[Action, Position]],
@@ -112,7 +113,7 @@ def _matched(
     for transfer, place in sent:
         if transfer not in receives:
             yield rules.UNMATCHED.found(
-                f"{schedule.actions[place.rank][place.index]} is never received",
+                f"{_at(schedule, place)} is never received",
                 locate(schedule, *place),
                 help=f"add {transfer} to the rank that runs its stage",
             )
@@ -132,7 +133,7 @@ def _matched(
     wrong = [(send, receive) for send, receive in pairs if send[0] != receive[0]]
     if wrong:
         (_, send_place), (transfer, receive_place) = wrong[0]
-        send = schedule.actions[send_place.rank][send_place.index]
+        send = _at(schedule, send_place)
         right = sends[transfer]
         yield rules.MIS_PAIRED.found(
             f"{transfer} would get the payload of {send}",
@@ -141,9 +142,9 @@ def _matched(
             locate(schedule, *right),
             notes=(
                 f"{len(wrong)} of the channel's {len(sends.keys() & receives.keys())} transfers "
-                f"from rank {send_place.rank} to rank {receive_place.rank} are mis-paired",
+                f"from rank {send_place[0]} to rank {receive_place[0]} are mis-paired",
             ),
-            help=f"order rank {receive_place.rank}'s receives as rank {send_place.rank} sends them",
+            help=f"order rank {receive_place[0]}'s receives as rank {send_place[0]} sends them",
         )
 
 

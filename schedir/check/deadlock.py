@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import attrs
 
@@ -38,6 +38,10 @@ NEEDS = "needs"
 MEETS = "waits for"
 
 
+_Edge: TypeAlias = tuple[int, int, str]
+"""The fields of a _Wait, bare: there are several for each action."""
+
+
 class _Wait(NamedTuple):
     """`later` can't happen before `earlier` has; both are places in the flattened lists."""
 
@@ -62,7 +66,7 @@ class _Program:
     def position(self, place: int) -> Position:
         """The rank and index of a place."""
         rank = bisect_right(self.starts, place) - 1
-        return Position(rank, place - self.starts[rank])
+        return rank, place - self.starts[rank]
 
     def show(self, place: int) -> str:
         """A place as the lines of a wait cycle name it."""
@@ -94,7 +98,7 @@ def deadlock(schedule: Schedule, channel: str, clean: tuple[str, ...]) -> Iterat
     cycle = _shortest_cycle(program, waits, stuck)
     rows = _rows(program, cycle)
     positions = [program.position(place) for place, _, _ in rows]
-    ranks = sorted({position.rank for position in positions})
+    ranks = sorted({rank for rank, _ in positions})
     if len(ranks) == 1:
         who = f"rank {ranks[0]} waits on itself"
     else:
@@ -148,7 +152,7 @@ def _program(schedule: Schedule) -> _Program:
     return _Program(schedule, trace(schedule), starts, nodes, makers)
 
 
-def _waits(program: _Program, channel: str) -> Iterator[_Wait]:
+def _waits(program: _Program, channel: str) -> Iterator[_Edge]:
     """Every reason for which one place waits for another, but for the meeting of two ends."""
     dataflow = program.dataflow
     complete = program.schedule.is_complete
@@ -164,17 +168,17 @@ def _waits(program: _Program, channel: str) -> Iterator[_Wait]:
             if channel == "host" and index:
                 # The whole list is one queue, which says all that compute's order could.
                 computes = kind in COMPUTE or actions[index - 1].kind in COMPUTE
-                yield _Wait(place, place - 1, AFTER if computes else QUEUED)
+                yield place, place - 1, AFTER if computes else QUEUED
             if kind in COMPUTE:
                 if channel != "host":
                     if compute >= 0:
-                        yield _Wait(place, compute, AFTER)
+                        yield place, compute, AFTER
                     compute = place
                     if kind is Kind.OPTIM_STEP and action.stage in reduces:
-                        yield _Wait(place, reduces[action.stage], NEEDS)
+                        yield place, reduces[action.stage], NEEDS
                     need = dataflow.needs(action, rank)
                     if need in receives:
-                        yield _Wait(place, receives[need], NEEDS)
+                        yield place, receives[need], NEEDS
                 if not complete:
                     yield from _direct(program, action, rank, place)
                 continue
@@ -185,15 +189,15 @@ def _waits(program: _Program, channel: str) -> Iterator[_Wait]:
             if channel == "host":
                 continue
             if compute >= 0 and not (channel == "async" and kind in RECEIVES):
-                yield _Wait(place, compute, AFTER)
+                yield place, compute, AFTER
             queue = queue_of(channel, action, rank, dataflow)
             if queue is not None:
                 if queue in queues:
-                    yield _Wait(place, queues[queue], QUEUED)
+                    yield place, queues[queue], QUEUED
                 queues[queue] = place
 
 
-def _direct(program: _Program, action: Action, rank: int, place: int) -> Iterator[_Wait]:
+def _direct(program: _Program, action: Action, rank: int, place: int) -> Iterator[_Edge]:
     """In a compute-only schedule: the compute on another rank that makes an action's input."""
     need = program.dataflow.needs(action, rank)
     if need is None:
@@ -205,10 +209,10 @@ def _direct(program: _Program, action: Action, rank: int, place: int) -> Iterato
     for kind, stage in producers:
         maker = program.makers.get((kind, stage, need.microbatch))
         if maker is not None:
-            yield _Wait(place, maker, NEEDS)
+            yield place, maker, NEEDS
 
 
-def _stuck(program: _Program, waits: list[_Wait]) -> set[int]:
+def _stuck(program: _Program, waits: list[_Edge]) -> set[int]:
     """The nodes that never happen: those on a cycle, and those that wait for one."""
     nodes = program.nodes
     waiting_for = [0] * len(nodes)
@@ -233,13 +237,13 @@ def _stuck(program: _Program, waits: list[_Wait]) -> set[int]:
 _SEARCH_BUDGET = 1_000_000
 
 
-def _shortest_cycle(program: _Program, waits: list[_Wait], stuck: set[int]) -> list[_Wait]:
+def _shortest_cycle(program: _Program, waits: list[_Edge], stuck: set[int]) -> list[_Wait]:
     """A shortest cycle among the stuck nodes, as waits that lead from each node to the next."""
     nodes = program.nodes
     leads: dict[int, list[_Wait]] = {node: [] for node in stuck}
-    for wait in waits:
-        if nodes[wait.later] in stuck and nodes[wait.earlier] in stuck:
-            leads[nodes[wait.later]].append(wait)
+    for later, earlier, why in waits:
+        if nodes[later] in stuck and nodes[earlier] in stuck:
+            leads[nodes[later]].append(_Wait(later, earlier, why))
     best: list[_Wait] = []
     budget = _SEARCH_BUDGET
     for start in sorted(stuck):

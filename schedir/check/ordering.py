@@ -182,7 +182,7 @@ def _empty_reduces(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Ite
                 before = -1
                 for reduce in reduces:
                     new = any(before < index < reduce for index in gradients)
-                    turns.setdefault(turn, []).append((Position(rank, reduce), new))
+                    turns.setdefault(turn, []).append(((rank, reduce), new))
                     before, turn = reduce, turn + 1
         for ends in turns.values():
             # Unequal turns have no counterpart at all, which is another finding.
@@ -254,7 +254,7 @@ def _same_groups(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Itera
                 stage_groups = groups.setdefault(stage, [])
                 if turn == len(stage_groups):
                     stage_groups.append(set())
-                    places.setdefault(stage, []).append(Position(rank, step.index))
+                    places.setdefault(stage, []).append((rank, step.index))
                 stage_groups[turn] |= step.microbatches
     last = schedule.stages - 1
     for stage in range(last):

@@ -45,7 +45,7 @@ def structure(schedule: Schedule) -> Iterator[Diagnostic]:
                 continue
             # A forward is the same whatever version it reads.
             key = Action(action.kind, stage, microbatch) if action.version is not None else action
-            first = seen.setdefault(key, Position(rank, index))
+            first = seen.setdefault(key, (rank, index))
             if first != (rank, index):
                 yield rules.DUPLICATE_ACTION.found(
                     f"{key} stands in the lists a second time",
@@ -93,10 +93,10 @@ def _completeness(
                         yield _missing(schedule, Action(kind, stage, microbatch), places)
             if forward in seen:
                 for place in found.values():
-                    if place.rank != seen[forward].rank:
+                    if place[0] != seen[forward][0]:
                         yield rules.SPLIT_MICROBATCH.found(
                             f"stage {stage} runs microbatch {microbatch} forward on rank "
-                            f"{seen[forward].rank}, but backward on rank {place.rank}",
+                            f"{seen[forward][0]}, but backward on rank {place[0]}",
                             locate(schedule, *place),
                             locate(schedule, *seen[forward]),
                             help="run both on the same rank",
@@ -105,7 +105,7 @@ def _completeness(
 
 def _missing(schedule: Schedule, action: Action, related: list[Position]) -> Diagnostic:
     """A missing action: on the rank of what is there of its microbatch, else of its stage."""
-    rank = related[0].rank if related else schedule.placement[action.stage][0]
+    rank = related[0][0] if related else schedule.placement[action.stage][0]
     return rules.MISSING_ACTION.found(
         f"stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}",
         Location(rank, None, action),

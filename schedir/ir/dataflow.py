@@ -6,7 +6,7 @@ neighbouring stage on that microbatch, which is the rank whose list has its FORW
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import attrs
 
@@ -22,30 +22,24 @@ from schedir.ir.actions import (
 )
 from schedir.ir.schedule import Schedule
 
-
-class Position(NamedTuple):
-    """A place in the lists: `actions[rank][index]`."""
-
-    rank: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
+Position: TypeAlias = tuple[int, int]
+"""A place in the lists, (rank, index): `actions[rank][index]`."""
 
 
 @attrs.frozen
 class Dataflow:
-    """Where each (stage, microbatch) runs; `stages` is the number of stages."""
+    """Where each (stage, microbatch) runs: `ranks[stage, microbatch]`."""
 
-    stages: int
-    forwards: dict[tuple[int, int], Position]
+    ranks: dict[tuple[int, int | None], int]
 
-    def rank_of(self, stage: int, microbatch: int) -> int | None:
+    def rank_of(self, stage: int, microbatch: int | None) -> int | None:
         """The rank that runs `stage` on `microbatch`; None if no rank does."""
-        position = self.forwards.get((stage, microbatch))
-        return None if position is None else position.rank
+        return self.ranks.get((stage, microbatch))
 
     def peer(self, action: Action) -> int | None:
         """The rank at the other end of a send or receive; None if there is no such rank."""
         neighbour = action.stage + (1 if action.kind in _TOWARDS_NEXT else -1)
-        return self.rank_of(neighbour, _microbatch(action))
+        return self.ranks.get((neighbour, action.microbatch))
 
     def needs(self, action: Action, rank: int) -> Action | None:
         """The receive that a compute action on `rank` consumes; None if its input is local."""
@@ -55,8 +49,7 @@ class Dataflow:
             receive, neighbour = recv_grad, action.stage + 1
         else:
             return None
-        source = self.rank_of(neighbour, _microbatch(action))
-        if source is None or source == rank:
+        if self.ranks.get((neighbour, action.microbatch), rank) == rank:
             return None
         return receive(action.stage, _microbatch(action))
 
@@ -68,8 +61,7 @@ class Dataflow:
             send, neighbour = send_grad, action.stage - 1
         else:
             return None
-        target = self.rank_of(neighbour, _microbatch(action))
-        if target is None or target == rank:
+        if self.ranks.get((neighbour, action.microbatch), rank) == rank:
             return None
         return send(action.stage, _microbatch(action))
 
@@ -79,12 +71,12 @@ _TOWARDS_NEXT = frozenset({Kind.SEND_ACT, Kind.RECV_GRAD})
 
 def trace(schedule: Schedule) -> Dataflow:
     """Find the rank of every (stage, microbatch); the first FORWARD counts where several stand."""
-    forwards: dict[tuple[int, int], Position] = {}
+    ranks: dict[tuple[int, int | None], int] = {}
     for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
+        for action in actions:
             if action.kind is Kind.FORWARD:
-                forwards.setdefault((action.stage, _microbatch(action)), Position(rank, index))
-    return Dataflow(schedule.stages, forwards)
+                ranks.setdefault((action.stage, action.microbatch), rank)
+    return Dataflow(ranks)
 
 
 def received_by(send: Action) -> Action:

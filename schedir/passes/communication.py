@@ -15,13 +15,13 @@ the lists' order a transport enforces: the result is clean under every channel m
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TypeAlias
 
 import attrs
 
 from schedir.errors import ScheduleError
 from schedir.ir.actions import COMMUNICATION, Action, Kind
-from schedir.ir.dataflow import Dataflow, Position, received_by, trace
+from schedir.ir.dataflow import Dataflow, received_by, trace
 from schedir.ir.schedule import Schedule, Source
 
 _COST = {
@@ -34,21 +34,12 @@ _COST = {
 }
 
 
-class _Moment(NamedTuple):
-    """When a compute action completes; `wave` orders the free ones among equal times."""
+_Moment: TypeAlias = tuple[int, int]
+"""When a compute action completes: the time, and a count that orders the free ones at that time."""
 
-    time: int
-    wave: int
-
-
-class _Entry(NamedTuple):
-    """A line of the global order. Sorting compares the fields before `action`, which are unique."""
-
-    moment: _Moment
-    is_transfer: bool
-    order: tuple[int, int, int]
-    action: Action
-    source: Source | None
+_Entry: TypeAlias = tuple[_Moment, bool, tuple[int, int, int], Action, Source | None]
+"""A line of the global order: when, whether it is a transfer, a tie-break that is unique among
+equals (so that sorting looks no further), what, and the line of Python behind it."""
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -59,29 +50,13 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.is_complete:
         return schedule
-    dataflow = trace(schedule)
-    entries: list[list[_Entry]] = [[] for _ in schedule.actions]
-    moments = _run(schedule, dataflow)
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            source = schedule.source_of(rank, index)
-            moment = moments[rank][index]
-            entries[rank].append(_Entry(moment, False, (index, 0, 0), action, source))
-            send = dataflow.makes(action, rank)
-            if send is None:
-                continue
-            receive = received_by(send)
-            peer = dataflow.peer(send)
-            assert peer is not None and send.microbatch is not None  # `makes` found both
-            order = (send.microbatch, send.stage, receive.stage)
-            entries[rank].append(_Entry(moment, True, order, send, source))
-            entries[peer].append(_Entry(moment, True, order, receive, source))
+    entries = _run(schedule, trace(schedule))
     for rank_entries in entries:
-        rank_entries.sort(key=_order)
+        rank_entries.sort()
     return attrs.evolve(
         schedule,
-        actions=tuple(tuple(e.action for e in rank_entries) for rank_entries in entries),
-        sources=tuple(tuple(e.source for e in rank_entries) for rank_entries in entries)
+        actions=[[entry[3] for entry in rank_entries] for rank_entries in entries],
+        sources=tuple(tuple(entry[4] for entry in rank_entries) for rank_entries in entries)
         if schedule.sources
         else (),
     )
@@ -107,44 +82,47 @@ def strip_communication(schedule: Schedule) -> Schedule:
     )
 
 
-def _order(entry: _Entry) -> tuple[_Moment, bool, tuple[int, int, int]]:
-    return entry[:3]
-
-
-def _run(schedule: Schedule, dataflow: Dataflow) -> list[list[_Moment]]:
-    """When every action completes, each rank in list order, each input where it is made."""
-    moments: list[list[_Moment]] = [[] for _ in schedule.actions]
+def _run(schedule: Schedule, dataflow: Dataflow) -> list[list[_Entry]]:
+    """Run the compute, each rank in list order: what completes when, and what is sent then."""
+    entries: list[list[_Entry]] = [[] for _ in schedule.actions]
+    reached = [0] * schedule.ranks
+    completed: list[_Moment] = [(0, 0)] * schedule.ranks
     made: dict[Action, _Moment] = {}  # keyed by the receive
     waiting: dict[Action, int] = {}
     ready = deque(range(schedule.ranks))
     while ready:
         rank = ready.popleft()
-        done = moments[rank]
         actions = schedule.actions[rank]
-        while len(done) < len(actions):
-            action = actions[len(done)]
-            start = done[-1] if done else _Moment(0, 0)
+        for index in range(reached[rank], len(actions)):
+            action = actions[index]
+            time, wave = completed[rank]
             need = dataflow.needs(action, rank)
             if need is not None:
                 if need not in made:
                     waiting[need] = rank
                     break
-                start = max(start, made[need])
+                time, wave = max((time, wave), made[need])
             cost = _COST[action.kind]
-            end = _Moment(start.time + cost, 0 if cost else start.wave + 1)
-            done.append(end)
+            end = completed[rank] = (time + cost, 0 if cost else wave + 1)
+            source = schedule.source_of(rank, index)
+            entries[rank].append((end, False, (index, 0, 0), action, source))
+            reached[rank] = index + 1
             send = dataflow.makes(action, rank)
-            if send is not None:
-                receive = received_by(send)
-                made[receive] = end
-                if receive in waiting:
-                    ready.append(waiting.pop(receive))
-    for rank, (done, actions) in enumerate(zip(moments, schedule.actions, strict=True)):
-        if len(done) < len(actions):
-            place = Position(rank, len(done))
+            peer = None if send is None else dataflow.peer(send)
+            if send is None or send.microbatch is None or peer is None:
+                continue
+            receive = received_by(send)
+            order = (send.microbatch, send.stage, receive.stage)
+            entries[rank].append((end, True, order, send, source))
+            entries[peer].append((end, True, order, receive, source))
+            made[receive] = end
+            if receive in waiting:
+                ready.append(waiting.pop(receive))
+    for rank, (index, actions) in enumerate(zip(reached, schedule.actions, strict=True)):
+        if index < len(actions):
             raise ScheduleError(
-                f"communication can't be inserted: rank {place.rank} #{place.index} "
-                f"{actions[place.index]} never gets its input",
+                f"communication can't be inserted: rank {rank} #{index} {actions[index]} never "
+                "gets its input",
                 (),
             )
-    return moments
+    return entries
