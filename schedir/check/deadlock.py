@@ -238,7 +238,10 @@ _SEARCH_BUDGET = 1_000_000
 
 
 def _shortest_cycle(program: _Program, waits: list[_Edge], stuck: set[int]) -> list[_Wait]:
-    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next."""
+    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next.
+
+    In a huge schedule, the shortest of those that the budget allows to look for.
+    """
     nodes = program.nodes
     leads: dict[int, list[_Wait]] = {node: [] for node in stuck}
     for later, earlier, why in waits:

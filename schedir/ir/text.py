@@ -25,10 +25,10 @@ from schedir.ir.schedule import Schedule
 FORMAT_VERSION = 1
 
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"
-_TOKEN = re.compile(rf"({_NUMBER})([A-Z][A-Z_]*)({_NUMBER})?(?:@({_NUMBER}))?", re.ASCII)
+NUMBER = "(?:0|[1-9][0-9]{0,8})"
+_TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
 _WORD = re.compile(r"\S+")
-_RANK_LINE = re.compile(rf"rank[ \t]+({_NUMBER})[ \t]*:")
+_RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -251,7 +251,7 @@ class _Parser:
         return tuple(held)
 
     def _number(self, word: _Word) -> int:
-        if not re.fullmatch(_NUMBER, word.text):
+        if not re.fullmatch(NUMBER, word.text):
             raise self._error(f"expected a number of at most 9 digits, not {clip(word.text)}", word)
         return int(word.text)
 

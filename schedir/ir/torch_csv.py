@@ -17,7 +17,7 @@ from pathlib import PurePath
 from schedir.errors import ParseError
 from schedir.ir.actions import STAGE_WIDE, Action, Kind
 from schedir.ir.schedule import Schedule
-from schedir.ir.text import clip, decode
+from schedir.ir.text import NUMBER, clip, decode
 
 logger = logging.getLogger("schedir")
 
@@ -35,8 +35,7 @@ _TO_TORCH = {
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
 _NOT_MODELLED = ("UNSHARD", "RESHARD")
 
-_NUMBER = "(?:0|[1-9][0-9]{0,8})"
-_TOKEN = re.compile(rf"({_NUMBER})([A-Z][A-Z_]*)({_NUMBER})?")
+_TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
 _OVERLAP = re.compile(r"\(([^();]*(?:;[^();]*)*)\)OVERLAP_F_B")
 
 
