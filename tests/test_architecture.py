@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +73,12 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in schedir.__all__:
         value = getattr(schedir, name)
         assert isinstance(value, (str, tuple)) or value.__doc__ or name == "Placement", name
+
+
+def test_every_package_is_shipped() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for file in (ROOT / "schedir").glob("**/__init__.py")
+    }
+    assert set(settings["packages"]) == found | {"schedir.schedules"}

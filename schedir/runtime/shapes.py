@@ -116,8 +116,8 @@ Given: TypeAlias = Boundary | FirstInput
 class Trace:
     """One fake run of a stage: what goes out, and which inputs get a gradient.
 
-    `mutates` says which inputs the module changes in place; for the first stage, whether it
-    changes any.
+    `mutates` says which inputs the module changes in place; of the first stage's microbatch, which
+    of its tensors.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, given: Given) -> None:

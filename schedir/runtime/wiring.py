@@ -156,6 +156,9 @@ class _Half:
 
     def __init__(self, stage: int, given: Given, after: Boundary, trace: Trace | None) -> None:
         self._before: Boundary = () if isinstance(given, FirstInput) else given
+        # The first stage's microbatch counts as a whole: it has no boundary to count by.
+        untraced = (True,) if isinstance(given, FirstInput) else tuple(True for _ in given)
+        self._mutates: tuple[bool, ...] = untraced if trace is None else trace.mutates
         self._stage = stage
         self._trace = trace
         self.after = after
@@ -185,8 +188,7 @@ class _Half:
 
     def wiring(self) -> Wiring:
         """The wiring, once the gradients are known."""
-        mutates = tuple(True for _ in self._before) if self._trace is None else self._trace.mutates
-        return Wiring(self._before, self.after, self.grads_in, self.grads_out, mutates)
+        return Wiring(self._before, self.after, self.grads_in, self.grads_out, self._mutates)
 
 
 def _signature(batch: Microbatch) -> object:

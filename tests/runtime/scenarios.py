@@ -348,13 +348,40 @@ def neighbouring_stages_on_one_rank(rank: int) -> list[str]:
 
 
 @scenario
-def dropout_is_seeded(rank: int) -> list[str]:
-    torch.manual_seed(5)
-    whole: list[nn.Module] = [
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
-        nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 4)),
-    ]
-    return train(rank, whole, random_data(3), seeded=True)
+def dropout_is_the_same_under_every_schedule(rank: int) -> list[str]:
+    faults = []
+    for target in ("1f1b", "fill-drain"):
+        torch.manual_seed(5)
+        whole: list[nn.Module] = [
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+            nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 4)),
+        ]
+        faults += train(rank, whole, random_data(3), target=target, seeded=True)
+    return faults
+
+
+class InPlaceAndGrowing(nn.Module):
+    """Works in place on the batch, and no fake run can follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing = Growing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.growing(torch.relu_(x))
+        return y
+
+
+@scenario
+def a_first_stage_in_place_that_is_declared(rank: int) -> list[str]:
+    (x, y), *_ = random_data(1)
+    before = x.clone()
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
+    stage = InPlaceAndGrowing() if rank == 0 else linear_stages()[1]
+    example = {0: torch.empty(2, 4, device="meta")}
+    with Executor(schedule, {rank: stage}, MSE, adamw, boundaries=example) as executor:
+        executor.step(x, target=y)
+    return [] if torch.equal(x, before) else ["the batch was changed"]
 
 
 @scenario
