@@ -14,15 +14,25 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FunctionType, GeneratorType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, TypeAlias
 
 import attrs
+import numpy as np
 
 from schedir.errors import LoadError
-from schedir.ir import Action, Placement, Schedule, Source, loads, loads_torch_csv
+from schedir.ir import (
+    Action,
+    Placement,
+    Schedule,
+    Source,
+    Sources,
+    columns_of,
+    loads,
+    loads_torch_csv,
+)
 from schedir.passes import insert_communication
 
 logger = logging.getLogger("schedir")
@@ -383,26 +393,40 @@ def _generate(generator: Generator, pipe: Pipeline, parameters: dict[str, Parame
             raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
         if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
             raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
-    lists = [list(_collect(generator, pipe, rank, parameters)) for rank in range(pipe.ranks)]
+    lines = _Lines()
+    lists = (_collect(generator, pipe, rank, parameters, lines) for rank in range(pipe.ranks))
     try:
-        return Schedule(
-            generator.name,
-            pipe.microbatches,
-            pipe.placement,
-            [[action for action, _ in actions] for actions in lists],
-            tuple(tuple(source for _, source in actions) for actions in lists),
-        )
+        columns = columns_of(lists)
+        return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, lines.sources())
     except ValueError as error:
         raise LoadError(f"{generator.name}: {error}") from error
 
 
+@attrs.frozen
+class _Lines:
+    """The lines that yielded actions: the distinct ones, and for each action the number of its."""
+
+    known: dict[Source, int] = attrs.field(factory=dict)
+    line_of: list[int] = attrs.field(factory=list)
+
+    def number(self, source: Source | None) -> int:
+        return -1 if source is None else self.known.setdefault(source, len(self.known))
+
+    def sources(self) -> Sources:
+        return Sources(tuple(self.known), np.array(self.line_of, np.int64))
+
+
 def _collect(
-    generator: Generator, pipe: Pipeline, rank: int, parameters: dict[str, Parameter]
-) -> Iterator[tuple[Action, Source | None]]:
-    """One rank's actions, each with the line that yielded it."""
-    sources: dict[tuple[str, int], Source] = {}
+    generator: Generator,
+    pipe: Pipeline,
+    rank: int,
+    parameters: dict[str, Parameter],
+    lines: _Lines,
+) -> list[Action]:
+    """One rank's actions; the line that yielded each is added to `lines`."""
     # Nothing sensible is longer: eight kinds of action per (stage, microbatch).
     limit = 16 * (pipe.stages + 1) * (pipe.microbatches + 1)
+    actions: list[Action] = []
     try:
         produced = generator(pipe, rank, **parameters)
         if not isinstance(produced, Iterable):
@@ -410,19 +434,27 @@ def _collect(
                 f"{_where(generator)}: the generator must yield actions, not return {_a(produced)}"
             )
         iterator = iter(produced)
-        for count, action in enumerate(iterator):
-            source = _source(iterator, sources)
+        # By code and instruction, which are cheaper to tell than the line.
+        numbers: dict[tuple[int, int] | None, int] = {}
+        for action in iterator:
+            frame = _frame(iterator)
+            key = None if frame is None else (id(frame.f_code), frame.f_lasti)
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = lines.number(_source(frame))
+            lines.line_of.append(number)
             if not isinstance(action, Action):
                 raise LoadError(
-                    f"{_place(source) or _where(generator)}: rank {rank} yielded {_a(action)}; "
-                    "a generator yields actions, such as forward(stage, microbatch)"
+                    f"{_place(_source(frame)) or _where(generator)}: rank {rank} yielded "
+                    f"{_a(action)}; a generator yields actions, such as forward(stage, microbatch)"
                 )
-            if count >= limit:
+            actions.append(action)
+            if len(actions) > limit:
                 raise LoadError(
-                    f"{_place(source) or _where(generator)}: rank {rank} yielded more than "
+                    f"{_place(_source(frame)) or _where(generator)}: rank {rank} yielded more than "
                     f"{limit} actions, far beyond {pipe.microbatches} microbatches; does it end?"
                 )
-            yield action, source
+        return actions
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
@@ -435,19 +467,19 @@ def _collect(
         ) from error
 
 
-def _source(iterator: object, known: dict[tuple[str, int], Source]) -> Source | None:
-    """The line at which a generator, or the one that it delegates to, has just yielded."""
+def _frame(iterator: object) -> FrameType | None:
+    """The frame of a generator, or of the one that it delegates to, that has just yielded."""
     if not isinstance(iterator, GeneratorType):
         return None
     while isinstance(iterator.gi_yieldfrom, GeneratorType):
         iterator = iterator.gi_yieldfrom
-    frame = iterator.gi_frame
-    if frame is None:  # it has ended
-        return None
-    key = (frame.f_code.co_filename, frame.f_lineno)
-    if key not in known:
-        known[key] = Source(_shown(key[0]), key[1])
-    return known[key]
+    frame: FrameType | None = iterator.gi_frame  # None: it has ended
+    return frame
+
+
+def _source(frame: FrameType | None) -> Source | None:
+    """The line that a frame stands at."""
+    return None if frame is None else Source(_shown(frame.f_code.co_filename), frame.f_lineno)
 
 
 def _place(source: Source | None) -> str:

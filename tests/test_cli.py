@@ -15,6 +15,7 @@ import schedir
 from schedir.check import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION
+from tests.findings import odd
 
 SCHEDULES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
 # Clean under `edge` and `async` only.
@@ -381,16 +382,22 @@ def test_a_schedule_with_errors_is_explained_on_stderr(run: Run, argv: list[str]
 def test_built_in_schedules_are_clean(run: Run, name: str, channel: str) -> None:
     code, out, err = run("check", name, "--channel", channel)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{name}: clean under {channel} (also: ")
+    *found, verdict = out.splitlines()
+    assert verdict.startswith(f"{name}: clean under {channel} (also: ")
+    # PipeDream without vertical sync runs a microbatch at different versions, by design.
+    codes = [line.partition(":")[0] for line in found if line.startswith(("error", "warn", "note"))]
+    assert codes == (["note[S406]"] if name == "pipedream" else [])
 
 
 def test_check_judges_by_channel(run: Run) -> None:
     Path("dead.sched").write_text(DEADLOCK)
-    assert run("check", "dead.sched") == (
-        0,
-        "dead.sched: clean under edge (also: async; not: host, rank, pair)\n",
-        "",
+    code, out, err = run("check", "dead.sched")
+    assert (code, err) == (0, "")
+    assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its payload is made")
+    assert out.endswith(
+        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning\n"
     )
+    assert run("check", "dead.sched", "--strict")[0] == 1
     code, out, err = run("check", "dead.sched", "--channel", "pair")
     assert (code, err) == (1, "")
     assert out.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
@@ -429,9 +436,8 @@ def test_strict_allows_no_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, severity: str, codes: tuple[int, int]
 ) -> None:
     place = schedir.check(schedir.loads(RULES["S201"].example)).diagnostics[0].locations
-    found = schedir.Diagnostic("S999", "slow", severity, "it is slow", place)  # type: ignore[arg-type]
-    report = schedir.Report("edge", (found,), CHANNELS)
-    monkeypatch.setattr("schedir.cli.check.check", lambda *_: report)
+    report = schedir.Report("edge", (odd(severity, *place),), CHANNELS)
+    monkeypatch.setattr("schedir.cli.check.check", lambda *_, **__: report)
     assert (run("check", "1f1b")[0], run("check", "1f1b", "--strict")[0]) == codes
 
 
@@ -440,7 +446,8 @@ def test_export_sched_and_back(run: Run, name: str) -> None:
     code, out, err = run("export", name, "--format", "sched", "-o", "it.sched")
     assert (code, out, err) == (0, "", "")
     assert schedir.loads(Path("it.sched").read_text()) == schedir.build(name)
-    assert run("check", "it.sched", "--channel", "host", "--strict")[0] == 0
+    strict = run("check", "it.sched", "--channel", "host", "--strict")[0]
+    assert strict == (1 if name == "pipedream" else 0)  # whose versions disagree, which is a note
     # Without its communication it gets the same again.
     _, out, _ = run("export", "it.sched", "--format", "sched", "--compute-only")
     assert "SEND" not in out
@@ -500,7 +507,7 @@ def test_export_says_which_formats_there_are(run: Run) -> None:
 def test_explain(run: Run, code: str) -> None:
     status, out, err = run("explain", code)
     assert (status, err) == (0, "")
-    assert out.startswith(f"error[{code}]: {RULES[code].name}\n")
+    assert out.startswith(f"{RULES[code].severity}[{code}]: {RULES[code].name}\n")
     assert run("explain", code.lower()) == run("explain", RULES[code].name) == (0, out, "")
 
 

@@ -6,16 +6,19 @@ import re
 from functools import partial
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Diagnostic, Kind, Report, Source, Timeline
+from schedir import CostModel, Kind, Report, Source, Timeline
 from schedir.check import RULES, Location
+from schedir.ir import Sources
 from schedir.library import find
 from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text
 from schedir.render.diagnostics import full
+from tests.findings import odd
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream")
 
@@ -56,6 +59,9 @@ error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)
    | rank 1 #4 1RECV_ACT1   queued behind  rank 1 #3 1SEND_GRAD0
    | rank 1 #3 1SEND_GRAD0  waits for      rank 0 #4 0RECV_GRAD0
    | rank 0 #4 0RECV_GRAD0  queued behind  rank 0 #3 0SEND_ACT1   (cycle)
+   |
+   | rank 0  #1 … 0SEND_ACT0 0F1 [0SEND_ACT1] [0RECV_GRAD0] 0B0 0RECV_GRAD1 …
+   | rank 1  #1 … 1F0 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 1B1 …
    = note: under --channel pair; clean under edge and async
    = help: post rank 1 #4 before rank 1 #3
 
@@ -90,10 +96,8 @@ def labels_of(line: Timeline) -> list[list[str]]:
 
 def deadlock_report(channel: str = "pair") -> Report:
     schedule = schedir.loads(DEADLOCK)
-    sources = tuple(
-        tuple(Source("my_1f1b.py", 28 + index) for index, _ in enumerate(actions))
-        for actions in schedule.actions
-    )
+    lines = tuple(Source("my_1f1b.py", 28 + index) for index in range(9))
+    sources = Sources(lines, np.concatenate([np.arange(len(a)) for a in schedule.actions]))
     return schedir.check(attrs.evolve(schedule, sources=sources), channel)
 
 
@@ -283,16 +287,17 @@ def test_json_has_exactly_its_keys() -> None:
 
 def test_json_of_a_missing_action_has_no_index() -> None:
     report = schedir.check(schedir.loads(RULES["S105"].example))
-    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    (_, found) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
 
 
 def test_github_escapes_what_its_commands_cannot_hold() -> None:
     place = Location(0, 1, schedir.forward(0, 1), Source("a,b:c%.py", 7))
-    found = Diagnostic("S999", "odd", "error", "100 %: a,\r\nb", (place,))
-    warning = attrs.evolve(found, severity="warning", locations=())
-    note = attrs.evolve(found, severity="note", locations=(attrs.evolve(place, source=None),))
+    said = "100 %: a,\r\nb"
+    found = odd("error", place, said=said)
+    warning = odd("warning", said=said)
+    note = odd("note", attrs.evolve(place, source=None), said=said)
     text = OUTPUT_FORMATS["github"](Report("edge", (found, warning, note)), "my.sched")
     assert text.splitlines() == [
         "::error file=a%2Cb%3Ac%25.py,line=7,title=S999 odd::rank 0 #1 0F1: 100 %25: a,%0D%0Ab",
@@ -308,13 +313,13 @@ def test_the_last_line_sums_up() -> None:
     assert full(clean(("edge", "async")), "x") == (
         "x: clean under edge (also: async; not: host, rank, pair)\n"
     )
-    warning = Diagnostic("S501", "slow", "warning", "it is slow", ())
+    place = Location(0, 1, schedir.forward(0, 1))
+    warning = odd("warning", place)
     report = Report("async", (warning, warning), ("async",))
     assert full(report, "x").endswith(
         "x: clean under async (not: host, rank, pair, edge), 2 warnings\n"
     )
-    error = attrs.evolve(warning, severity="error")
-    assert full(Report("edge", (error, warning)), "x").endswith(
+    assert full(Report("edge", (odd("error", place), warning)), "x").endswith(
         "x: 1 error, 1 warning under edge\n"
     )
 
@@ -333,10 +338,10 @@ def test_a_finding_with_many_places_shows_a_few() -> None:
 @pytest.mark.parametrize("code", RULES)
 def test_every_rule_is_explained_by_an_example_that_breaks_it(code: str) -> None:
     rule = RULES[code]
-    report = schedir.check(schedir.loads(rule.example))
+    report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
     assert code in {found.code for found in report.diagnostics}
     text = explanation(rule)
     flowing = " ".join(text.split())
-    for part in (code, rule.name, rule.meaning, rule.why, rule.mend, *rule.example.splitlines()):
+    for part in (code, rule.name, rule.meaning(), rule.why, rule.mend, *rule.example.splitlines()):
         assert " ".join(part.split()) in flowing
     assert f"    {rule.severity}[{code}]: " in text

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind
-from schedir.ir import COMPUTE, weight_versions
+from schedir.ir import COMPUTE, columns_of, weight_versions
 
 
 def times(line: schedir.Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -131,5 +131,5 @@ def alive_by_brute_force(actions: list[Action]) -> int:
 
 @given(stage_lists())
 def test_weight_versions_alive_equal_brute_force(actions: list[Action]) -> None:
-    versions = weight_versions(actions)
-    assert (versions[0].peak() if versions else 1) == alive_by_brute_force(actions)
+    versions = weight_versions(columns_of([actions]), 0)
+    assert (versions[0].peak()[0] if versions else 1) == alive_by_brute_force(actions)

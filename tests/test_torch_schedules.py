@@ -32,7 +32,7 @@ def test_torchs_schedules(verdict: Verdict) -> None:
         assert not verdict.clean
     else:
         assert {"edge", "async"} <= set(verdict.clean)
-        codes = {d.code for report in verdict.reports.values() for d in report.diagnostics}
+        codes = {d.code for report in verdict.reports.values() for d in report.errors}
         assert codes == {"S301"}
     if verdict.name == "ScheduleInterleaved1F1B" and verdict.deferred:
         assert verdict.clean == ("edge", "async")

@@ -14,27 +14,34 @@ to have run (but for receives under `async`), and compute needs the receives tha
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import numpy as np
 
-from schedir.ir import Action, Dataflow, Kind, channel_of
+from schedir.ir import COMMUNICATION, RECEIVES, Dataflow, Ints, Kind, Schedule
 
 CHANNELS = ("host", "rank", "pair", "edge", "async")
 """The models, strictest first: each enforces a part of the order that the one before does."""
 
 
-def queue_of(channel: str, action: Action, rank: int, dataflow: Dataflow) -> Hashable | None:
-    """The queue of `rank` in which a communication action stands; None where it blocks nothing.
+def queues(channel: str, schedule: Schedule, flow: Dataflow) -> Ints:
+    """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
 
     The entries of one queue happen in list order. A REDUCE_GRAD has no peer: but for the models
     that order all communication, it stands in its stage's own queue.
     """
-    if channel == "rank":
-        return "all"
+    columns = schedule.columns
+    communicates = columns.is_kind(*COMMUNICATION)
+    reduces = columns.is_kind(Kind.REDUCE_GRAD)
+    ranks = columns.ranks
     if channel == "async":
-        return None
-    if action.kind is Kind.REDUCE_GRAD:
-        return action.stage
-    peer = dataflow.peer(action)
-    if peer is None:
-        return None
-    return frozenset((rank, peer)) if channel == "pair" else channel_of(action, rank, peer)
+        return np.full(len(columns), -1)
+    if channel == "host":
+        return columns.rank
+    if channel == "rank":
+        return np.where(communicates | reduces, columns.rank, -1)
+    # Numbered apart on each rank: one number per peer and direction, then one per stage.
+    number = 2 * flow.peers
+    if channel == "edge":
+        number = number + columns.is_kind(*RECEIVES)
+    own = columns.rank * (2 * ranks + schedule.stages)
+    peered = communicates & (flow.peers >= 0)
+    return np.where(peered, own + number, np.where(reduces, own + 2 * ranks + columns.stage, -1))

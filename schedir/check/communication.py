@@ -4,163 +4,160 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedir.check import rules
-from schedir.check.diagnostics import Diagnostic, locate
-from schedir.ir import (
-    COMMUNICATION,
-    SENDS,
-    Action,
-    Dataflow,
-    Kind,
-    Position,
-    Schedule,
-    channel_of,
-    trace,
-    transfer_of,
-)
+import numpy as np
+
+from schedir.check.diagnostics import Diagnostic, locate, move
+from schedir.check.rules import communication as rules
+from schedir.ir import COMMUNICATION, Action, Dataflow, Ints, Kind, Schedule, Transfers
+
+_ROWS_AROUND = 2
 
 
-def communication(schedule: Schedule) -> Iterator[Diagnostic]:
+def communication(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
     """What is wrong with the sends and receives. Expects a sound structure."""
-    dataflow = trace(schedule)
-    places: list[dict[Action, int]] = [
-        {action: index for index, action in enumerate(actions)} for actions in schedule.actions
-    ]
-    # Per channel, the transfers in order of the sends and of the receives.
-    sent: dict[tuple[int, int], list[tuple[Action, Position]]] = {}
-    received: dict[tuple[int, int], list[tuple[Action, Position]]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if action.kind not in COMMUNICATION:
-                yield from _has_receive(schedule, dataflow, places[rank], rank, index)
-                yield from _has_send(schedule, dataflow, places[rank], rank, index)
-                continue
-            peer = dataflow.peer(action)
-            if peer is None or peer == rank:
-                yield rules.NO_PEER.found(
-                    f"{action} has no other rank at its other end: "
-                    + ("the pipeline ends here" if peer is None else "its neighbour is local"),
-                    locate(schedule, rank, index),
-                    help="remove it",
-                )
-                continue
-            if dataflow.rank_of(action.stage, action.microbatch) != rank:
-                yield rules.NO_PEER.found(
-                    f"rank {rank} does not run stage {action.stage} on microbatch "
-                    f"{action.microbatch}, so {action} has nothing to work on",
-                    locate(schedule, rank, index),
-                    help="move it to the rank that does",
-                )
-                continue
-            channels = sent if action.kind in SENDS else received
-            entry = (transfer_of(action), (rank, index))
-            channels.setdefault(channel_of(action, rank, peer), []).append(entry)
-    for channel in sorted(sent.keys() | received.keys()):
-        yield from _matched(schedule, sent.get(channel, []), received.get(channel, []))
-    yield from _reduces_matched(schedule)
+    yield from _no_peer(schedule, flow)
+    yield from _at_its_compute(schedule, flow.transfers)
+    yield from _unmatched(schedule, flow.transfers)
+    yield from _mis_paired(schedule, flow.transfers)
+    yield from _unmatched_reduces(schedule)
 
 
-def _has_receive(
-    schedule: Schedule, dataflow: Dataflow, places: dict[Action, int], rank: int, index: int
-) -> Iterator[Diagnostic]:
-    action = schedule.actions[rank][index]
-    need = dataflow.needs(action, rank)
-    if need is None:
-        return
-    place = places.get(need)
-    if place is None:
-        yield rules.MISSING_RECEIVE.found(
-            f"{action} runs without {need}, the receive of its input",
-            locate(schedule, rank, index),
-            help=f"add {need} before rank {rank} #{index}",
-        )
-    elif place > index:
-        yield rules.MISSING_RECEIVE.found(
-            f"{action} runs before {need}, the receive of its input",
-            locate(schedule, rank, index),
-            locate(schedule, rank, place),
-            help=f"move rank {rank} #{place} before rank {rank} #{index}",
+def _no_peer(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+    """Each send and receive stands on the rank that runs its stage, its peer on another one."""
+    columns = schedule.columns
+    places = columns.where(*COMMUNICATION)
+    rank, peer = columns.rank[places], flow.peers[places]
+    runs = flow.runs[columns.stage[places], columns.microbatch[places]]
+    for place in places[(peer < 0) | (peer == rank) | (runs != rank)].tolist():
+        alone = flow.peers[place] < 0
+        local = flow.peers[place] == columns.rank[place]
+        yield rules.NoPeer(
+            locations=(locate(schedule, place),),
+            reason="end" if alone else "local" if local else "elsewhere",
         )
 
 
-def _has_send(
-    schedule: Schedule, dataflow: Dataflow, places: dict[Action, int], rank: int, index: int
-) -> Iterator[Diagnostic]:
-    action = schedule.actions[rank][index]
-    send = dataflow.makes(action, rank)
-    place = None if send is None else places.get(send)
-    if place is not None and place < index:
-        yield rules.SEND_BEFORE_COMPUTE.found(
-            f"{send} is listed before {action}, which makes its payload",
-            locate(schedule, rank, place),
-            locate(schedule, rank, index),
-            help=f"move rank {rank} #{place} behind rank {rank} #{index}",
+def _at_its_compute(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
+    """A receive stands before the compute that uses it, a send behind the compute that makes it."""
+    columns = schedule.columns
+    for number in np.flatnonzero(
+        (transfers.receive < 0) | (transfers.receive > transfers.user)
+    ).tolist():
+        user, receive = int(transfers.user[number]), int(transfers.receive[number])
+        late = receive >= 0
+        yield rules.MissingReceive(
+            locations=(locate(schedule, user), *([locate(schedule, receive)] if late else [])),
+            receive=_receive(transfers, number),
+            moves=(move(columns, receive, "before", user),) if late else (),
+        )
+    early = (transfers.send >= 0) & (transfers.send < transfers.maker)
+    for number in np.flatnonzero(early).tolist():
+        send, maker = int(transfers.send[number]), int(transfers.maker[number])
+        yield rules.SendBeforeCompute(
+            locations=(locate(schedule, send), locate(schedule, maker)),
+            moves=(move(columns, send, "behind", maker),),
         )
 
 
-def _at(schedule: Schedule, place: Position) -> Action:
-    rank, index = place
-    return schedule.actions[rank][index]
+def _receive(transfers: Transfers, number: int) -> Action:
+    kind = Kind.RECV_GRAD if transfers.is_gradient[number] else Kind.RECV_ACT
+    return Action(kind, int(transfers.stage[number]), int(transfers.microbatch[number]))
 
 
-def _matched(
-    schedule: Schedule,
-    sent: list[tuple[Action, Position]],
-    received: list[tuple[Action, Position]],
-) -> Iterator[Diagnostic]:
-    """One channel: every send has its receive, and they stand in the same order."""
-    sends, receives = dict(sent), dict(received)
-    for transfer, place in sent:
-        if transfer not in receives:
-            yield rules.UNMATCHED.found(
-                f"{_at(schedule, place)} is never received",
-                locate(schedule, *place),
-                help=f"add {transfer} to the rank that runs its stage",
-            )
-    for transfer, place in received:
-        if transfer not in sends:
-            yield rules.UNMATCHED.found(
-                f"{transfer} is never sent",
-                locate(schedule, *place),
-                help="add its send to the rank that runs the neighbouring stage",
-            )
-    # What is unmatched would shift all behind it; pair the rest.
-    pairs = zip(
-        [entry for entry in sent if entry[0] in receives],
-        [entry for entry in received if entry[0] in sends],
-        strict=True,
+def _send(transfers: Transfers, number: int) -> Action:
+    gradient = bool(transfers.is_gradient[number])
+    kind = Kind.SEND_GRAD if gradient else Kind.SEND_ACT
+    stage = int(transfers.stage[number]) + (1 if gradient else -1)
+    return Action(kind, stage, int(transfers.microbatch[number]))
+
+
+def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
+    """Every send has its receive, every receive its send."""
+    for number in np.flatnonzero((transfers.send >= 0) & (transfers.receive < 0)).tolist():
+        yield rules.Unmatched(
+            locations=(locate(schedule, int(transfers.send[number])),),
+            other=_receive(transfers, number),
+            rank=int(transfers.target[number]),
+        )
+    for number in np.flatnonzero((transfers.receive >= 0) & (transfers.send < 0)).tolist():
+        yield rules.Unmatched(
+            locations=(locate(schedule, int(transfers.receive[number])),),
+            other=_send(transfers, number),
+            rank=int(transfers.source[number]),
+        )
+
+
+def _mis_paired(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
+    """The sends and receives of a channel stand in the same order.
+
+    What is unmatched would shift all behind it, so only what has both ends is compared.
+    """
+    order, follows = transfers.by_channel
+    receives = transfers.receive[order]
+    swapped = np.flatnonzero(follows[1:] & (receives[1:] < receives[:-1])) + 1
+    firsts = np.flatnonzero(~follows)
+    for channel in np.unique(np.searchsorted(firsts, swapped, side="right") - 1).tolist():
+        end = firsts[channel + 1] if channel + 1 < len(firsts) else len(order)
+        yield _swapped(schedule, transfers, order[firsts[channel] : end])
+
+
+def _swapped(schedule: Schedule, transfers: Transfers, channel: Ints) -> Diagnostic:
+    """The finding for a channel, given its transfers in the order of the sends."""
+    columns = schedule.columns
+    received = channel[np.argsort(transfers.receive[channel])]
+    wrong = np.flatnonzero(channel != received)
+    turn = int(wrong[0])
+    rows = range(max(0, turn - _ROWS_AROUND), min(len(channel), turn + _ROWS_AROUND + 2))
+    pairs = tuple(
+        (
+            row,
+            locate(schedule, int(transfers.send[channel[row]])),
+            locate(schedule, int(transfers.receive[received[row]])),
+            bool(channel[row] == received[row]),
+        )
+        for row in rows
     )
-    wrong = [(send, receive) for send, receive in pairs if send[0] != receive[0]]
-    if wrong:
-        (_, send_place), (transfer, receive_place) = wrong[0]
-        send = _at(schedule, send_place)
-        right = sends[transfer]
-        yield rules.MIS_PAIRED.found(
-            f"{transfer} would get the payload of {send}",
-            locate(schedule, *receive_place),
-            locate(schedule, *send_place),
-            locate(schedule, *right),
-            notes=(
-                f"{len(wrong)} of the channel's {len(sends.keys() & receives.keys())} transfers "
-                f"from rank {send_place[0]} to rank {receive_place[0]} are mis-paired",
-            ),
-            help=f"order rank {receive_place[0]}'s receives as rank {send_place[0]} sends them",
-        )
+    receive, send = (int(transfers.receive[received[turn]]), int(transfers.send[channel[turn]]))
+    # The receive that belongs here, and the send that belongs here, wherever they are now; or the
+    # one that stands here goes to its own place.
+    right_receive = int(transfers.receive[channel[turn]])
+    right_send = int(transfers.send[received[turn]])
+    own_turn_of_receive = int(np.flatnonzero(channel == received[turn])[0])
+    own_turn_of_send = int(np.flatnonzero(received == channel[turn])[0])
+    moves = (
+        move(columns, right_receive, "before", receive, "post"),
+        move(columns, receive, "behind", int(transfers.receive[received[own_turn_of_receive]])),
+        move(columns, right_send, "before", send, "post"),
+        move(columns, send, "behind", int(transfers.send[channel[own_turn_of_send]])),
+    )
+    return rules.MisPaired(
+        locations=(
+            locate(schedule, receive),
+            locate(schedule, send),
+            locate(schedule, right_send),
+        ),
+        turn=turn,
+        wrong=len(wrong),
+        transfers=len(channel),
+        pairs=pairs,
+        moves=moves,
+    )
 
 
-def _reduces_matched(schedule: Schedule) -> Iterator[Diagnostic]:
+def _unmatched_reduces(schedule: Schedule) -> Iterator[Diagnostic]:
     """A replicated stage has the same number of REDUCE_GRADs on each of its ranks."""
-    reduces: dict[tuple[int, int], list[int]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if action.kind is Kind.REDUCE_GRAD:
-                reduces.setdefault((action.stage, rank), []).append(index)
+    columns = schedule.columns
+    reduces = columns.where(Kind.REDUCE_GRAD)
     for stage, held in enumerate(schedule.placement):
-        turns, fewest = min((len(reduces.get((stage, rank), ())), rank) for rank in held)
-        for rank in held:
-            for index in reduces.get((stage, rank), [])[turns:]:
-                yield rules.UNMATCHED.found(
-                    f"{stage}REDUCE_GRAD has no counterpart on rank {fewest}",
-                    locate(schedule, rank, index),
-                    help=f"every rank of stage {stage} must reduce equally often",
+        if len(held) == 1 or not len(reduces):
+            continue
+        own = reduces[columns.stage[reduces] == stage]
+        by_rank = {rank: own[columns.rank[own] == rank] for rank in held}
+        least = min(held, key=lambda rank: len(by_rank[rank]))
+        for places in by_rank.values():
+            for place in places[len(by_rank[least]) :].tolist():
+                yield rules.Unmatched(
+                    locations=(locate(schedule, place),),
+                    other=Action(Kind.REDUCE_GRAD, stage),
+                    rank=least,
                 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+from typing import Any, ClassVar, Literal
 
 import attrs
+import numpy as np
 
 from schedir.errors import ScheduleError
-from schedir.ir import Action, Schedule, Source
+from schedir.ir import Action, Columns, Schedule, Source
 
 Severity = Literal["error", "warning", "note"]
+Side = Literal["before", "behind"]
 
 
 @attrs.frozen
@@ -29,28 +32,130 @@ class Location:
         return f"rank {self.rank}{place} {self.action}"
 
 
-def locate(schedule: Schedule, rank: int, index: int) -> Location:
-    """The location of `actions[rank][index]`."""
-    action = schedule.actions[rank][index]
-    return Location(rank, index, action, schedule.source_of(rank, index))
+def locate(schedule: Schedule, place: int) -> Location:
+    """The location of a place in the schedule's columns."""
+    rank, index = schedule.columns.position(place)
+    return Location(rank, index, schedule.columns.action(place), schedule.source_of(rank, index))
 
 
 @attrs.frozen
-class Diagnostic:
-    """One finding. The first of `locations` is the primary one.
+class Move:
+    """A change that mends a list: take the action at `index` of a rank's list, and put it before
+    (or behind) the one at `target`."""
 
-    `code` is stable and never reused; `name` is the bad pattern's. `trace` holds the lines of a
-    wait cycle, empty for other findings.
+    rank: int
+    index: int
+    side: Side
+    target: int
+    verb: Literal["move", "post"] = "move"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verb} rank {self.rank} #{self.index} {self.side} rank {self.rank} "
+            f"#{self.target}"
+        )
+
+
+def move(
+    columns: Columns, place: int, side: Side, target: int, verb: Literal["move", "post"] = "move"
+) -> Move:
+    """The move of what stands at a place to a side of another one on the same rank."""
+    rank, index = columns.position(place)
+    return Move(rank, index, side, columns.position(target)[1], verb)
+
+
+def moved(schedule: Schedule, change: Move) -> Schedule:
+    """The schedule with one action moved."""
+    columns = schedule.columns
+    start, end = columns.starts[change.rank], columns.starts[change.rank + 1]
+    own = list(range(start, end))
+    target = own[change.target]
+    place = own.pop(change.index)
+    own.insert(own.index(target) + (change.side == "behind"), place)
+    places = np.arange(len(columns))
+    places[start:end] = own
+    return schedule.take(places, columns.starts)
+
+
+@attrs.frozen
+class Excerpt:
+    """A piece of a rank's list, from `first` on; `marked` are the indices of what is at fault.
+
+    `total` is the length of the whole list.
     """
 
-    code: str
-    name: str
-    severity: Severity
-    message: str
+    rank: int
+    first: int
+    actions: tuple[Action, ...]
+    marked: frozenset[int]
+    total: int
+
+
+@attrs.frozen(kw_only=True)
+class Diagnostic:
+    """One finding; each rule is a subclass, which holds what its texts are made of.
+
+    `code` is stable and never reused; `name` is the bad pattern's; `why`, `mend` and `example` (a
+    whole `.sched` text that the rule rejects) are the texts of `schedir explain`, with the
+    docstring for the meaning. The first of `locations` is the primary one. `moves` holds a move
+    that mends the fault, if one is known: it has been tried.
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    severity: ClassVar[Severity] = "error"
+    why: ClassVar[str]
+    mend: ClassVar[str]
+    example: ClassVar[str]
+    options: ClassVar[tuple[tuple[str, Any], ...]] = ()  # those of `check` that the example needs
+
     locations: tuple[Location, ...]
-    notes: tuple[str, ...] = ()
-    help: str | None = None
-    trace: tuple[tuple[str, str, str], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in one line."""
+        raise NotImplementedError
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each location has to do with it; may be shorter than the locations."""
+        return ()
+
+    @property
+    def listed(self) -> tuple[Location, ...]:
+        """The locations to list, but for those that the trace shows."""
+        return self.locations
+
+    @property
+    def trace(self) -> tuple[tuple[str, ...], ...]:
+        """Rows of a table that shows how it comes about: a wait cycle, say."""
+        return ()
+
+    @property
+    def excerpts(self) -> tuple[Excerpt, ...]:
+        """The pieces of the lists that it is about."""
+        return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else there is to know."""
+        return ()
+
+    @property
+    def advice(self) -> str | None:
+        """What to do where no move is known to mend it."""
+        return None
+
+    @property
+    def help(self) -> str | None:
+        """What to do."""
+        return str(self.moves[0]) if self.moves else self.advice
+
+    @classmethod
+    def meaning(cls) -> str:
+        """What the rule rejects."""
+        return " ".join((inspect.getdoc(cls) or "").split())
 
 
 @attrs.frozen

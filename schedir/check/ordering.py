@@ -2,274 +2,230 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
+import numpy as np
 
-from schedir.check import rules
-from schedir.check.diagnostics import Diagnostic, locate
-from schedir.check.rules import Rule
-from schedir.ir import Action, Kind, Position, Schedule
+from schedir.check.diagnostics import Diagnostic, locate, move
+from schedir.check.rules import ordering as rules
+from schedir.ir import Columns, Dataflow, Ints, Kind, Schedule, collective_turns
 
 
-def ordering(schedule: Schedule) -> Iterator[Diagnostic]:
+def ordering(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
-    for rank in range(schedule.ranks):
-        yield from _compute_order(schedule, rank)
-    ledgers = [_ledgers(actions) for actions in schedule.actions]
-    steps = any(ledger.steps for by_stage in ledgers for ledger in by_stage.values())
-    reducing = _reducing(schedule, ledgers)
-    for rank, by_stage in enumerate(ledgers):
-        for stage in sorted(by_stage):
-            yield from _reduced(schedule, rank, stage, by_stage[stage], reducing, steps)
-    yield from _empty_reduces(schedule, ledgers)
-    if steps:
-        for rank, by_stage in enumerate(ledgers):
-            for stage in sorted(by_stage):
-                yield from _applied_once(schedule, rank, stage, by_stage[stage])
-        yield from _equally_often(schedule, ledgers)
-        yield from _same_groups(schedule, ledgers)
+    yield from _compute_order(schedule, flow)
+    columns = schedule.columns
+    steps = columns.where(Kind.OPTIM_STEP)
+    reduces = columns.where(Kind.REDUCE_GRAD)
+    if len(reduces) or any(len(held) > 1 for held in schedule.placement):
+        yield from _reduced(schedule, bool(len(steps)))
+    if len(steps):
+        yield from _applied_once(schedule, flow, steps)
 
 
-def _reducing(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> set[int]:
-    """The stages whose gradients need a REDUCE_GRAD.
-
-    Replicated stages do. On one rank it sums over a data-parallel group that the schedule does not
-    show, so either all of those stages have it, or none.
-    """
-    single = {stage for stage, held in enumerate(schedule.placement) if len(held) == 1}
-    over_data = any(
-        ledger.has_reduce() and stage in single
-        for by_stage in ledgers
-        for stage, ledger in by_stage.items()
-    )
-    return set(range(schedule.stages)) - (set() if over_data else single)
-
-
-def _compute_order(schedule: Schedule, rank: int) -> Iterator[Diagnostic]:
+def _compute_order(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
     """Every action stands behind what it uses of its own rank."""
-    actions = schedule.actions[rank]
-    places = {
-        (action.kind, action.stage, action.microbatch): index
-        for index, action in enumerate(actions)
-    }
-    for index, action in enumerate(actions):
-        for rule, kind, neighbour in _USES.get(action.kind, ()):
-            used = places.get((kind, action.stage + neighbour, action.microbatch))
-            if used is not None and used > index:
-                yield rule.found(
-                    f"{action} is listed before {actions[used]}, whose result it uses",
-                    locate(schedule, rank, index),
-                    locate(schedule, rank, used),
-                    help=f"move rank {rank} #{index} behind rank {rank} #{used}",
+    forward, gradient = flow.of(Kind.FORWARD), flow.gradients
+    weight = flow.of(Kind.BACKWARD_WEIGHT)
+    for rule, actions, used in (
+        (rules.InputNotReady, forward[1:], forward[:-1]),
+        (rules.InputNotReady, gradient[:-1], gradient[1:]),
+        (rules.BackwardBeforeForward, gradient, forward),
+        (rules.BackwardBeforeForward, weight, forward),
+        (rules.WeightBeforeInput, weight, flow.of(Kind.BACKWARD_INPUT)),
+    ):
+        early = (actions >= 0) & (used > actions)
+        here, there = actions[early], used[early]
+        same = schedule.columns.rank[here] == schedule.columns.rank[there]
+        for place, later in zip(here[same].tolist(), there[same].tolist(), strict=True):
+            yield rule(
+                locations=(locate(schedule, place), locate(schedule, later)),
+                moves=(
+                    move(schedule.columns, place, "behind", later),
+                    move(schedule.columns, later, "before", place),
+                ),
+            )
+
+
+def _applied_once(schedule: Schedule, flow: Dataflow, steps: Ints) -> Iterator[Diagnostic]:
+    """Every gradient has an OPTIM_STEP behind it, and every OPTIM_STEP has gradients."""
+    turn = flow.steps_before
+    gradients = np.maximum(flow.of(Kind.BACKWARD), flow.of(Kind.BACKWARD_WEIGHT))
+    places = np.sort(gradients.ravel())
+    # One number for each stage on each rank; by it, how many steps that has.
+    holding = _holdings(schedule)
+    many = np.bincount(holding[steps], minlength=sum(map(len, schedule.placement)))
+    late = places[turn[places] >= many[holding[places]]]
+    yield from _never_applied(schedule, steps, late, holding)
+    yield from _empty_steps(schedule, steps, places, holding, turn)
+    yield from _equally_often(schedule, steps, holding, many)
+    if not len(late):  # which this would only echo
+        yield from _same_groups(schedule, steps, turn, turn[gradients])
+
+
+def _holdings(schedule: Schedule) -> Ints:
+    """For every place, the number of its stage on its rank: 0, 1, … by stage, then rank."""
+    held = [(stage, rank) for stage, ranks in enumerate(schedule.placement) for rank in ranks]
+    keys = np.array([stage * schedule.ranks + rank for stage, rank in held])
+    return np.searchsorted(keys, schedule.columns.stage * schedule.ranks + schedule.columns.rank)
+
+
+def _never_applied(
+    schedule: Schedule, steps: Ints, late: Ints, holding: Ints
+) -> Iterator[Diagnostic]:
+    for each in np.unique(holding[late]).tolist():
+        own = late[holding[late] == each].tolist()
+        own_steps = steps[holding[steps] == each].tolist()
+        places = tuple(locate(schedule, place) for place in own)
+        if own_steps:
+            last = own_steps[-1]
+            yield rules.StepBeforeGradients(
+                locations=(locate(schedule, last), *places),
+                moves=(move(schedule.columns, last, "behind", own[-1]),),
+            )
+        else:
+            yield rules.GradientNeverApplied(locations=places)
+
+
+def _empty_steps(
+    schedule: Schedule, steps: Ints, gradients: Ints, holding: Ints, turn: Ints
+) -> Iterator[Diagnostic]:
+    columns = schedule.columns
+    # A replica may have run none of the step's microbatches; REDUCE_GRAD gives it the sum.
+    replicated = np.array([len(held) > 1 for held in schedule.placement])
+    reduces = columns.where(Kind.REDUCE_GRAD)
+    filling = np.concatenate((gradients, reduces[replicated[columns.stage[reduces]]]))
+    round_ = holding * len(columns) + turn
+    for place in steps[~np.isin(round_[steps], round_[filling])].tolist():
+        yield rules.EmptyStep(locations=(locate(schedule, place),))
+
+
+def _equally_often(
+    schedule: Schedule, steps: Ints, holding: Ints, many: Ints
+) -> Iterator[Diagnostic]:
+    """The replicas of a stage have the same number of OPTIM_STEPs."""
+    first = 0  # the number of the stage on its first rank
+    for held in schedule.placement:
+        has = dict(zip(held, many[first : first + len(held)].tolist(), strict=True))
+        least = min(held, key=lambda rank: (has[rank], rank))
+        for number, rank in enumerate(held, first):
+            if has[rank] > has[least]:
+                own = steps[holding[steps] == number]
+                yield rules.UnevenReplicas(
+                    locations=(locate(schedule, int(own[has[least]])),),
+                    has=has[rank],
+                    least=least,
+                    fewest=has[least],
                 )
+        first += len(held)
 
 
-_OUTPUT_GRADIENT = (
-    (rules.INPUT_NOT_READY, Kind.BACKWARD, 1),
-    (rules.INPUT_NOT_READY, Kind.BACKWARD_INPUT, 1),
-)
-_OWN_FORWARD = (rules.BACKWARD_BEFORE_FORWARD, Kind.FORWARD, 0)
-# For each kind: what it uses, as (rule broken, kind, offset of the stage).
-_USES: dict[Kind, tuple[tuple[Rule, Kind, int], ...]] = {
-    Kind.FORWARD: ((rules.INPUT_NOT_READY, Kind.FORWARD, -1),),
-    Kind.BACKWARD: (_OWN_FORWARD, *_OUTPUT_GRADIENT),
-    Kind.BACKWARD_INPUT: (_OWN_FORWARD, *_OUTPUT_GRADIENT),
-    Kind.BACKWARD_WEIGHT: (
-        _OWN_FORWARD,
-        (rules.WEIGHT_BEFORE_INPUT, Kind.BACKWARD_INPUT, 0),
-    ),
-}
+def _same_groups(schedule: Schedule, steps: Ints, turn: Ints, turns: Ints) -> Iterator[Diagnostic]:
+    """Every stage applies the same microbatches in its k-th OPTIM_STEP as the loss stage.
+
+    `turns` says which step applies each gradient, shape [stages, microbatches].
+    """
+    columns = schedule.columns
+    loss = turns[-1]
+    for stage in np.flatnonzero((turns != loss).any(axis=1)).tolist():
+        here = turns[stage]
+        # The first step that differs; those behind it do as a consequence.
+        first = int(np.minimum(here, loss)[here != loss].min())
+        own, last = (
+            steps[(columns.stage[steps] == s) & (turn[steps] == first)]
+            for s in (stage, schedule.stages - 1)
+        )
+        if len(own) and len(last):
+            yield rules.UnevenSteps(
+                locations=(locate(schedule, int(own[0])), locate(schedule, int(last[0]))),
+                turn=first,
+                here=tuple(np.flatnonzero(here == first).tolist()),
+                loss=tuple(np.flatnonzero(loss == first).tolist()),
+            )
 
 
 @attrs.frozen
-class _Step:
-    """An OPTIM_STEP, the gradients accumulated into it, and the REDUCE_GRADs before it."""
+class _Round:
+    """A stage's gradients and REDUCE_GRADs on a rank up to an OPTIM_STEP, None for the rest."""
 
-    index: int
-    gradients: tuple[int, ...]
-    microbatches: frozenset[int]
-    reduces: tuple[int, ...]
-
-
-@attrs.define
-class _Ledger:
-    """One stage on one rank: its steps, and the indices that no step has followed yet."""
-
-    steps: list[_Step] = attrs.field(factory=list)
-    gradients: list[int] = attrs.field(factory=list)
-    microbatches: set[int] = attrs.field(factory=set)
-    reduces: list[int] = attrs.field(factory=list)
-
-    def rounds(self) -> Iterator[tuple[Sequence[int], Sequence[int], int | None]]:
-        """The gradients and REDUCE_GRADs of each step with its index, then those of none."""
-        for step in self.steps:
-            yield step.gradients, step.reduces, step.index
-        yield self.gradients, self.reduces, None
-
-    def has_reduce(self) -> bool:
-        """True where the stage has any REDUCE_GRAD."""
-        return any(reduces for _, reduces, _ in self.rounds())
+    gradients: list[int]
+    reduces: list[int]
+    step: int | None
 
 
-def _ledgers(actions: tuple[Action, ...]) -> dict[int, _Ledger]:
-    ledgers: dict[int, _Ledger] = {}
-    for index, action in enumerate(actions):
-        kind = action.kind
-        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHT:
-            ledger = ledgers.setdefault(action.stage, _Ledger())
-            ledger.gradients.append(index)
-            if action.microbatch is not None:
-                ledger.microbatches.add(action.microbatch)
-        elif kind is Kind.REDUCE_GRAD:
-            ledgers.setdefault(action.stage, _Ledger()).reduces.append(index)
-        elif kind is Kind.OPTIM_STEP:
-            ledger = ledgers.setdefault(action.stage, _Ledger())
-            ledger.steps.append(
-                _Step(
-                    index,
-                    tuple(ledger.gradients),
-                    frozenset(ledger.microbatches),
-                    tuple(ledger.reduces),
-                )
-            )
-            ledger.gradients.clear()
-            ledger.microbatches.clear()
-            ledger.reduces.clear()
-    return ledgers
+_EVENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
 
 
-def _reduced(
-    schedule: Schedule, rank: int, stage: int, ledger: _Ledger, reducing: set[int], steps: bool
-) -> Iterator[Diagnostic]:
+def _rounds(columns: Columns) -> dict[tuple[int, int], list[_Round]]:
+    """The rounds of each stage on each rank, the last one those that no step follows."""
+    rounds: dict[tuple[int, int], list[_Round]] = {}
+    places = columns.where(*_EVENTS)
+    is_reduce, is_step = (
+        columns.is_kind(kind)[places].tolist() for kind in (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
+    )
+    ranks, stages = columns.rank[places].tolist(), columns.stage[places].tolist()
+    for place, rank, stage, reduces, steps in zip(
+        places.tolist(), ranks, stages, is_reduce, is_step, strict=True
+    ):
+        own = rounds.setdefault((rank, stage), [_Round([], [], None)])
+        if steps:
+            own[-1] = attrs.evolve(own[-1], step=place)
+            own.append(_Round([], [], None))
+        else:
+            (own[-1].reduces if reduces else own[-1].gradients).append(place)
+    return rounds
+
+
+def _reduced(schedule: Schedule, steps: bool) -> Iterator[Diagnostic]:
     """Between two OPTIM_STEPs the gradients come first, then the REDUCE_GRAD."""
-    for gradients, reduces, step in ledger.rounds():
-        for reduce in reduces:
-            late = [index for index in gradients if index > reduce]
-            if late:
-                yield rules.REDUCE_BEFORE_GRADIENTS.found(
-                    f"{len(late)} of stage {stage}'s gradients come after its REDUCE_GRAD",
-                    locate(schedule, rank, reduce),
-                    locate(schedule, rank, late[-1]),
-                    help=f"move rank {rank} #{reduce} behind rank {rank} #{late[-1]}",
+    rounds = _rounds(schedule.columns)
+    held = schedule.placement
+    # Of a stage on one rank, REDUCE_GRAD sums over a data-parallel group that the schedule does
+    # not show: either all of those stages have it, or none.
+    over_data = any(
+        len(held[stage]) == 1 and any(each.reduces for each in own)
+        for (_, stage), own in rounds.items()
+    )
+    for (_, stage), own in sorted(rounds.items()):
+        for each in own:
+            yield from _reduced_last(schedule, each)
+            # Gradients behind the last OPTIM_STEP are never applied, which is another finding.
+            where = each.step
+            if where is None and each.gradients and not steps:
+                where = each.gradients[-1]
+            needed = over_data or len(held[stage]) > 1
+            if needed and not each.reduces and where is not None:
+                yield rules.StepWithoutReduce(
+                    locations=(locate(schedule, where),),
+                    held=held[stage],
+                    before=each.step is not None,
                 )
-        # Gradients behind the last OPTIM_STEP are never applied, which _applied_once says.
-        where = step if step is not None else gradients[-1] if gradients and not steps else None
-        if stage in reducing and not reduces and where is not None:
-            held = schedule.placement[stage]
-            why = (
-                f"it lives on ranks {_and(held)}"
-                if len(held) > 1
-                else "those of other stages on one rank are"
-            )
-            side = "before" if step is not None else "behind"
-            yield rules.STEP_WITHOUT_REDUCE.found(
-                f"no REDUCE_GRAD sums stage {stage}'s gradients, but {why}",
-                locate(schedule, rank, where),
-                help=f"put {stage}REDUCE_GRAD {side} rank {rank} #{where}",
+    yield from _empty_reduces(schedule, rounds)
+
+
+def _reduced_last(schedule: Schedule, each: _Round) -> Iterator[Diagnostic]:
+    for reduce in each.reduces:
+        late = [place for place in each.gradients if place > reduce]
+        if late:
+            yield rules.ReduceBeforeGradients(
+                locations=(locate(schedule, reduce), locate(schedule, late[-1])),
+                late=len(late),
+                moves=(move(schedule.columns, reduce, "behind", late[-1]),),
             )
 
 
-def _empty_reduces(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:
-    """The k-th REDUCE_GRAD of a replicated stage sums something new on one rank at least."""
-    for stage, held in enumerate(schedule.placement):
-        if len(held) == 1:
-            continue
-        turns: dict[int, list[tuple[Position, bool]]] = {}
-        for rank in held:
-            turn = 0
-            for gradients, reduces, _ in ledgers[rank].get(stage, _Ledger()).rounds():
-                before = -1
-                for reduce in reduces:
-                    new = any(before < index < reduce for index in gradients)
-                    turns.setdefault(turn, []).append(((rank, reduce), new))
-                    before, turn = reduce, turn + 1
-        for ends in turns.values():
-            # Unequal turns have no counterpart at all, which is another finding.
-            if len(ends) == len(held) and not any(new for _, new in ends):
-                yield rules.EMPTY_REDUCE.found(
-                    f"no replica of stage {stage} has a gradient that is not summed yet",
-                    *(locate(schedule, *place) for place, _ in ends),
-                    help="remove it on every rank of the stage",
-                )
-
-
-def _applied_once(
-    schedule: Schedule, rank: int, stage: int, ledger: _Ledger
+def _empty_reduces(
+    schedule: Schedule, rounds: dict[tuple[int, int], list[_Round]]
 ) -> Iterator[Diagnostic]:
-    """Every gradient has an OPTIM_STEP behind it, and every OPTIM_STEP has gradients."""
-    replicated = len(schedule.placement[stage]) > 1
-    for step in ledger.steps:
-        # A replica may have run none of the step's microbatches; REDUCE_GRAD gives it the sum.
-        if not step.gradients and not (replicated and step.reduces):
-            yield rules.EMPTY_STEP.found(
-                f"stage {stage} has accumulated no gradient since its last OPTIM_STEP",
-                locate(schedule, rank, step.index),
-                help="remove it, or move it behind the backwards that it belongs to",
-            )
-    if not ledger.gradients:
-        return
-    late = [locate(schedule, rank, index) for index in ledger.gradients]
-    if ledger.steps:
-        step_index = ledger.steps[-1].index
-        yield rules.STEP_BEFORE_GRADIENTS.found(
-            f"{len(late)} of stage {stage}'s gradients are computed after its last OPTIM_STEP",
-            locate(schedule, rank, step_index),
-            *late,
-            help=f"move rank {rank} #{step_index} behind rank {rank} #{ledger.gradients[-1]}",
-        )
-    else:
-        yield rules.GRADIENT_NEVER_APPLIED.found(
-            f"stage {stage} has no OPTIM_STEP on rank {rank}, though other stages have",
-            *late,
-            help=f"add {stage}OPTIM_STEP behind rank {rank} #{ledger.gradients[-1]}",
-        )
-
-
-def _equally_often(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:
-    """The replicas of a stage have the same number of OPTIM_STEPs."""
-    for stage, held in enumerate(schedule.placement):
-        steps = {rank: ledgers[rank].get(stage, _Ledger()).steps for rank in held}
-        fewest, least = min((len(steps[rank]), rank) for rank in held)
-        for rank in held:
-            if len(steps[rank]) > fewest:
-                yield rules.UNEVEN_STEPS.found(
-                    f"stage {stage} has {len(steps[rank])} OPTIM_STEPs on rank {rank}, but "
-                    f"{fewest} on rank {least}",
-                    locate(schedule, rank, steps[rank][fewest].index),
-                    help=f"give every rank of stage {stage} the same OPTIM_STEPs",
-                )
-
-
-def _same_groups(schedule: Schedule, ledgers: list[dict[int, _Ledger]]) -> Iterator[Diagnostic]:
-    """The k-th OPTIM_STEP of every stage applies the same microbatches as the loss stage's."""
-    groups: dict[int, list[set[int]]] = {}
-    places: dict[int, list[Position]] = {}
-    for stage, held in enumerate(schedule.placement):
-        for rank in held:
-            ledger = ledgers[rank].get(stage, _Ledger())
-            if ledger.gradients:
-                return  # reported by _applied_once, which this would only echo
-            for turn, step in enumerate(ledger.steps):
-                stage_groups = groups.setdefault(stage, [])
-                if turn == len(stage_groups):
-                    stage_groups.append(set())
-                    places.setdefault(stage, []).append((rank, step.index))
-                stage_groups[turn] |= step.microbatches
-    last = schedule.stages - 1
-    for stage in range(last):
-        here, loss = groups.get(stage, []), groups.get(last, [])
-        for turn in range(min(len(here), len(loss))):
-            if here[turn] != loss[turn]:
-                yield rules.UNEVEN_STEPS.found(
-                    f"OPTIM_STEP {turn} of stage {stage} applies microbatches {_and(here[turn])}, "
-                    f"that of the loss stage {_and(loss[turn])}",
-                    locate(schedule, *places[stage][turn]),
-                    locate(schedule, *places[last][turn]),
-                    help="give both stages their OPTIM_STEPs after the same microbatches",
-                )
-                break  # the steps behind it differ as a consequence
-
-
-def _and(numbers: set[int] | tuple[int, ...]) -> str:
-    return " ".join(map(str, sorted(numbers))) or "none"
+    """The k-th REDUCE_GRAD of a replicated stage sums something new on one rank at least."""
+    new: dict[int, bool] = {}
+    for own in rounds.values():
+        for each in own:
+            before = -1
+            for reduce in each.reduces:
+                new[reduce] = any(before < place < reduce for place in each.gradients)
+                before = reduce
+    for places in collective_turns(schedule):
+        if len(places) > 1 and not any(new[place] for place in places):
+            yield rules.EmptyReduce(locations=tuple(locate(schedule, place) for place in places))

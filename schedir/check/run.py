@@ -3,70 +3,154 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
+
+import attrs
 
 from schedir.check.channels import CHANNELS
 from schedir.check.communication import communication
 from schedir.check.deadlock import clean_channels, deadlock
-from schedir.check.diagnostics import Diagnostic, Report
+from schedir.check.diagnostics import Diagnostic, Location, Report, moved
+from schedir.check.lints import lints
+from schedir.check.memory import Limits, memory
 from schedir.check.ordering import ordering
-from schedir.check.rules import (
-    BACKWARD_BEFORE_FORWARD,
-    INPUT_NOT_READY,
-    WAIT_CYCLE,
-    WEIGHT_BEFORE_INPUT,
-)
+from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
-from schedir.check.weights import weights
-from schedir.ir import Schedule
+from schedir.errors import ScheduleError
+from schedir.ir import COMMUNICATION, Schedule, trace
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
+# Each move that is proposed has been tried, which costs a check; so many findings get that.
+_MOST_MENDED = 8
+# A rank's own list can't run with these, so the others' waiting for it would be an echo.
+_OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
 
 
-def check(schedule: Schedule, channel: str = _DEFAULT) -> Report:
+def check(
+    schedule: Schedule,
+    channel: str = _DEFAULT,
+    *,
+    max_delay: int | None = None,
+    max_versions: int | None = None,
+    max_activations: int | None = None,
+) -> Report:
     """Everything that is wrong with a schedule, errors judged under a channel model.
 
     Findings locate the schedule as it was given. Where it is compute-only and sound, its
-    communication is inserted and proved as well. Raises ValueError for an unknown channel.
+    communication is inserted and proved as well. `max_delay` limits the updates between the
+    version that a gradient is computed at and the one that it is applied to; `max_versions` the
+    weight versions of a stage alive at once, the newest included; `max_activations` the (stage,
+    microbatch) activations of a rank. Raises ValueError for an unknown channel or a bad limit.
     """
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
-    report = check_compute(schedule, channel)
-    found = list(report.diagnostics)
-    if _hides_the_rest(found) or (not schedule.is_complete and _blocks(found)):
-        return report  # what follows would only echo that, or can't be completed
-    complete = insert_communication(schedule)
-    mismatched = list(communication(complete))
-    found += mismatched
-    clean: tuple[str, ...] = ()
-    if not mismatched:
-        # A wait cycle is only defined where every send has its receive.
-        clean = clean_channels(complete)
-        if channel not in clean:
-            found += deadlock(complete, channel, clean)
-    return Report(channel, _sorted(found), clean)
+    limits = Limits(max_delay, max_versions, max_activations)
+    found, clean = _findings(schedule, channel, limits)
+    if not _errors(found) and channel in clean:
+        found += _lints(schedule, channel)
+    return Report(channel, _sorted(_mended(schedule, channel, limits, found)), clean)
 
 
 def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
     """What is wrong with a schedule before its communication is looked at."""
+    found, _ = _compute(schedule, channel, Limits())
+    return Report(channel, _sorted(_mended(schedule, channel, Limits(), found)))
+
+
+def _findings(
+    schedule: Schedule, channel: str, limits: Limits
+) -> tuple[list[Diagnostic], tuple[str, ...]]:
+    """What is wrong with a schedule, and the channel models under which it runs to its end."""
+    found, complete = _compute(schedule, channel, limits)
+    if complete is None:
+        return found, ()
+    flow = trace(complete)
+    mismatched = list(communication(complete, flow))
+    if mismatched:
+        return found + mismatched, ()  # a wait cycle needs sends that have their receives
+    clean = clean_channels(complete, flow)
+    if channel not in clean:
+        found += deadlock(complete, flow, channel, clean)
+    return found, clean
+
+
+def _compute(
+    schedule: Schedule, channel: str, limits: Limits
+) -> tuple[list[Diagnostic], Schedule | None]:
+    """What is wrong with the compute, and the schedule with its communication; None where that
+    can't be inserted, or where what its check would find were an echo."""
     found = list(structure(schedule))
-    if not found:
-        found += ordering(schedule)
-        found += weights(schedule)
-        if not schedule.is_complete and not _hides_the_rest(found):
-            found += deadlock(schedule, channel, ())
-    return Report(channel, _sorted(found))
+    if found:
+        return found, None
+    flow = trace(schedule)
+    found += ordering(schedule, flow)
+    found += memory(schedule, flow, limits)
+    if any(isinstance(finding, _OWN_LIST) for finding in found):
+        return found, None
+    try:
+        return found, insert_communication(schedule)
+    except ScheduleError:
+        return [*found, *deadlock(schedule, flow, channel, ())], None
 
 
-def _hides_the_rest(found: list[Diagnostic]) -> bool:
-    """Whether a rank's own list can't run, so that the others' waiting for it would be an echo."""
-    own = (BACKWARD_BEFORE_FORWARD.code, WEIGHT_BEFORE_INPUT.code, INPUT_NOT_READY.code)
-    return any(finding.code.startswith("S1") or finding.code in own for finding in found)
+def _lints(schedule: Schedule, channel: str) -> list[Diagnostic]:
+    complete = insert_communication(schedule)
+    found = list(lints(complete, trace(complete), channel))
+    return found if schedule.is_complete else [_as_given(complete, each) for each in found]
 
 
-def _blocks(found: list[Diagnostic]) -> bool:
-    return any(finding.code == WAIT_CYCLE.code for finding in found)
+def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
+    """The finding with its places counted without the communication that was inserted."""
+    columns = complete.columns
+    kept = ~columns.is_kind(*COMMUNICATION)
+
+    def without(place: Location) -> Location:
+        start = columns.starts[place.rank]
+        index = int(kept[start : start + (place.index or 0)].sum())
+        return attrs.evolve(place, index=index)
+
+    return attrs.evolve(finding, locations=tuple(map(without, finding.locations)), moves=())
+
+
+def _mended(
+    schedule: Schedule, channel: str, limits: Limits, found: list[Diagnostic]
+) -> list[Diagnostic]:
+    """The findings with the first of their moves that mends them and brings nothing new."""
+    tried = 0
+    mended = []
+    for finding in found:
+        moves = finding.moves if tried < _MOST_MENDED else ()
+        tried += bool(moves)
+        others = [other for other in found if other is not finding]
+        best = None
+        for change in moves:
+            if _mends(moved(schedule, change), channel, limits, finding, others):
+                best = change
+                break
+        mended.append(attrs.evolve(finding, moves=() if best is None else (best,)))
+    return mended
+
+
+def _mends(
+    changed: Schedule, channel: str, limits: Limits, finding: Diagnostic, others: list[Diagnostic]
+) -> bool:
+    """Whether a changed schedule has no more than the other findings."""
+    after, clean = _findings(changed, channel, limits)
+    if finding.severity == "error":
+        after, others = _errors(after), _errors(others)
+    elif not _errors(after) and channel in clean:
+        after += _lints(changed, channel)
+    return Counter(map(_said, after)) <= Counter(map(_said, others))
+
+
+def _said(finding: Diagnostic) -> tuple[str, str]:
+    return finding.code, finding.message
+
+
+def _errors(found: list[Diagnostic]) -> list[Diagnostic]:
+    return [finding for finding in found if finding.severity == "error"]
 
 
 def _sorted(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Callable
 
 from schedir.check import CHANNELS, check
 from schedir.cli.target import add_target, load_target, subject_of
@@ -29,6 +31,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="edge",
         help="the transport that errors are judged under, strictest first (default: %(default)s)",
     )
+    for option, least, text in (
+        ("--max-delay", 0, "updates that may lie between a gradient's weights and its use"),
+        ("--max-versions", 1, "weight versions of a stage that may be alive at once"),
+        ("--max-activations", 1, "activations that a rank may hold, one per (stage, microbatch)"),
+    ):
+        parser.add_argument(
+            option, type=_at_least(least), metavar="N", help=f"error above N {text}"
+        )
     parser.add_argument(
         "--output-format",
         choices=OUTPUT_FORMATS,
@@ -44,7 +54,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     schedule = load_target(args)
-    report = check(schedule, args.channel)
+    report = check(
+        schedule,
+        args.channel,
+        max_delay=args.max_delay,
+        max_versions=args.max_versions,
+        max_activations=args.max_activations,
+    )
     subject = subject_of(args, schedule)
     if args.output_format == "full":
         text = full(report, subject, has_colour(sys.stdout))
@@ -52,3 +68,12 @@ def run(args: argparse.Namespace) -> int:
         text = OUTPUT_FORMATS[args.output_format](report, subject)
     print(text, end="")
     return int(bool(report.diagnostics if args.strict else report.errors))
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
+
+    return number

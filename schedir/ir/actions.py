@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import lru_cache
 
 import attrs
 
@@ -43,7 +42,7 @@ def is_number(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
-@attrs.frozen(cache_hash=True)
+@attrs.frozen
 class Action:
     """One entry of a rank's list.
 
@@ -59,6 +58,17 @@ class Action:
     version: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        stage, microbatch = self.stage, self.microbatch
+        # A generator makes millions of these; what most of them are is known at a glance.
+        if (
+            self.version is None
+            and type(stage) is int
+            and type(microbatch) is int
+            and 0 <= stage <= MAX_NUMBER
+            and 0 <= microbatch <= MAX_NUMBER
+            and self.kind not in STAGE_WIDE
+        ):
+            return
         if not is_number(self.stage):
             raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {self.stage!r}")
         if (self.microbatch is None) != (self.kind in STAGE_WIDE):
@@ -80,57 +90,54 @@ class Action:
         return f"{self.stage}{self.kind.value}{microbatch}{version}"
 
 
-# The constructors below are what generators call. They share equal actions: a schedule of
-# millions of entries holds few distinct ones at a time. The cache is typed, so that a bool or
-# a float can't pass for the int it equals.
-_shared = lru_cache(maxsize=1 << 20, typed=True)(Action)
+# The constructors below are what generators call.
 
 
 def forward(stage: int, microbatch: int, version: int | None = None) -> Action:
     """Run the stage on the microbatch, reading weight `version` (None: the newest)."""
-    return _shared(Kind.FORWARD, stage, microbatch, version)
+    return Action(Kind.FORWARD, stage, microbatch, version)
 
 
 def backward(stage: int, microbatch: int) -> Action:
     """Compute the gradients of the stage's input and parameters."""
-    return _shared(Kind.BACKWARD, stage, microbatch)
+    return Action(Kind.BACKWARD, stage, microbatch)
 
 
 def backward_input(stage: int, microbatch: int) -> Action:
     """Compute the gradient of the stage's input only; a `backward_weight` follows."""
-    return _shared(Kind.BACKWARD_INPUT, stage, microbatch)
+    return Action(Kind.BACKWARD_INPUT, stage, microbatch)
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
     """Compute the gradient of the stage's parameters, after its `backward_input`."""
-    return _shared(Kind.BACKWARD_WEIGHT, stage, microbatch)
+    return Action(Kind.BACKWARD_WEIGHT, stage, microbatch)
 
 
 def send_act(stage: int, microbatch: int) -> Action:
     """Send this stage's output to the rank that runs the next stage on the microbatch."""
-    return _shared(Kind.SEND_ACT, stage, microbatch)
+    return Action(Kind.SEND_ACT, stage, microbatch)
 
 
 def recv_act(stage: int, microbatch: int) -> Action:
     """Receive this stage's input."""
-    return _shared(Kind.RECV_ACT, stage, microbatch)
+    return Action(Kind.RECV_ACT, stage, microbatch)
 
 
 def send_grad(stage: int, microbatch: int) -> Action:
     """Send the gradient of this stage's input."""
-    return _shared(Kind.SEND_GRAD, stage, microbatch)
+    return Action(Kind.SEND_GRAD, stage, microbatch)
 
 
 def recv_grad(stage: int, microbatch: int) -> Action:
     """Receive the gradient of this stage's output."""
-    return _shared(Kind.RECV_GRAD, stage, microbatch)
+    return Action(Kind.RECV_GRAD, stage, microbatch)
 
 
 def reduce_grad(stage: int) -> Action:
     """Sum the stage's accumulated gradients over the ranks that hold it."""
-    return _shared(Kind.REDUCE_GRAD, stage)
+    return Action(Kind.REDUCE_GRAD, stage)
 
 
 def optim_step(stage: int) -> Action:
     """Apply the gradients accumulated since the stage's last `optim_step`."""
-    return _shared(Kind.OPTIM_STEP, stage)
+    return Action(Kind.OPTIM_STEP, stage)

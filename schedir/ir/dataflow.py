@@ -1,4 +1,4 @@
-"""Who feeds whom: the rank that runs each stage on each microbatch, and the peers of transfers.
+"""Who feeds whom: the rank that runs each stage on each microbatch, and what crosses ranks.
 
 The peer of a send or receive is never computed from a formula: it is the rank that runs the
 neighbouring stage on that microbatch, which is the rank whose list has its FORWARD.
@@ -6,104 +6,215 @@ neighbouring stage on that microbatch, which is the rank whose list has its FORW
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from functools import cached_property
 
 import attrs
+import numpy as np
 
-from schedir.ir.actions import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Kind,
-    recv_act,
-    recv_grad,
-    send_act,
-    send_grad,
-)
+from schedir.errors import ScheduleError
+from schedir.ir.actions import COMMUNICATION, Action, Kind
+from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
 from schedir.ir.schedule import Schedule
-
-Position: TypeAlias = tuple[int, int]
-"""A place in the lists, (rank, index): `actions[rank][index]`."""
+from schedir.ir.versions import steps_before
 
 
-@attrs.frozen
+@attrs.frozen(eq=False, slots=False)
+class Transfers:
+    """Every tensor that crosses from one rank to another: activations first, by stage.
+
+    Places of what takes part, -1 where the lists lack it: `maker` and `user` are the compute that
+    makes and consumes it, on the ranks `source` and `target`; `send` and `receive` stand there too.
+    `stage` is the receiver's; all arrays have the shape [transfers].
+    """
+
+    stage: Ints
+    microbatch: Ints
+    source: Ints
+    target: Ints
+    maker: Ints
+    user: Ints
+    send: Ints
+    receive: Ints
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @cached_property
+    def is_gradient(self) -> Bools:
+        """Where a gradient travels, and no activation."""
+        return np.arange(len(self)) >= len(self) // 2
+
+    @cached_property
+    def matched(self) -> Bools:
+        """Where both ends are listed."""
+        return (self.send >= 0) & (self.receive >= 0)
+
+    @cached_property
+    def by_channel(self) -> tuple[Ints, Bools]:
+        """The matched transfers channel by channel in the order of the sends, and which of them
+        follow another one on the same channel."""
+        listed = np.flatnonzero(self.matched)
+        # Places ascend with the rank, so the order of the sends is that of their ranks too.
+        order = listed[np.lexsort((self.send[listed], self.target[listed], self.source[listed]))]
+        source, target = self.source[order], self.target[order]
+        follows = np.zeros(len(order), dtype=np.bool_)
+        follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
+        return order, follows
+
+
+@attrs.frozen(eq=False, slots=False)
 class Dataflow:
-    """Where each (stage, microbatch) runs: `ranks[stage, microbatch]`."""
+    """Where everything stands: `places[kind][stage, microbatch]`, -1 for what is not listed.
 
-    ranks: dict[tuple[int, int | None], int]
+    `places` has the shape [kinds, stages, microbatches]; the first counts where several stand.
+    """
 
-    def rank_of(self, stage: int, microbatch: int | None) -> int | None:
-        """The rank that runs `stage` on `microbatch`; None if no rank does."""
-        return self.ranks.get((stage, microbatch))
+    columns: Columns
+    places: Ints
+
+    def of(self, kind: Kind) -> Ints:
+        """The places of one kind, shape [stages, microbatches]."""
+        kind_places: Ints = self.places[KIND_INDEX[kind]]
+        return kind_places
+
+    @cached_property
+    def runs(self) -> Ints:
+        """The rank that runs each stage on each microbatch, shape [stages, microbatches]."""
+        forward = self.of(Kind.FORWARD)
+        return np.where(forward >= 0, self.columns.rank[forward], -1)
+
+    @cached_property
+    def gradients(self) -> Ints:
+        """The places of what makes the gradient of a stage's input: its BACKWARD, or its I."""
+        backward = self.of(Kind.BACKWARD)
+        return np.where(backward >= 0, backward, self.of(Kind.BACKWARD_INPUT))
+
+    @cached_property
+    def steps_before(self) -> Ints:
+        """For every place, how many OPTIM_STEPs of its stage stand before it on its rank."""
+        return steps_before(self.columns)
+
+    @cached_property
+    def reads(self) -> Ints:
+        """The weight version that each FORWARD reads, shape [stages, microbatches]."""
+        forward = self.of(Kind.FORWARD)
+        named = self.columns.version[forward]
+        return np.where(named >= 0, named, self.steps_before[forward])
 
     def peer(self, action: Action) -> int | None:
         """The rank at the other end of a send or receive; None if there is no such rank."""
-        neighbour = action.stage + (1 if action.kind in _TOWARDS_NEXT else -1)
-        return self.ranks.get((neighbour, action.microbatch))
-
-    def needs(self, action: Action, rank: int) -> Action | None:
-        """The receive that a compute action on `rank` consumes; None if its input is local."""
-        if action.kind is Kind.FORWARD:
-            receive, neighbour = recv_act, action.stage - 1
-        elif action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_INPUT:
-            receive, neighbour = recv_grad, action.stage + 1
-        else:
+        neighbour = action.stage + (1 if action.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1)
+        if action.microbatch is None or not 0 <= neighbour < len(self.runs):
             return None
-        if self.ranks.get((neighbour, action.microbatch), rank) == rank:
-            return None
-        return receive(action.stage, _microbatch(action))
+        rank = int(self.runs[neighbour, action.microbatch])
+        return None if rank < 0 else rank
 
-    def makes(self, action: Action, rank: int) -> Action | None:
-        """The send that a compute action on `rank` makes the payload of; None if it stays here."""
-        if action.kind is Kind.FORWARD:
-            send, neighbour = send_act, action.stage + 1
-        elif action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_INPUT:
-            send, neighbour = send_grad, action.stage - 1
-        else:
-            return None
-        if self.ranks.get((neighbour, action.microbatch), rank) == rank:
-            return None
-        return send(action.stage, _microbatch(action))
+    @cached_property
+    def peers(self) -> Ints:
+        """The peer of every place, -1 where there is none."""
+        columns = self.columns
+        places = columns.where(*COMMUNICATION)
+        up = columns.is_kind(Kind.SEND_ACT, Kind.RECV_GRAD)[places]
+        # A row of -1 beyond either end of the pipeline.
+        padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-1)
+        neighbour = columns.stage[places] + np.where(up, 2, 0)
+        peers = np.full(len(columns), -1)
+        peers[places] = padded[neighbour, columns.microbatch[places]]
+        return peers
 
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Every tensor that crosses from one rank to another."""
+        below, above = self.runs[:-1], self.runs[1:]
+        stage, microbatch = np.nonzero((below != above) & (below >= 0) & (above >= 0))
+        lower, upper = (stage, microbatch), (stage + 1, microbatch)
 
-_TOWARDS_NEXT = frozenset({Kind.SEND_ACT, Kind.RECV_GRAD})
+        def both(activations: Ints, gradients: Ints) -> Ints:
+            return np.concatenate((activations, gradients))
+
+        source = both(self.runs[lower], self.runs[upper])
+        target = both(self.runs[upper], self.runs[lower])
+        return Transfers(
+            stage=both(upper[0], lower[0]),
+            microbatch=both(microbatch, microbatch),
+            source=source,
+            target=target,
+            maker=both(self.of(Kind.FORWARD)[lower], self.gradients[upper]),
+            user=both(self.of(Kind.FORWARD)[upper], self.gradients[lower]),
+            send=self._on(
+                both(self.of(Kind.SEND_ACT)[lower], self.of(Kind.SEND_GRAD)[upper]), source
+            ),
+            receive=self._on(
+                both(self.of(Kind.RECV_ACT)[upper], self.of(Kind.RECV_GRAD)[lower]), target
+            ),
+        )
+
+    def _on(self, places: Ints, rank: Ints) -> Ints:
+        """The places that are on their rank; -1 for the others."""
+        return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
 
 
 def trace(schedule: Schedule) -> Dataflow:
-    """Find the rank of every (stage, microbatch); the first FORWARD counts where several stand."""
-    ranks: dict[tuple[int, int | None], int] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind is Kind.FORWARD:
-                ranks.setdefault((action.stage, action.microbatch), rank)
-    return Dataflow(ranks)
+    """Find where every action of every (stage, microbatch) stands.
+
+    Raises ScheduleError where actions name others, or are fewer than these.
+    """
+    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
+    named = np.flatnonzero(columns.microbatch >= 0)
+    kind, stage, microbatch = (x[named] for x in (columns.kind, columns.stage, columns.microbatch))
+    # A file may claim a billion microbatches: no table is made that the lists can't fill.
+    if stages * microbatches > len(columns):
+        raise ScheduleError(
+            f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
+            "microbatches",
+            (),
+        )
+    if len(named) and (stage.max() >= stages or microbatch.max() >= microbatches):
+        raise ScheduleError("an action names an unknown stage or microbatch", ())
+    pair = stage * microbatches + microbatch
+    places = first_places(kind, pair, named, stages * microbatches)
+    return Dataflow(columns, places.reshape(-1, stages, microbatches))
 
 
-def received_by(send: Action) -> Action:
-    """The receive that a send must meet: the same boundary, seen from the other side."""
-    if send.kind is Kind.SEND_ACT:
-        return recv_act(send.stage + 1, _microbatch(send))
-    return recv_grad(send.stage - 1, _microbatch(send))
+def collective_turns(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The places of the REDUCE_GRADs that belong together: the k-th ones of a stage on its ranks.
+
+    Turns that some replica lacks are left out.
+    """
+    columns = schedule.columns
+    reduces = columns.where(Kind.REDUCE_GRAD)
+    listed: dict[tuple[int, int], list[int]] = {}
+    for place in reduces.tolist():
+        key = (int(columns.stage[place]), int(columns.rank[place]))
+        listed.setdefault(key, []).append(place)
+    turns: list[tuple[int, ...]] = []
+    for stage in sorted({stage for stage, _ in listed}):
+        by_rank = [listed.get((stage, rank), []) for rank in schedule.placement[stage]]
+        turns += zip(*by_rank, strict=False)
+    return turns
 
 
-def matching_send(receive: Action) -> Action:
-    """The send that a receive must meet. Raises ValueError at the pipeline's ends."""
-    if receive.kind is Kind.RECV_ACT:
-        return send_act(receive.stage - 1, _microbatch(receive))
-    return send_grad(receive.stage + 1, _microbatch(receive))
+def sums_of_steps(schedule: Schedule) -> list[tuple[int, int]]:
+    """For each OPTIM_STEP behind a REDUCE_GRAD of its stage on its rank, its place and the place of
+    the last such REDUCE_GRAD."""
+    columns = schedule.columns
+    reduce = columns.is_kind(Kind.REDUCE_GRAD)
+    if not reduce.any():
+        return []
+    pairs: list[tuple[int, int]] = []
+    last: dict[tuple[int, int], int] = {}
+    for place in columns.where(Kind.REDUCE_GRAD, Kind.OPTIM_STEP).tolist():
+        key = (int(columns.rank[place]), int(columns.stage[place]))
+        if reduce[place]:
+            last[key] = place
+        elif key in last:
+            pairs.append((place, last[key]))
+    return pairs
 
 
-def transfer_of(action: Action) -> Action:
-    """The receive that stands for a transfer, given either of its ends."""
-    return received_by(action) if action.kind in SENDS else action
-
-
-def channel_of(action: Action, rank: int, peer: int) -> tuple[int, int]:
-    """The channel (source, destination) of a send or receive on `rank`."""
-    return (peer, rank) if action.kind in RECEIVES else (rank, peer)
-
-
-def _microbatch(action: Action) -> int:
-    if action.microbatch is None:
-        raise ValueError(f"{action} names no microbatch")
-    return action.microbatch
+def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:
+    """For each kind and (stage, microbatch), numbered by `pair`, its first place, or -1."""
+    none = np.iinfo(np.int64).max
+    table = np.full(len(KIND_INDEX) * pairs, none)
+    np.minimum.at(table, kind * pairs + pair, places)
+    return np.where(table == none, -1, table).reshape(len(KIND_INDEX), pairs)

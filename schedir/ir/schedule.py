@@ -1,4 +1,4 @@
-"""A schedule: one list of actions per rank, and where each stage lives."""
+"""A schedule: one list of typed actions per rank, and where each stage lives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 import attrs
+import numpy as np
 
 from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
+from schedir.ir.columns import Columns, Ints, columns_of
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -23,12 +25,20 @@ class Source:
     line: int
 
 
+@attrs.frozen(eq=False)
+class Sources:
+    """The source of every place: an index into the few distinct `lines`, -1 for none."""
+
+    lines: tuple[Source, ...]
+    line_of: Ints
+
+
 def _ranks_of_stages(placement: Iterable[int | Iterable[int]]) -> Placement:
     return tuple((held,) if isinstance(held, int) else tuple(sorted(held)) for held in placement)
 
 
-def _lists(actions: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(rank_actions) for rank_actions in actions)
+def _columns(actions: Columns | Iterable[Iterable[Action]]) -> Columns:
+    return actions if isinstance(actions, Columns) else columns_of(actions)
 
 
 # Not slotted, so that derived values can be cached beside the fields.
@@ -37,18 +47,18 @@ class Schedule:
     """One list of typed actions per rank: what is printed, checked, simulated and executed.
 
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
-    `sources[rank][index]` is the line of Python behind an action, None where there is none; it
-    takes no part in equality or the hash.
+    `actions[rank]` is a rank's list, given as any iterable of actions or as `Columns`. `sources`
+    are the lines of Python behind the actions; they take no part in equality or the hash.
 
-    Raises ValueError where the fields can't describe any schedule. Whether the actions make
-    sense is for `schedir.check` to say.
+    Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
+    no Action. Whether the actions make sense is for `schedir.check` to say.
     """
 
     name: str
     microbatches: int
     placement: Placement = attrs.field(converter=_ranks_of_stages)
-    actions: tuple[tuple[Action, ...], ...] = attrs.field(converter=_lists, repr=False)
-    sources: tuple[tuple[Source | None, ...], ...] = attrs.field(default=(), eq=False, repr=False)
+    columns: Columns = attrs.field(alias="actions", converter=_columns, repr=False)
+    sources: Sources | None = attrs.field(default=None, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         name = self.name
@@ -58,7 +68,7 @@ class Schedule:
             raise ValueError(
                 f"microbatches must be an int in 1..{MAX_NUMBER}, not {self.microbatches!r}"
             )
-        if not self.actions:
+        if not self.ranks:
             raise ValueError("a schedule needs at least one rank")
         if not self.placement:
             raise ValueError("a schedule needs at least one stage")
@@ -69,13 +79,18 @@ class Schedule:
                 raise ValueError(
                     f"placement of stage {stage} names a rank outside 0..{self.ranks - 1}: {held}"
                 )
-        if self.sources and [len(s) for s in self.sources] != [len(a) for a in self.actions]:
+        if self.sources is not None and len(self.sources.line_of) != len(self.columns):
             raise ValueError("sources must have one entry for each action")
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """`actions[rank]`: the list of a rank."""
+        return tuple(tuple(self.columns.of_rank(rank)) for rank in range(self.ranks))
 
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return len(self.actions)
+        return self.columns.ranks
 
     @property
     def stages(self) -> int:
@@ -88,15 +103,16 @@ class Schedule:
 
     def source_of(self, rank: int, index: int) -> Source | None:
         """The line of Python that yielded `actions[rank][index]`, if it is known."""
-        return self.sources[rank][index] if self.sources else None
+        if self.sources is None:
+            return None
+        line = self.sources.line_of[self.columns.starts[rank] + index]
+        return None if line < 0 else self.sources.lines[line]
 
     @cached_property
     def is_complete(self) -> bool:
         """True where the list holds its communication, or needs none."""
         local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
-        return (local or self.stages == 1) or any(
-            action.kind in COMMUNICATION for actions in self.actions for action in actions
-        )
+        return local or self.stages == 1 or bool(self.columns.is_kind(*COMMUNICATION).any())
 
     @cached_property
     def content_hash(self) -> str:
@@ -104,3 +120,17 @@ class Schedule:
         from schedir.ir.text import dumps
 
         return hashlib.sha256(dumps(self).encode()).hexdigest()
+
+    def take(self, places: Ints, starts: Ints) -> Schedule:
+        """The schedule with the actions at `places` only, in that order, and their sources."""
+        sources = self.sources
+        return attrs.evolve(
+            self,
+            actions=self.columns.take(places, starts),
+            sources=None if sources is None else Sources(sources.lines, sources.line_of[places]),
+        )
+
+
+def starts_of(ranks: Ints, number: int) -> Ints:
+    """Where each of `number` ranks starts, given the rank of every place, ascending."""
+    return np.searchsorted(ranks, np.arange(number + 1)).astype(np.int64)

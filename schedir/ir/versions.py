@@ -8,11 +8,11 @@ the last action listed that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
+import numpy as np
 
-from schedir.ir.actions import BACKWARDS, Action, Kind
+from schedir.ir.actions import BACKWARDS, Kind
+from schedir.ir.columns import KIND_INDEX, Columns, Ints
 
 
 @attrs.frozen
@@ -32,8 +32,9 @@ class StageVersions:
         """True where `version` is still read after the OPTIM_STEP that replaces it."""
         return version < len(self.steps) and self.last_read.get(version, -1) > self.steps[version]
 
-    def peak(self) -> int:
-        """The most versions alive at once, the newest included.
+    def peak(self) -> tuple[int, int | None]:
+        """The most versions alive at once, the newest included, and the index of the OPTIM_STEP
+        that makes the last of them (None where there is never more than one).
 
         An OPTIM_STEP whose old version nobody reads any more updates in place and adds none.
         """
@@ -42,31 +43,58 @@ class StageVersions:
             self.last_read[v] for v in range(len(self.steps)) if self.outlives_its_step(v)
         )
         born = dead = 0
-        peak = 1
+        peak, place = 1, None
         for version, step in enumerate(self.steps):
             born += self.outlives_its_step(version)
             while dead < len(deaths) and deaths[dead] < step:
                 dead += 1
-            peak = max(peak, 1 + born - dead)
-        return peak
+            if 1 + born - dead > peak:
+                peak, place = 1 + born - dead, step
+        return peak, place
 
 
-def weight_versions(actions: Sequence[Action]) -> dict[int, StageVersions]:
+def steps_before(columns: Columns) -> Ints:
+    """For every place, how many OPTIM_STEPs of its stage stand before it on its rank."""
+    counts = np.zeros(len(columns), np.int64)
+    if not columns.is_kind(Kind.OPTIM_STEP).any():
+        return counts
+    order = np.lexsort((columns.stage, columns.rank))  # stable: within a stage by place
+    step = columns.is_kind(Kind.OPTIM_STEP)[order]
+    so_far: Ints = np.cumsum(step) - step
+    stage, rank = columns.stage[order], columns.rank[order]
+    first = np.ones(len(order), dtype=np.bool_)
+    first[1:] = (stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1])
+    starts = np.flatnonzero(first)
+    counts[order] = so_far - np.repeat(so_far[starts], np.diff([*starts, len(order)]))
+    return counts
+
+
+def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     """The weight versions of every stage in one rank's list, keyed by stage."""
+    start = int(columns.starts[rank])
+    own = start + np.flatnonzero(columns.is_kind(*_READERS)[start : columns.starts[rank + 1]])
     stages: dict[int, StageVersions] = {}
-    for index, action in enumerate(actions):
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            stage = stages.setdefault(action.stage, StageVersions())
-            version = len(stage.steps) if action.version is None else action.version
-            assert action.microbatch is not None  # FORWARD always names one
-            stage.reads[action.microbatch] = version
-            stage.last_read[version] = index
-        elif kind in BACKWARDS:
-            stage = stages.setdefault(action.stage, StageVersions())
-            assert action.microbatch is not None  # so do all backwards
-            if action.microbatch in stage.reads:
-                stage.last_read[stage.reads[action.microbatch]] = index
-        elif kind is Kind.OPTIM_STEP:
-            stages.setdefault(action.stage, StageVersions()).steps.append(index)
+    for place, code, number, microbatch, version in zip(
+        own.tolist(),
+        columns.kind[own].tolist(),
+        columns.stage[own].tolist(),
+        columns.microbatch[own].tolist(),
+        columns.version[own].tolist(),
+        strict=True,
+    ):
+        stage = stages.get(number)
+        if stage is None:
+            stage = stages[number] = StageVersions()
+        if code == _FORWARD:
+            read = len(stage.steps) if version < 0 else version
+            stage.reads[microbatch] = read
+            stage.last_read[read] = place - start
+        elif code == _STEP:
+            stage.steps.append(place - start)
+        elif microbatch in stage.reads:
+            stage.last_read[stage.reads[microbatch]] = place - start
     return stages
+
+
+_READERS = (Kind.FORWARD, *BACKWARDS, Kind.OPTIM_STEP)
+_FORWARD, _STEP = KIND_INDEX[Kind.FORWARD], KIND_INDEX[Kind.OPTIM_STEP]

@@ -10,36 +10,21 @@ All ranks list their communication in one global order, that of a run at the tex
 Every list is then a projection of one order of all compute and all transfers. A wait always
 leads from a later entry of that order to an earlier one, so no cycle can exist, whatever part of
 the lists' order a transport enforces: the result is clean under every channel model.
+
+That order keeps the REDUCE_GRADs of a stage together too: each waits for its turn on all replicas.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TypeAlias
-
 import attrs
+import numpy as np
 
 from schedir.errors import ScheduleError
-from schedir.ir.actions import COMMUNICATION, Action, Kind
-from schedir.ir.dataflow import Dataflow, received_by, trace
-from schedir.ir.schedule import Schedule, Source
-
-_COST = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,
-    Kind.BACKWARD_INPUT: 1,
-    Kind.BACKWARD_WEIGHT: 1,
-    Kind.REDUCE_GRAD: 0,
-    Kind.OPTIM_STEP: 0,
-}
-
-
-_Moment: TypeAlias = tuple[int, int]
-"""When a compute action completes: the time, and a count that orders the free ones at that time."""
-
-_Entry: TypeAlias = tuple[_Moment, bool, tuple[int, int, int], Action, Source | None]
-"""A line of the global order: when, whether it is a transfer, a tie-break that is unique among
-equals (so that sorting looks no further), what, and the line of Python behind it."""
+from schedir.ir.actions import COMMUNICATION, Kind
+from schedir.ir.clock import TEXTBOOK, Meetings, Time, run
+from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
+from schedir.ir.dataflow import Transfers, collective_turns, trace
+from schedir.ir.schedule import Schedule, Sources, starts_of
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -50,79 +35,95 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.is_complete:
         return schedule
-    entries = _run(schedule, trace(schedule))
-    for rank_entries in entries:
-        rank_entries.sort()
-    return attrs.evolve(
-        schedule,
-        actions=[[entry[3] for entry in rank_entries] for rank_entries in entries],
-        sources=tuple(tuple(entry[4] for entry in rank_entries) for rank_entries in entries)
-        if schedule.sources
-        else (),
-    )
+    transfers = trace(schedule).transfers
+    if (transfers.maker < 0).any():
+        raise ScheduleError("communication can't be inserted: some action is missing", ())
+    ends = _ends(schedule, transfers)
+    return _merge(schedule, transfers, ends)
 
 
 def strip_communication(schedule: Schedule) -> Schedule:
     """The schedule without its sends and receives."""
-    keep = [
-        [index for index, action in enumerate(actions) if action.kind not in COMMUNICATION]
-        for actions in schedule.actions
-    ]
-    return attrs.evolve(
-        schedule,
-        actions=[
-            [actions[i] for i in kept] for actions, kept in zip(schedule.actions, keep, strict=True)
-        ],
-        sources=tuple(
-            tuple(sources[i] for i in kept)
-            for sources, kept in zip(schedule.sources, keep, strict=True)
+    columns = schedule.columns
+    kept = np.flatnonzero(~columns.is_kind(*COMMUNICATION))
+    return schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
+
+
+def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
+    """When each action is done, each rank in list order, at the textbook costs."""
+    columns = schedule.columns
+    needs = np.full(len(columns), -1)
+    used = np.flatnonzero(transfers.user >= 0)
+    needs[transfers.user[used]] = used
+    posts: list[tuple[int, ...]] = list(zip(transfers.maker.tolist(), strict=True))
+    ends = _run(columns, needs, posts)
+    turns = [places for places in collective_turns(schedule) if len(places) > 1]
+    if turns:
+        # The replicas of a stage reach each of its REDUCE_GRADs together, if that is possible.
+        for places in turns:
+            needs[list(places)] = len(posts)
+            posts.append(tuple(columns.before(place) for place in places))
+        together = _run(columns, needs, posts)
+        ends = ends if -1 in together else together
+    if -1 in ends:
+        place = ends.index(-1)
+        rank, index = columns.position(place)
+        raise ScheduleError(
+            f"communication can't be inserted: rank {rank} #{index} {columns.action(place)} never "
+            "gets its input",
+            (),
         )
-        if schedule.sources
-        else (),
+    return np.array(ends, np.int64)
+
+
+def _run(columns: Columns, needs: Ints, posts: list[tuple[int, ...]]) -> list[Time]:
+    meetings = Meetings(posts, (), [0] * len(posts))
+    costs = TEXTBOOK[columns.kind].tolist()
+    return run(columns.starts.tolist(), costs, needs.tolist(), meetings).ends
+
+
+def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
+    """The compute of every rank with its ends of the transfers, in the global order."""
+    columns, sources = schedule.columns, schedule.sources
+    made = ends[transfers.maker]
+    sender = columns.stage[transfers.maker]
+    # One order of all transfers: by time, then microbatch, sending stage and receiving stage.
+    order = np.lexsort((transfers.stage, sender, transfers.microbatch, made))
+    is_act = (sender < transfers.stage)[order]
+
+    def ends_of(sends: Ints, receives: Ints) -> Ints:
+        """Both ends of every transfer, in that order."""
+        both: Ints = np.stack((sends, receives), axis=1).ravel()
+        return both
+
+    # At one time: what takes time and ends there, then transfers, then what takes none.
+    free = TEXTBOOK[columns.kind] == 0
+    moment = np.concatenate((3 * ends + 2 * free, np.repeat(3 * made[order] + 1, 2)))
+    rank = np.concatenate((columns.rank, ends_of(transfers.source[order], transfers.target[order])))
+    merged = np.argsort(rank * (moment.max() + 1) + moment, kind="stable")
+
+    def entries(compute: Ints, sends: Ints, receives: Ints) -> Ints:
+        both: Ints = np.concatenate((compute, ends_of(sends, receives)))[merged]
+        return both
+
+    microbatch = transfers.microbatch[order]
+    none = np.full(len(order), -1)
+    complete = Columns(
+        starts_of(rank[merged], schedule.ranks),
+        entries(
+            columns.kind,
+            _either(is_act, Kind.SEND_ACT, Kind.SEND_GRAD),
+            _either(is_act, Kind.RECV_ACT, Kind.RECV_GRAD),
+        ),
+        entries(columns.stage, sender[order], transfers.stage[order]),
+        entries(columns.microbatch, microbatch, microbatch),
+        entries(columns.version, none, none),
     )
+    if sources is not None:
+        line = sources.line_of[transfers.maker[order]]
+        sources = Sources(sources.lines, entries(sources.line_of, line, line))
+    return attrs.evolve(schedule, actions=complete, sources=sources)
 
 
-def _run(schedule: Schedule, dataflow: Dataflow) -> list[list[_Entry]]:
-    """Run the compute, each rank in list order: what completes when, and what is sent then."""
-    entries: list[list[_Entry]] = [[] for _ in schedule.actions]
-    reached = [0] * schedule.ranks
-    completed: list[_Moment] = [(0, 0)] * schedule.ranks
-    made: dict[Action, _Moment] = {}  # keyed by the receive
-    waiting: dict[Action, int] = {}
-    ready = deque(range(schedule.ranks))
-    while ready:
-        rank = ready.popleft()
-        actions = schedule.actions[rank]
-        for index in range(reached[rank], len(actions)):
-            action = actions[index]
-            time, wave = completed[rank]
-            need = dataflow.needs(action, rank)
-            if need is not None:
-                if need not in made:
-                    waiting[need] = rank
-                    break
-                time, wave = max((time, wave), made[need])
-            cost = _COST[action.kind]
-            end = completed[rank] = (time + cost, 0 if cost else wave + 1)
-            source = schedule.source_of(rank, index)
-            entries[rank].append((end, False, (index, 0, 0), action, source))
-            reached[rank] = index + 1
-            send = dataflow.makes(action, rank)
-            peer = None if send is None else dataflow.peer(send)
-            if send is None or send.microbatch is None or peer is None:
-                continue
-            receive = received_by(send)
-            order = (send.microbatch, send.stage, receive.stage)
-            entries[rank].append((end, True, order, send, source))
-            entries[peer].append((end, True, order, receive, source))
-            made[receive] = end
-            if receive in waiting:
-                ready.append(waiting.pop(receive))
-    for rank, (index, actions) in enumerate(zip(reached, schedule.actions, strict=True)):
-        if index < len(actions):
-            raise ScheduleError(
-                f"communication can't be inserted: rank {rank} #{index} {actions[index]} never "
-                "gets its input",
-                (),
-            )
-    return entries
+def _either(condition: Bools, one: Kind, other: Kind) -> Ints:
+    return np.where(condition, KIND_INDEX[one], KIND_INDEX[other])

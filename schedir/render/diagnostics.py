@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from schedir.check import CHANNELS, Diagnostic, Location, Report
+from schedir.check import CHANNELS, Diagnostic, Excerpt, Location, Report
 from schedir.render.text import paint, table
 
 # A finding may concern every gradient of a stage; more places than these explain nothing.
@@ -29,21 +29,43 @@ def finding(diagnostic: Diagnostic, colour: bool = False) -> str:
     header = paint(f"{diagnostic.severity}[{diagnostic.code}]", style, colour)
     message = paint(diagnostic.message, "1", colour)
     lines = [f"{header}: {message}  ({diagnostic.name})"]
-    places = diagnostic.locations[:1] if diagnostic.trace else diagnostic.locations
-    for number, location in enumerate(places[:_MOST_PLACES]):
-        source = location.source
-        line = "" if source is None else f"      {source.file}:{source.line}"
-        lines.append(f"  {':::' if number else '-->'} {_place(location)}{line}")
-    if len(places) > _MOST_PLACES:
-        lines.append(f"  ::: and {len(places) - _MOST_PLACES} more")
+    lines += _places(diagnostic)
     if diagnostic.trace:
-        rows = table(diagnostic.trace).splitlines()
-        rows[-1] += "   (cycle)"
-        lines += [f"   | {row}" for row in rows]
+        lines += [f"   | {row}" for row in table(diagnostic.trace).splitlines()]
+    if diagnostic.excerpts:
+        rows = [(f"rank {excerpt.rank}", _list(excerpt)) for excerpt in diagnostic.excerpts]
+        lines += ["   |", *(f"   | {row}" for row in table(rows).splitlines())]
     lines += [f"   = note: {note}" for note in diagnostic.notes]
     if diagnostic.help is not None:
         lines.append(f"   = help: {diagnostic.help}")
     return "\n".join(lines) + "\n"
+
+
+def _places(diagnostic: Diagnostic) -> Iterator[str]:
+    """The places, each with its line of Python and its label."""
+    places = diagnostic.listed[:_MOST_PLACES]
+    width = max(len(_place(location)) for location in places)
+    for number, location in enumerate(places):
+        source = location.source
+        line = "" if source is None else f"      {source.file}:{source.line}"
+        label = diagnostic.labels[number] if number < len(diagnostic.labels) else ""
+        after = line + (f"   {label}" if label else "")
+        place = _place(location).ljust(width) if after else _place(location)
+        yield f"  {':::' if number else '-->'} {place}{after}"
+    if len(diagnostic.listed) > _MOST_PLACES:
+        yield f"  ::: and {len(diagnostic.listed) - _MOST_PLACES} more"
+
+
+def _list(excerpt: Excerpt) -> str:
+    """A piece of a list: `#3 … 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 …`, what is at fault in
+    brackets."""
+    tokens = [
+        f"[{action}]" if index in excerpt.marked else str(action)
+        for index, action in enumerate(excerpt.actions, excerpt.first)
+    ]
+    before = ["…"] if excerpt.first else []
+    after = ["…"] if excerpt.first + len(tokens) < excerpt.total else []
+    return " ".join([f"#{excerpt.first}", *before, *tokens, *after])
 
 
 def concise(report: Report, subject: str) -> str:

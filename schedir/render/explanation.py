@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import textwrap
 
-from schedir.check import Rule, check
+from schedir.check import Diagnostic, check
 from schedir.ir import loads
 from schedir.render.diagnostics import finding
 
 _WIDTH = 80
 
 
-def explanation(rule: Rule) -> str:
+def explanation(rule: type[Diagnostic]) -> str:
     """The explanation of a rule in full, its example checked as it is printed."""
-    report = check(loads(rule.example))
+    report = check(loads(rule.example), **dict(rule.options))
     found = "\n".join(finding(diagnostic) for diagnostic in report.diagnostics)
     return (
         "\n".join(
             [
                 f"{rule.severity}[{rule.code}]: {rule.name}",
                 "",
-                textwrap.fill(rule.meaning, _WIDTH),
+                _fill(rule.meaning()),
                 "",
-                textwrap.fill(f"Why: {rule.why}", _WIDTH),
+                _fill(f"Why: {rule.why}"),
                 "",
-                textwrap.fill(f"Mend: {rule.mend}", _WIDTH),
+                _fill(f"Mend: {rule.mend}"),
                 "",
                 "Example:",
                 "",
                 textwrap.indent(rule.example, "    "),
-                "`schedir check` says:",
+                f"`schedir check{command_options(rule)}` says:",
                 "",
                 textwrap.indent(found, "    "),
             ]
         ).rstrip("\n")
         + "\n"
     )
+
+
+def _fill(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # options stay whole
+
+
+def command_options(rule: type[Diagnostic]) -> str:
+    """The options of `schedir check` that the rule's example needs."""
+    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in rule.options)

@@ -87,7 +87,7 @@ class Executor:
     ) -> None:
         schedule = _proved(schedule)
         self.schedule = schedule
-        versions = [weight_versions(actions) for actions in schedule.actions]
+        versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
         _check_stepping(schedule, versions, optimizer is not None)
         self.rank = _rank(schedule.ranks)
         local = schedule.stages_of(self.rank)

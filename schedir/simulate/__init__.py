@@ -1,7 +1,6 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
 from schedir.simulate.costs import CostModel
-from schedir.simulate.memory import peak_activations
 from schedir.simulate.timeline import RankStats, Span, Timeline, simulate
 
-__all__ = ["CostModel", "RankStats", "Span", "Timeline", "peak_activations", "simulate"]
+__all__ = ["CostModel", "RankStats", "Span", "Timeline", "simulate"]

@@ -10,26 +10,38 @@ transfer starts when both its ends are posted and its channel has finished the t
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from schedir.check import check
 from schedir.errors import ScheduleError
 from schedir.ir import (
-    COMPUTE,
+    KINDS,
     Action,
     Dataflow,
     Kind,
+    Meetings,
+    Plan,
     Schedule,
-    channel_of,
+    Time,
+    Times,
+    peak_activations,
+    plan,
+    run,
     trace,
-    transfer_of,
     weight_versions,
 )
 from schedir.passes import insert_communication
 from schedir.simulate.costs import CostModel
-from schedir.simulate.memory import peak_activations
+
+Numbers: TypeAlias = NDArray[Any]
+"""Times: of integers where all costs are, else of floats."""
 
 
 @attrs.frozen
@@ -62,15 +74,29 @@ class RankStats:
     weight_versions: int
 
 
-@attrs.frozen
+# Not slotted, so that the spans can be made when somebody looks at them.
+@attrs.frozen(slots=False)
 class Timeline:
-    """When every action of a schedule runs: `spans[rank]` in list order, and what follows."""
+    """When every action of a schedule runs: `spans[rank]` in list order, and what follows.
+
+    `starts` and `ends` hold the times of every action, rank after rank.
+    """
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...] = attrs.field(repr=False)
+    starts: Numbers = attrs.field(repr=False, eq=False)
+    ends: Numbers = attrs.field(repr=False, eq=False)
     makespan: float
     bubble_fraction: float
     ranks: tuple[RankStats, ...]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """`spans[rank]`: the entries of the rank's list with their times."""
+        times = iter(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+        return tuple(
+            tuple(Span(index, action, *next(times)) for index, action in enumerate(actions))
+            for actions in self.schedule.actions
+        )
 
 
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
@@ -79,128 +105,73 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
     `schedir.check` finds, where the schedule blocks.
     """
+    price = (costs or CostModel()).by_kind()
     try:
         schedule = insert_communication(schedule)
-        spans = _Run(schedule, costs or CostModel()).spans()
+        flow = trace(schedule)
+        planned = plan(schedule, flow)
+        durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
+        times = _run(planned, durations, price)
     except ScheduleError:
         check(schedule).raise_if_errors()
         raise
-    makespan = max((span.end for rank_spans in spans for span in rank_spans), default=0)
-    ranks = tuple(
-        _rank_stats(schedule, rank, rank_spans, makespan) for rank, rank_spans in enumerate(spans)
-    )
+    starts, ends = _by_place(schedule, flow, planned, times, price)
+    makespan = ends.max(initial=0).item()
+    ranks = tuple(_rank_stats(schedule, planned, times, durations, makespan))
     busy = sum(rank.busy for rank in ranks)
     bubble = 1 - busy / (schedule.ranks * makespan) if makespan else 0.0
-    return Timeline(schedule, spans, makespan, bubble, ranks)
+    return Timeline(schedule, starts, ends, makespan, bubble, ranks)
+
+
+def _run(planned: Plan, durations: list[Time], price: dict[Kind, Time]) -> Times:
+    collectives = len(planned.collectives)
+    transfers = len(planned.posts) - collectives
+    last = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
+    # Transfers that take no time never hold up the next one of their channel.
+    before = planned.before.tolist() if price[Kind.SEND_ACT] else ()
+    meetings = Meetings(planned.posts, before, last)
+    times = run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
+    if -1 in times.ends:
+        raise ScheduleError("the schedule blocks; `schedir check` says why", ())
+    return times
+
+
+def _by_place(
+    schedule: Schedule, flow: Dataflow, planned: Plan, times: Times, price: dict[Kind, Time]
+) -> tuple[Numbers, Numbers]:
+    """The start and the end of every action, rank after rank."""
+    whole = all(isinstance(cost, int) for cost in price.values())
+    starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
+    ends = np.zeros_like(starts)
+    starts[planned.compute], ends[planned.compute] = times.starts, times.ends
+    transfers = len(flow.transfers)
+    begins = np.array(times.begins[:transfers], starts.dtype)
+    for side in (flow.transfers.send, flow.transfers.receive):
+        starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
+    for places, begin in zip(planned.collectives, times.begins[transfers:], strict=True):
+        starts[list(places)] = begin
+        ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
+    return starts, ends
 
 
 def _rank_stats(
-    schedule: Schedule, rank: int, spans: tuple[Span, ...], makespan: float
-) -> RankStats:
-    compute = [span for span in spans if span.action.kind in COMPUTE]
-    busy = sum(span.end - span.start for span in compute)
-    first = next((span.start for span in compute if span.action.kind is Kind.FORWARD), 0)
-    last = compute[-1].end if compute else first
-    versions = weight_versions(schedule.actions[rank])
-    return RankStats(
-        rank=rank,
-        busy=busy,
-        idle=makespan - busy,
-        span=last - first,
-        peak_activations=peak_activations(schedule.actions[rank]),
-        weight_versions=max((stage.peak() for stage in versions.values()), default=1),
-    )
-
-
-class _Run:
-    """The state of one simulation. `clock[rank]` is when its last compute so far ends."""
-
-    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
-        self.schedule = schedule
-        self.costs = costs.by_kind()
-        self.dataflow: Dataflow = trace(schedule)
-        self.clock: list[float] = [0] * schedule.ranks
-        self.times: list[list[tuple[float, float] | None]] = [
-            [None] * len(actions) for actions in schedule.actions
-        ]
-        # A transfer is keyed by its receive, a collective by its stage and turn.
-        self.posted: dict[Action | tuple[int, int], list[tuple[int, int, float]]] = {}
-        self.arrived: dict[Action | tuple[int, int], float] = {}
-        self.waiting: dict[Action | tuple[int, int], list[int]] = {}
-        self.channel_free: dict[tuple[int, int], float] = {}
-        self.ready = deque(range(schedule.ranks))
-
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
-        reached = [0] * self.schedule.ranks
-        turns: list[dict[int, int]] = [{} for _ in reached]
-        while self.ready:
-            rank = self.ready.popleft()
-            reached[rank] = self._advance(rank, reached[rank], turns[rank])
-        result = []
-        for rank, (actions, times) in enumerate(
-            zip(self.schedule.actions, self.times, strict=True)
-        ):
-            spans = []
-            for index, (action, time) in enumerate(zip(actions, times, strict=True)):
-                if time is None:
-                    raise ScheduleError(
-                        f"the schedule blocks: rank {rank} #{index} {action} never runs; "
-                        "`schedir check` says why",
-                        (),
-                    )
-                spans.append(Span(index, action, *time))
-            result.append(tuple(spans))
-        return tuple(result)
-
-    def _advance(self, rank: int, index: int, turns: dict[int, int]) -> int:
-        """Run `rank` from `index` until it waits; `turns` counts its REDUCE_GRADs by stage."""
-        actions = self.schedule.actions[rank]
-        while index < len(actions):
-            action = actions[index]
-            kind = action.kind
-            if kind in COMPUTE:
-                # An OPTIM_STEP waits for the stage's last REDUCE_GRAD, other compute for its
-                # receive.
-                need = self.dataflow.needs(action, rank) or (
-                    (action.stage, turns[action.stage])
-                    if kind is Kind.OPTIM_STEP and action.stage in turns
-                    else None
-                )
-                start = self.clock[rank]
-                if need is not None:
-                    if need not in self.arrived:
-                        self.waiting.setdefault(need, []).append(rank)
-                        return index
-                    start = max(start, self.arrived[need])
-                end = start + self.costs[kind]
-                self.clock[rank] = end
-                self.times[rank][index] = (start, end)
-            elif kind is Kind.REDUCE_GRAD:
-                turns[action.stage] = turns.get(action.stage, 0) + 1
-                self._post((action.stage, turns[action.stage]), rank, index, action)
-            else:
-                self._post(transfer_of(action), rank, index, action)
-            index += 1
-        return index
-
-    def _post(self, key: Action | tuple[int, int], rank: int, index: int, action: Action) -> None:
-        """Post one end of a transfer or collective; the last end makes it happen."""
-        ends = self.posted.setdefault(key, [])
-        ends.append((rank, index, self.clock[rank]))
-        start = max(time for _, _, time in ends)
-        if action.kind is Kind.REDUCE_GRAD:
-            if len(ends) < len(self.schedule.placement[action.stage]):
-                return
-            end = start + self.costs[action.kind]
-        else:
-            if len(ends) < 2:
-                return
-            peer = self.dataflow.peer(action)
-            channel = channel_of(action, rank, -1 if peer is None else peer)
-            start = max(start, self.channel_free.get(channel, 0))
-            end = start + self.costs[action.kind]
-            self.channel_free[channel] = end
-        self.arrived[key] = end
-        for end_rank, end_index, _ in self.posted.pop(key):
-            self.times[end_rank][end_index] = (start, end)
-        self.ready.extend(self.waiting.pop(key, ()))
+    schedule: Schedule, planned: Plan, times: Times, durations: list[Time], makespan: Time
+) -> Iterator[RankStats]:
+    columns = schedule.columns
+    bounds = planned.bounds.tolist()
+    forwards = columns.is_kind(Kind.FORWARD)[planned.compute]
+    peaks = peak_activations(columns)
+    for rank, (begin, end) in enumerate(pairwise(bounds)):
+        busy = sum(durations[begin:end])
+        first = begin + int(forwards[begin:end].argmax()) if forwards[begin:end].any() else None
+        since = times.starts[first] if first is not None else 0
+        until = times.ends[end - 1] if end > begin else since
+        versions = weight_versions(columns, rank)
+        yield RankStats(
+            rank=rank,
+            busy=busy,
+            idle=makespan - busy,
+            span=until - since,
+            peak_activations=peaks[rank][0],
+            weight_versions=max((stage.peak()[0] for stage in versions.values()), default=1),
+        )

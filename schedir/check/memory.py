@@ -1,0 +1,101 @@
+"""S4xx: every weight version that is read exists, and what is alive stays within the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from schedir.check.diagnostics import Diagnostic, locate
+from schedir.check.rules import memory as rules
+from schedir.ir import Dataflow, Kind, Schedule, peak_activations, weight_versions
+
+
+@attrs.frozen
+class Limits:
+    """What a schedule may cost at most; None for no limit.
+
+    `max_delay` in updates between the version that a gradient is computed at and the one that it
+    is applied to; `max_versions` of a stage alive at once, the newest included; `max_activations`
+    of a rank alive at once, in (stage, microbatch) pairs.
+    """
+
+    max_delay: int | None = None
+    max_versions: int | None = None
+    max_activations: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, least in (("max_delay", 0), ("max_versions", 1), ("max_activations", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name} must be an int >= {least} or None, not {value!r}")
+
+
+def memory(schedule: Schedule, flow: Dataflow, limits: Limits) -> Iterator[Diagnostic]:
+    """What is wrong with versions and activations. Expects a sound structure."""
+    yield from _versions_exist(schedule, flow)
+    yield from _versions_agree(schedule, flow)
+    if limits.max_delay is not None:
+        yield from _delays(schedule, flow, limits.max_delay)
+    if limits.max_versions is not None:
+        yield from _versions_alive(schedule, limits.max_versions)
+    if limits.max_activations is not None:
+        for rank, (peak, index) in enumerate(peak_activations(schedule.columns)):
+            if peak > limits.max_activations:
+                place = int(schedule.columns.starts[rank]) + index
+                yield rules.ActivationsAboveLimit(
+                    locations=(locate(schedule, place),),
+                    peak=peak,
+                    limit=limits.max_activations,
+                )
+
+
+def _versions_exist(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+    version = schedule.columns.version
+    for place in np.flatnonzero(version > flow.steps_before).tolist():
+        yield rules.VersionNotAvailable(
+            locations=(locate(schedule, place),), newest=int(flow.steps_before[place])
+        )
+
+
+def _versions_agree(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+    """One note for the whole schedule: where its stages run a microbatch at different versions."""
+    differ = flow.reads != flow.reads[-1]
+    microbatches = np.flatnonzero(differ.any(axis=0))
+    if len(microbatches):
+        first = int(microbatches[0])
+        stage = int(np.flatnonzero(differ[:, first])[0])
+        forward = flow.of(Kind.FORWARD)[:, first]
+        yield rules.VersionsDisagree(
+            locations=tuple(locate(schedule, int(forward[s])) for s in (stage, -1)),
+            versions=(int(flow.reads[stage, first]), int(flow.reads[-1, first])),
+            many=len(microbatches),
+            microbatches=schedule.microbatches,
+        )
+
+
+def _delays(schedule: Schedule, flow: Dataflow, limit: int) -> Iterator[Diagnostic]:
+    """The worst delay of every stage that is above the limit."""
+    gradient = np.maximum(flow.of(Kind.BACKWARD), flow.of(Kind.BACKWARD_WEIGHT))
+    delay = flow.steps_before[gradient] - flow.reads
+    for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
+        worst = int(delay[stage].argmax())
+        places = (flow.of(Kind.FORWARD)[stage, worst], gradient[stage, worst])
+        yield rules.DelayAboveLimit(
+            locations=tuple(locate(schedule, int(place)) for place in places),
+            delay=int(delay[stage, worst]),
+            limit=limit,
+            above=int((delay[stage] > limit).sum()),
+        )
+
+
+def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:
+    for rank in range(schedule.ranks):
+        for _, versions in sorted(weight_versions(schedule.columns, rank).items()):
+            alive, index = versions.peak()
+            if alive > limit and index is not None:
+                place = int(schedule.columns.starts[rank]) + index
+                yield rules.VersionsAboveLimit(
+                    locations=(locate(schedule, place),), alive=alive, limit=limit
+                )

@@ -1,0 +1,173 @@
+"""Who waits for whom under a channel model: the graph whose cycles are the deadlocks.
+
+Merge each send with its receive (and the k-th REDUCE_GRADs of a stage) into one node, add what a
+channel model keeps of the lists' order as edges: the schedule deadlocks exactly if there is a
+cycle. One pass decides for every interleaving, because each channel has one writer and one reader
+and control flow is fixed (Kahn networks; Siegel & Avrunin 2003; Liao et al., arXiv 0709.3693).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+
+from schedir.check.channels import queues
+from schedir.ir import (
+    COMPUTE,
+    RECEIVES,
+    Bools,
+    Dataflow,
+    Ints,
+    Schedule,
+    Time,
+    collective_turns,
+    sums_of_steps,
+)
+
+REASONS = ("comes after", "needs", "queued behind")
+AFTER, NEEDS, QUEUED = range(len(REASONS))
+
+
+@attrs.frozen(eq=False)
+class Waits:
+    """What must happen before what: place `later[i]` waits for place `earlier[i]`.
+
+    `why` indexes REASONS. `node[place]` is the node that a place belongs to, itself a place: the
+    first end of its transfer or collective.
+    """
+
+    later: Ints
+    earlier: Ints
+    why: Ints
+    node: Ints
+
+
+def waits(schedule: Schedule, flow: Dataflow, channel: str) -> Waits:
+    """Every wait under a channel model. A compute-only schedule has those of its compute."""
+    edges = [*_order(schedule, flow, channel), *_inputs(schedule, flow)]
+    later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
+    in_lists = np.lexsort((why, later))
+    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule, flow))
+
+
+def host_order(schedule: Schedule, flow: Dataflow) -> bool:
+    """Whether every action happens under `host`, the strictest model, and so under each.
+
+    Each rank goes through the transfers and collectives of its list in order, and stands at each
+    until all its ends do. Compute holds nobody up, as its receive is listed before it.
+    """
+    node = _nodes(schedule, flow)
+    columns = schedule.columns
+    meets = np.flatnonzero(~columns.is_kind(*COMPUTE))
+    bounds = np.searchsorted(meets, columns.starts).tolist()
+    number, meeting = np.unique(node[meets], return_inverse=True)
+    queue = meeting.tolist()
+    absent = np.bincount(meeting, minlength=len(number)).tolist()  # the ends that nobody stands at
+    standing: list[list[int]] = [[] for _ in absent]
+    at = bounds[:-1]
+    ready = list(range(columns.ranks))
+    while ready:
+        rank = ready.pop()
+        for index in range(at[rank], bounds[rank + 1]):
+            current = queue[index]
+            absent[current] -= 1
+            if absent[current]:
+                at[rank] = index + 1
+                standing[current].append(rank)
+                break
+            ready += standing[current]
+    return not any(absent)
+
+
+def _nodes(schedule: Schedule, flow: Dataflow) -> Ints:
+    node = np.arange(len(schedule.columns))
+    send, receive = (
+        end[flow.transfers.matched] for end in (flow.transfers.send, flow.transfers.receive)
+    )
+    node[send] = node[receive] = np.minimum(send, receive)
+    for places in collective_turns(schedule):
+        node[list(places)] = min(places)
+    return node
+
+
+_Edges = tuple[Ints, Ints, Ints]
+
+
+def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
+    there = earlier >= 0
+    return later[there], earlier[there], np.full(int(there.sum()), why)
+
+
+def _order(schedule: Schedule, flow: Dataflow, channel: str) -> Iterator[_Edges]:
+    """The waits within each list: for the compute before, and for what is queued before."""
+    columns = schedule.columns
+    places = np.arange(len(columns))
+    computes = columns.is_kind(*COMPUTE)
+    behind = _previous_of_queue(queues(channel, schedule, flow))
+    if channel == "host":
+        # The whole list is one queue, which says all that compute's order could.
+        after = computes | computes[behind]
+        yield _edges(places[after], behind[after], AFTER)
+        yield _edges(places[~after], behind[~after], QUEUED)
+        return
+    start = columns.starts[columns.rank]
+    last = np.maximum.accumulate(np.where(computes, places, -1)) if len(places) else places
+    before = np.concatenate(([-1], last[:-1]))[: len(places)]
+    before = np.where(before >= start, before, -1)
+    held = ~columns.is_kind(*RECEIVES) if channel == "async" else np.ones(len(places), np.bool_)
+    yield _edges(places[held], before[held], AFTER)
+    yield _edges(places, behind, QUEUED)
+    sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
+    yield _edges(sums[:, 0], sums[:, 1], NEEDS)
+
+
+def _previous_of_queue(queue: Ints) -> Ints:
+    """For every place, the place before in its queue, -1 for none."""
+    order = np.argsort(queue, kind="stable")
+    order = order[queue[order] >= 0]
+    previous = np.full(len(queue), -1)
+    same = queue[order[1:]] == queue[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def _inputs(schedule: Schedule, flow: Dataflow) -> Iterator[_Edges]:
+    """The waits of compute for its input: for its receive, or for what makes it elsewhere."""
+    transfers = flow.transfers
+    used = transfers.user >= 0
+    source = transfers.receive if schedule.is_complete else transfers.maker
+    yield _edges(transfers.user[used], source[used], NEEDS)
+
+
+def finish(waiting: Waits, durations: Sequence[Time]) -> list[Time]:
+    """When each node is done, each place taking its duration; -1 for what never happens: for what
+    is on a cycle, and what waits for one."""
+    node = waiting.node
+    later, earlier = node[waiting.later], node[waiting.earlier]
+    order = np.argsort(earlier, kind="stable")
+    bounds = np.searchsorted(earlier[order], np.arange(len(node) + 1)).tolist()
+    waiters = later[order].tolist()
+    left = np.bincount(later, minlength=len(node))
+    ready = np.flatnonzero((left == 0) & (node == np.arange(len(node)))).tolist()
+    open_ = left.tolist()
+    begin: list[Time] = [0] * len(node)
+    done: list[Time] = [-1] * len(node)
+    while ready:
+        current = ready.pop()
+        end = done[current] = begin[current] + durations[current]
+        for waiter in waiters[bounds[current] : bounds[current + 1]]:
+            if end > begin[waiter]:
+                begin[waiter] = end
+            open_[waiter] -= 1
+            if not open_[waiter]:
+                ready.append(waiter)
+    return done
+
+
+def stuck(waiting: Waits) -> Bools:
+    """The nodes that never happen."""
+    done = np.array(finish(waiting, [0] * len(waiting.node)))
+    never: Bools = (done < 0) & (waiting.node == np.arange(len(waiting.node)))
+    return never

@@ -1,0 +1,123 @@
+"""When compute runs: each rank in list order, each action as soon as what it needs has arrived.
+
+    time     0    1    2    3    4    5
+    rank 0   0F0  0F1                       a transfer is posted at each end once the compute
+                ↘    ↘                      before it is done; it begins when all its ends are
+    rank 1        1F0  1B0------ 1F1        posted and the one before it on its channel is over
+
+One pass over all compute, each rank as far as it gets until it waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+
+from schedir.ir.actions import Kind
+from schedir.ir.columns import KINDS
+
+Time: TypeAlias = float
+"""In the unit of the costs; ints stay ints."""
+
+
+_TEXTBOOK = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+TEXTBOOK = np.array([_TEXTBOOK.get(kind, 0) for kind in KINDS])
+"""What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
+
+
+@attrs.frozen
+class Meetings:
+    """What compute waits for: transfers, and collectives, numbered from 0.
+
+    `posts[m]` names the compute (its number, -1 for none) behind which each end of meeting m is
+    posted; `before[m]` is the meeting that must be over first, -1 for none, with `before` empty
+    where none must; `durations[m]` is how long it takes.
+    """
+
+    posts: Sequence[tuple[int, ...]]
+    before: Sequence[int]
+    durations: Sequence[Time]
+
+
+@attrs.frozen
+class Times:
+    """When each compute action starts and ends, and each meeting begins; -1 for what never does."""
+
+    starts: list[Time]
+    ends: list[Time]
+    begins: list[Time]
+
+
+def run(
+    bounds: Sequence[int], durations: Sequence[Time], needs: Sequence[int], meetings: Meetings
+) -> Times:
+    """Run all compute, numbered rank by rank: rank r's is `bounds[r]` to `bounds[r + 1]` - 1.
+
+    `needs[c]` is the meeting that compute c waits for, -1 for none.
+    """
+    posts, before, lasts = meetings.posts, meetings.before, meetings.durations
+    starts: list[Time] = [-1] * len(durations)
+    ends = starts.copy()
+    begins: list[Time] = [-1] * len(posts)
+    reached = list(bounds[:-1])
+    clock: list[Time] = [0] * len(reached)
+    waiting: dict[int, list[int]] = {}
+    ready = deque(range(len(reached)))
+    while ready:
+        rank = ready.popleft()
+        time = clock[rank]
+        for compute in range(reached[rank], bounds[rank + 1]):
+            need = needs[compute]
+            if need >= 0:
+                begin = begins[need]
+                if begin < 0:
+                    held = _begin(need, posts, before, lasts, ends, begins)
+                    if held is not None:
+                        waiting.setdefault(held, []).append(rank)
+                        reached[rank] = compute
+                        break
+                    begin = begins[need]
+                arrival = begin + lasts[need]
+                if arrival > time:
+                    time = arrival
+            starts[compute] = time
+            time += durations[compute]
+            ends[compute] = time
+            if compute in waiting:
+                ready.extend(waiting.pop(compute))
+        clock[rank] = time
+    for meeting, begin in enumerate(begins):
+        if begin < 0:  # no compute needs it
+            _begin(meeting, posts, before, lasts, ends, begins)
+    return Times(starts, ends, begins)
+
+
+def _begin(
+    meeting: int,
+    posts: Sequence[tuple[int, ...]],
+    before: Sequence[int],
+    lasts: Sequence[Time],
+    ends: Sequence[Time],
+    begins: list[Time],
+) -> int | None:
+    """Find when a meeting begins; or return the compute that it still has to wait for."""
+    chain = [meeting]
+    while before and before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
+        chain.append(before[chain[-1]])
+    for current in reversed(chain):
+        begin: Time = 0
+        for post in posts[current]:
+            if post >= 0:
+                end = ends[post]
+                if end < 0:
+                    return post
+                if end > begin:
+                    begin = end
+        if before and before[current] >= 0:
+            begin = max(begin, begins[before[current]] + lasts[before[current]])
+        begins[current] = begin
+    return None

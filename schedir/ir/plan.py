@@ -1,0 +1,67 @@
+"""A complete schedule as the clock runs it, on the `edge` channel model: compute and meetings."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from schedir.errors import ScheduleError
+from schedir.ir.actions import COMMUNICATION, COMPUTE
+from schedir.ir.columns import Ints
+from schedir.ir.dataflow import Dataflow, collective_turns, sums_of_steps
+from schedir.ir.schedule import Schedule
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """The arguments of `clock.run`, but for the durations.
+
+    `compute` holds the places of all compute, `bounds` the number of each rank's first. The
+    meetings are the transfers of the dataflow, then `collectives`, the places of REDUCE_GRADs that
+    belong together. `last_before[place]` is the number of the compute before a place, -1 for none.
+    """
+
+    compute: Ints
+    bounds: Ints
+    needs: Ints
+    posts: list[tuple[int, ...]]
+    before: Ints
+    collectives: list[tuple[int, ...]]
+    last_before: Ints
+
+
+def plan(schedule: Schedule, flow: Dataflow) -> Plan:
+    """Number what the clock runs.
+
+    Raises ScheduleError where the communication is not sound; `schedir.check` says why.
+    """
+    columns, transfers = schedule.columns, flow.transfers
+    sound = (transfers.send > transfers.maker) & (transfers.receive < transfers.user)
+    listed = int(columns.is_kind(*COMMUNICATION).sum())
+    if not (sound & transfers.matched).all() or listed != 2 * len(transfers):
+        raise ScheduleError("the sends and receives don't match; `schedir check` says why", ())
+    is_compute = columns.is_kind(*COMPUTE)
+    so_far: Ints = np.cumsum(is_compute)
+    compute = np.flatnonzero(is_compute)
+    bounds = np.searchsorted(compute, columns.starts)
+    last_before = so_far - is_compute - 1
+    last_before[last_before < bounds[columns.rank]] = -1
+    number = so_far - 1  # of a place that computes
+
+    needs = np.full(len(compute), -1)
+    needs[number[transfers.user]] = np.arange(len(transfers))
+    order, follows = transfers.by_channel
+    before = np.full(len(transfers), -1)
+    before[order[1:][follows[1:]]] = order[:-1][follows[1:]]
+    sent, received = last_before[transfers.send], last_before[transfers.receive]
+    posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
+
+    collectives = collective_turns(schedule)
+    posts += [tuple(last_before[list(places)].tolist()) for places in collectives]
+    turns = {p: turn for turn, places in enumerate(collectives, len(transfers)) for p in places}
+    for step, reduce in sums_of_steps(schedule):
+        needs[number[step]] = turns[reduce]
+    none = np.full(len(collectives), -1)
+    return Plan(
+        compute, bounds, needs, posts, np.concatenate((before, none)), collectives, last_before
+    )
