@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir import COMMUNICATION, RECEIVES, Dataflow, Ints, Kind, Schedule
+from schedir.ir import COMMUNICATION, RECEIVES, Ints, Kind, Schedule
 
 CHANNELS = ("host", "rank", "pair", "edge", "async")
 """The models, strictest first: each enforces a part of the order that the one before does."""
 
 
-def queues(channel: str, schedule: Schedule, flow: Dataflow) -> Ints:
+def queues(channel: str, schedule: Schedule) -> Ints:
     """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
 
     The entries of one queue happen in list order. A REDUCE_GRAD has no peer: but for the models
@@ -39,9 +39,9 @@ def queues(channel: str, schedule: Schedule, flow: Dataflow) -> Ints:
     if channel == "rank":
         return np.where(communicates | reduces, columns.rank, -1)
     # Numbered apart on each rank: one number per peer and direction, then one per stage.
-    number = 2 * flow.peers
+    number = 2 * schedule.dataflow.peers
     if channel == "edge":
         number = number + columns.is_kind(*RECEIVES)
     own = columns.rank * (2 * ranks + schedule.stages)
-    peered = communicates & (flow.peers >= 0)
+    peered = communicates & (schedule.dataflow.peers >= 0)
     return np.where(peered, own + number, np.where(reduces, own + 2 * ranks + columns.stage, -1))

@@ -8,23 +8,24 @@ import numpy as np
 
 from schedir.check.diagnostics import Diagnostic, locate, move
 from schedir.check.rules import communication as rules
-from schedir.ir import COMMUNICATION, Action, Dataflow, Ints, Kind, Schedule, Transfers
+from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers
 
 _ROWS_AROUND = 2
 
 
-def communication(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def communication(schedule: Schedule) -> Iterator[Diagnostic]:
     """What is wrong with the sends and receives. Expects a sound structure."""
-    yield from _no_peer(schedule, flow)
-    yield from _at_its_compute(schedule, flow.transfers)
-    yield from _unmatched(schedule, flow.transfers)
-    yield from _mis_paired(schedule, flow.transfers)
+    transfers = schedule.dataflow.transfers
+    yield from _no_peer(schedule)
+    yield from _at_its_compute(schedule, transfers)
+    yield from _unmatched(schedule, transfers)
+    yield from _mis_paired(schedule, transfers)
     yield from _unmatched_reduces(schedule)
 
 
-def _no_peer(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def _no_peer(schedule: Schedule) -> Iterator[Diagnostic]:
     """Each send and receive stands on the rank that runs its stage, its peer on another one."""
-    columns = schedule.columns
+    columns, flow = schedule.columns, schedule.dataflow
     places = columns.where(*COMMUNICATION)
     rank, peer = columns.rank[places], flow.peers[places]
     runs = flow.runs[columns.stage[places], columns.microbatch[places]]

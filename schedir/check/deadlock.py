@@ -11,32 +11,30 @@ from schedir.check.channels import CHANNELS
 from schedir.check.diagnostics import Diagnostic, Excerpt, Move, locate, move
 from schedir.check.rules.communication import MEETS, WaitCycle
 from schedir.check.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
-from schedir.ir import COMPUTE, RECEIVES, Bools, Dataflow, Schedule
+from schedir.ir import COMPUTE, RECEIVES, Bools, Schedule
 
 _AROUND = 2
 
 
-def clean_channels(schedule: Schedule, flow: Dataflow) -> tuple[str, ...]:
+def clean_channels(schedule: Schedule) -> tuple[str, ...]:
     """The channel models under which the schedule runs to its end, strictest first.
 
     Expects matched communication.
     """
-    if host_order(schedule, flow):
+    if host_order(schedule):
         return CHANNELS
     for strictest, channel in enumerate(CHANNELS):
-        if channel != "host" and not stuck(waits(schedule, flow, channel)).any():
+        if channel != "host" and not stuck(waits(schedule, channel)).any():
             return CHANNELS[strictest:]  # each enforces a part of the one before
     return ()
 
 
-def deadlock(
-    schedule: Schedule, flow: Dataflow, channel: str, clean: tuple[str, ...]
-) -> Iterator[Diagnostic]:
+def deadlock(schedule: Schedule, channel: str, clean: tuple[str, ...]) -> Iterator[Diagnostic]:
     """The shortest wait cycle under `channel`, if there is one; `clean` are the models without.
 
     A compute-only schedule is judged by its compute alone: its cycle exists under every model.
     """
-    waiting = waits(schedule, flow, channel)
+    waiting = waits(schedule, channel)
     never = stuck(waiting)
     if not never.any():
         return

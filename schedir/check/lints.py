@@ -15,7 +15,6 @@ from schedir.check.waits import QUEUED, finish, waits
 from schedir.ir import (
     RECEIVES,
     TEXTBOOK,
-    Dataflow,
     Ints,
     Kind,
     Meetings,
@@ -26,17 +25,17 @@ from schedir.ir import (
 )
 
 
-def lints(schedule: Schedule, flow: Dataflow, channel: str) -> Iterator[Diagnostic]:
+def lints(schedule: Schedule, channel: str) -> Iterator[Diagnostic]:
     """What makes a right, complete schedule slower than it need be."""
-    planned = plan(schedule, flow)
+    planned = plan(schedule)
     ends = _ends(schedule, planned)
     makespan = float(ends.max(initial=0))
-    yield from _late_receives(schedule, flow, planned, ends)
-    # Under `host` compute waits too, so every early receive costs; `edge` holds up no other channel.
+    yield from _late_receives(schedule, planned, ends)
+    # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        yield from _early_receives(schedule, flow, channel, makespan)
-    yield from _needless_splits(schedule, flow)
-    yield from _group_size(schedule, flow, makespan)
+        yield from _early_receives(schedule, channel, makespan)
+    yield from _needless_splits(schedule)
+    yield from _group_size(schedule, makespan)
 
 
 def _ends(schedule: Schedule, planned: Plan) -> Ints:
@@ -47,11 +46,9 @@ def _ends(schedule: Schedule, planned: Plan) -> Ints:
     return np.array([*times.ends, 0], np.int64)
 
 
-def _late_receives(
-    schedule: Schedule, flow: Dataflow, planned: Plan, ends: Ints
-) -> Iterator[Diagnostic]:
+def _late_receives(schedule: Schedule, planned: Plan, ends: Ints) -> Iterator[Diagnostic]:
     """One finding for all, at the receive that is posted the latest after its payload is made."""
-    transfers, before = flow.transfers, planned.last_before
+    transfers, before = schedule.dataflow.transfers, planned.last_before
     posted = ends[before[transfers.receive]]
     late = posted - ends[before[transfers.send]]
     at_once = before[transfers.receive] == before[transfers.user]
@@ -68,11 +65,9 @@ def _late_receives(
         )
 
 
-def _early_receives(
-    schedule: Schedule, flow: Dataflow, channel: str, possible: float
-) -> Iterator[Diagnostic]:
+def _early_receives(schedule: Schedule, channel: str, possible: float) -> Iterator[Diagnostic]:
     """The receive that holds up most, where the step takes longer for what is held up."""
-    waiting = waits(schedule, flow, channel)
+    waiting = waits(schedule, channel)
     done = np.array(finish(waiting, TEXTBOOK[schedule.columns.kind].tolist()), np.int64)
     makespan = float(done.max(initial=0))
     if makespan <= possible:
@@ -101,9 +96,10 @@ def _early_receives(
         )
 
 
-def _needless_splits(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def _needless_splits(schedule: Schedule) -> Iterator[Diagnostic]:
     """An I and its W side by side; what stands between them may be the reason for the split."""
-    first, second = flow.of(Kind.BACKWARD_INPUT), flow.of(Kind.BACKWARD_WEIGHT)
+    split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    first, second = map(schedule.dataflow.of, split)
     pairs = np.sort(first[(first >= 0) & (second == first + 1)]).tolist()
     if pairs:
         yield rules.NeedlessSplit(
@@ -111,7 +107,7 @@ def _needless_splits(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]
         )
 
 
-def _group_size(schedule: Schedule, flow: Dataflow, makespan: float) -> Iterator[Diagnostic]:
+def _group_size(schedule: Schedule, makespan: float) -> Iterator[Diagnostic]:
     """Interleaved 1F1B takes 3 · (V · M + P − 1) chunks' forwards in groups of P microbatches."""
     ranks, microbatches = schedule.ranks, schedule.microbatches
     chunks = schedule.stages // ranks
@@ -119,7 +115,7 @@ def _group_size(schedule: Schedule, flow: Dataflow, makespan: float) -> Iterator
     if not looped or chunks < 2 or ranks < 2 or microbatches % ranks:
         return
     # The group is what the first rank runs of its first chunk before its second.
-    forward = flow.of(Kind.FORWARD)
+    forward = schedule.dataflow.of(Kind.FORWARD)
     group = int((forward[0] < forward[ranks].min()).sum())
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:

@@ -9,7 +9,7 @@ import numpy as np
 
 from schedir.check.diagnostics import Diagnostic, locate
 from schedir.check.rules import memory as rules
-from schedir.ir import Dataflow, Kind, Schedule, peak_activations, weight_versions
+from schedir.ir import Kind, Schedule, peak_activations, weight_versions
 
 
 @attrs.frozen
@@ -32,12 +32,12 @@ class Limits:
                 raise ValueError(f"{name} must be an int >= {least} or None, not {value!r}")
 
 
-def memory(schedule: Schedule, flow: Dataflow, limits: Limits) -> Iterator[Diagnostic]:
+def memory(schedule: Schedule, limits: Limits) -> Iterator[Diagnostic]:
     """What is wrong with versions and activations. Expects a sound structure."""
-    yield from _versions_exist(schedule, flow)
-    yield from _versions_agree(schedule, flow)
+    yield from _versions_exist(schedule)
+    yield from _versions_agree(schedule)
     if limits.max_delay is not None:
-        yield from _delays(schedule, flow, limits.max_delay)
+        yield from _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
@@ -51,16 +51,17 @@ def memory(schedule: Schedule, flow: Dataflow, limits: Limits) -> Iterator[Diagn
                 )
 
 
-def _versions_exist(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def _versions_exist(schedule: Schedule) -> Iterator[Diagnostic]:
     version = schedule.columns.version
-    for place in np.flatnonzero(version > flow.steps_before).tolist():
+    for place in np.flatnonzero(version > schedule.dataflow.steps_before).tolist():
         yield rules.VersionNotAvailable(
-            locations=(locate(schedule, place),), newest=int(flow.steps_before[place])
+            locations=(locate(schedule, place),), newest=int(schedule.dataflow.steps_before[place])
         )
 
 
-def _versions_agree(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def _versions_agree(schedule: Schedule) -> Iterator[Diagnostic]:
     """One note for the whole schedule: where its stages run a microbatch at different versions."""
+    flow = schedule.dataflow
     differ = flow.reads != flow.reads[-1]
     microbatches = np.flatnonzero(differ.any(axis=0))
     if len(microbatches):
@@ -69,15 +70,19 @@ def _versions_agree(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
         forward = flow.of(Kind.FORWARD)[:, first]
         yield rules.VersionsDisagree(
             locations=tuple(locate(schedule, int(forward[s])) for s in (stage, -1)),
-            versions=(int(flow.reads[stage, first]), int(flow.reads[-1, first])),
+            versions=(
+                int(flow.reads[stage, first]),
+                int(flow.reads[-1, first]),
+            ),
             many=len(microbatches),
             microbatches=schedule.microbatches,
         )
 
 
-def _delays(schedule: Schedule, flow: Dataflow, limit: int) -> Iterator[Diagnostic]:
+def _delays(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:
     """The worst delay of every stage that is above the limit."""
-    gradient = np.maximum(flow.of(Kind.BACKWARD), flow.of(Kind.BACKWARD_WEIGHT))
+    flow = schedule.dataflow
+    gradient = flow.weight_gradients
     delay = flow.steps_before[gradient] - flow.reads
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())

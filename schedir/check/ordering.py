@@ -9,23 +9,24 @@ import numpy as np
 
 from schedir.check.diagnostics import Diagnostic, locate, move
 from schedir.check.rules import ordering as rules
-from schedir.ir import Columns, Dataflow, Ints, Kind, Schedule, collective_turns
+from schedir.ir import Columns, Ints, Kind, Schedule, collective_turns
 
 
-def ordering(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def ordering(schedule: Schedule) -> Iterator[Diagnostic]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
-    yield from _compute_order(schedule, flow)
+    yield from _compute_order(schedule)
     columns = schedule.columns
     steps = columns.where(Kind.OPTIM_STEP)
     reduces = columns.where(Kind.REDUCE_GRAD)
     if len(reduces) or any(len(held) > 1 for held in schedule.placement):
         yield from _reduced(schedule, bool(len(steps)))
     if len(steps):
-        yield from _applied_once(schedule, flow, steps)
+        yield from _applied_once(schedule, steps)
 
 
-def _compute_order(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
+def _compute_order(schedule: Schedule) -> Iterator[Diagnostic]:
     """Every action stands behind what it uses of its own rank."""
+    flow = schedule.dataflow
     forward, gradient = flow.of(Kind.FORWARD), flow.gradients
     weight = flow.of(Kind.BACKWARD_WEIGHT)
     for rule, actions, used in (
@@ -48,10 +49,9 @@ def _compute_order(schedule: Schedule, flow: Dataflow) -> Iterator[Diagnostic]:
             )
 
 
-def _applied_once(schedule: Schedule, flow: Dataflow, steps: Ints) -> Iterator[Diagnostic]:
+def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Diagnostic]:
     """Every gradient has an OPTIM_STEP behind it, and every OPTIM_STEP has gradients."""
-    turn = flow.steps_before
-    gradients = np.maximum(flow.of(Kind.BACKWARD), flow.of(Kind.BACKWARD_WEIGHT))
+    turn, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients
     places = np.sort(gradients.ravel())
     # One number for each stage on each rank; by it, how many steps that has.
     holding = _holdings(schedule)

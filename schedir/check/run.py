@@ -18,7 +18,7 @@ from schedir.check.ordering import ordering
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
 from schedir.errors import ScheduleError
-from schedir.ir import COMMUNICATION, Schedule, trace
+from schedir.ir import COMMUNICATION, Schedule
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
@@ -66,13 +66,12 @@ def _findings(
     found, complete = _compute(schedule, channel, limits)
     if complete is None:
         return found, ()
-    flow = trace(complete)
-    mismatched = list(communication(complete, flow))
+    mismatched = list(communication(complete))
     if mismatched:
         return found + mismatched, ()  # a wait cycle needs sends that have their receives
-    clean = clean_channels(complete, flow)
+    clean = clean_channels(complete)
     if channel not in clean:
-        found += deadlock(complete, flow, channel, clean)
+        found += deadlock(complete, channel, clean)
     return found, clean
 
 
@@ -84,20 +83,19 @@ def _compute(
     found = list(structure(schedule))
     if found:
         return found, None
-    flow = trace(schedule)
-    found += ordering(schedule, flow)
-    found += memory(schedule, flow, limits)
+    found += ordering(schedule)
+    found += memory(schedule, limits)
     if any(isinstance(finding, _OWN_LIST) for finding in found):
         return found, None
     try:
         return found, insert_communication(schedule)
     except ScheduleError:
-        return [*found, *deadlock(schedule, flow, channel, ())], None
+        return [*found, *deadlock(schedule, channel, ())], None
 
 
 def _lints(schedule: Schedule, channel: str) -> list[Diagnostic]:
     complete = insert_communication(schedule)
-    found = list(lints(complete, trace(complete), channel))
+    found = list(lints(complete, channel))
     return found if schedule.is_complete else [_as_given(complete, each) for each in found]
 
 

@@ -18,7 +18,6 @@ from schedir.ir import (
     COMPUTE,
     RECEIVES,
     Bools,
-    Dataflow,
     Ints,
     Schedule,
     Time,
@@ -44,28 +43,28 @@ class Waits:
     node: Ints
 
 
-def waits(schedule: Schedule, flow: Dataflow, channel: str) -> Waits:
+def waits(schedule: Schedule, channel: str) -> Waits:
     """Every wait under a channel model. A compute-only schedule has those of its compute."""
-    edges = [*_order(schedule, flow, channel), *_inputs(schedule, flow)]
+    edges = [*_order(schedule, channel), *_inputs(schedule)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     in_lists = np.lexsort((why, later))
-    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule, flow))
+    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule))
 
 
-def host_order(schedule: Schedule, flow: Dataflow) -> bool:
+def host_order(schedule: Schedule) -> bool:
     """Whether every action happens under `host`, the strictest model, and so under each.
 
     Each rank goes through the transfers and collectives of its list in order, and stands at each
     until all its ends do. Compute holds nobody up, as its receive is listed before it.
     """
-    node = _nodes(schedule, flow)
+    node = _nodes(schedule)
     columns = schedule.columns
     meets = np.flatnonzero(~columns.is_kind(*COMPUTE))
     bounds = np.searchsorted(meets, columns.starts).tolist()
     number, meeting = np.unique(node[meets], return_inverse=True)
     queue = meeting.tolist()
     absent = np.bincount(meeting, minlength=len(number)).tolist()  # the ends that nobody stands at
-    standing: list[list[int]] = [[] for _ in absent]
+    standing: dict[int, list[int]] = {}
     at = bounds[:-1]
     ready = list(range(columns.ranks))
     while ready:
@@ -75,17 +74,16 @@ def host_order(schedule: Schedule, flow: Dataflow) -> bool:
             absent[current] -= 1
             if absent[current]:
                 at[rank] = index + 1
-                standing[current].append(rank)
+                standing.setdefault(current, []).append(rank)
                 break
-            ready += standing[current]
+            ready += standing.pop(current, ())
     return not any(absent)
 
 
-def _nodes(schedule: Schedule, flow: Dataflow) -> Ints:
+def _nodes(schedule: Schedule) -> Ints:
     node = np.arange(len(schedule.columns))
-    send, receive = (
-        end[flow.transfers.matched] for end in (flow.transfers.send, flow.transfers.receive)
-    )
+    transfers = schedule.dataflow.transfers
+    send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
     node[send] = node[receive] = np.minimum(send, receive)
     for places in collective_turns(schedule):
         node[list(places)] = min(places)
@@ -100,12 +98,12 @@ def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
     return later[there], earlier[there], np.full(int(there.sum()), why)
 
 
-def _order(schedule: Schedule, flow: Dataflow, channel: str) -> Iterator[_Edges]:
+def _order(schedule: Schedule, channel: str) -> Iterator[_Edges]:
     """The waits within each list: for the compute before, and for what is queued before."""
     columns = schedule.columns
     places = np.arange(len(columns))
     computes = columns.is_kind(*COMPUTE)
-    behind = _previous_of_queue(queues(channel, schedule, flow))
+    behind = _previous_of_queue(queues(channel, schedule))
     if channel == "host":
         # The whole list is one queue, which says all that compute's order could.
         after = computes | computes[behind]
@@ -133,9 +131,9 @@ def _previous_of_queue(queue: Ints) -> Ints:
     return previous
 
 
-def _inputs(schedule: Schedule, flow: Dataflow) -> Iterator[_Edges]:
+def _inputs(schedule: Schedule) -> Iterator[_Edges]:
     """The waits of compute for its input: for its receive, or for what makes it elsewhere."""
-    transfers = flow.transfers
+    transfers = schedule.dataflow.transfers
     used = transfers.user >= 0
     source = transfers.receive if schedule.is_complete else transfers.maker
     yield _edges(transfers.user[used], source[used], NEEDS)

@@ -73,15 +73,16 @@ def run(
         for compute in range(reached[rank], bounds[rank + 1]):
             need = needs[compute]
             if need >= 0:
-                begin = begins[need]
-                if begin < 0:
-                    held = _begin(need, posts, before, lasts, ends, begins)
-                    if held is not None:
+                if begins[need] < 0:
+                    if before:
+                        held = _begin_in_order(need, meetings, ends, begins)
+                    else:
+                        held = _begin(need, posts, ends, begins)
+                    if held >= 0:
                         waiting.setdefault(held, []).append(rank)
                         reached[rank] = compute
                         break
-                    begin = begins[need]
-                arrival = begin + lasts[need]
+                arrival = begins[need] + lasts[need]
                 if arrival > time:
                     time = arrival
             starts[compute] = time
@@ -92,32 +93,38 @@ def run(
         clock[rank] = time
     for meeting, begin in enumerate(begins):
         if begin < 0:  # no compute needs it
-            _begin(meeting, posts, before, lasts, ends, begins)
+            _begin_in_order(meeting, meetings, ends, begins)
     return Times(starts, ends, begins)
 
 
 def _begin(
-    meeting: int,
-    posts: Sequence[tuple[int, ...]],
-    before: Sequence[int],
-    lasts: Sequence[Time],
-    ends: Sequence[Time],
-    begins: list[Time],
-) -> int | None:
-    """Find when a meeting begins; or return the compute that it still has to wait for."""
+    meeting: int, posts: Sequence[tuple[int, ...]], ends: list[Time], begins: list[Time]
+) -> int:
+    """Find when a meeting begins that waits for no other; or the compute that it still waits for,
+    -1 for none."""
+    begin: Time = 0
+    for post in posts[meeting]:
+        if post >= 0:
+            end = ends[post]
+            if end < 0:
+                return post
+            if end > begin:
+                begin = end
+    begins[meeting] = begin
+    return -1
+
+
+def _begin_in_order(meeting: int, meetings: Meetings, ends: list[Time], begins: list[Time]) -> int:
+    """The same for one that waits for those before it on its channel."""
+    before, lasts = meetings.before, meetings.durations
     chain = [meeting]
     while before and before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
         chain.append(before[chain[-1]])
     for current in reversed(chain):
-        begin: Time = 0
-        for post in posts[current]:
-            if post >= 0:
-                end = ends[post]
-                if end < 0:
-                    return post
-                if end > begin:
-                    begin = end
+        held = _begin(current, meetings.posts, ends, begins)
+        if held >= 0:
+            return held
         if before and before[current] >= 0:
-            begin = max(begin, begins[before[current]] + lasts[before[current]])
-        begins[current] = begin
-    return None
+            over = begins[before[current]] + lasts[before[current]]
+            begins[current] = max(begins[current], over)
+    return -1

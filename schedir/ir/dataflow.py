@@ -85,9 +85,14 @@ class Dataflow:
 
     @cached_property
     def gradients(self) -> Ints:
-        """The places of what makes the gradient of a stage's input: its BACKWARD, or its I."""
+        """What makes the gradient of a stage's input, its BACKWARD or its I, as by `of`."""
         backward = self.of(Kind.BACKWARD)
         return np.where(backward >= 0, backward, self.of(Kind.BACKWARD_INPUT))
+
+    @cached_property
+    def weight_gradients(self) -> Ints:
+        """What makes the gradient of a stage's parameters, its BACKWARD or its W, as by `of`."""
+        return np.maximum(self.of(Kind.BACKWARD), self.of(Kind.BACKWARD_WEIGHT))
 
     @cached_property
     def steps_before(self) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 from schedir.errors import ScheduleError
 from schedir.ir.actions import COMMUNICATION, COMPUTE
 from schedir.ir.columns import Ints
-from schedir.ir.dataflow import Dataflow, collective_turns, sums_of_steps
+from schedir.ir.dataflow import collective_turns, sums_of_steps
 from schedir.ir.schedule import Schedule
 
 
@@ -30,12 +30,12 @@ class Plan:
     last_before: Ints
 
 
-def plan(schedule: Schedule, flow: Dataflow) -> Plan:
+def plan(schedule: Schedule) -> Plan:
     """Number what the clock runs.
 
     Raises ScheduleError where the communication is not sound; `schedir.check` says why.
     """
-    columns, transfers = schedule.columns, flow.transfers
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
     sound = (transfers.send > transfers.maker) & (transfers.receive < transfers.user)
     listed = int(columns.is_kind(*COMMUNICATION).sum())
     if not (sound & transfers.matched).all() or listed != 2 * len(transfers):

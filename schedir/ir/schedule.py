@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
+
+if TYPE_CHECKING:
+    from schedir.ir.dataflow import Dataflow
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -113,6 +116,14 @@ class Schedule:
         """True where the list holds its communication, or needs none."""
         local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
         return local or self.stages == 1 or bool(self.columns.is_kind(*COMMUNICATION).any())
+
+    @cached_property
+    def dataflow(self) -> Dataflow:
+        """Where everything stands. Raises ScheduleError where actions name what there is not, or
+        are too few for the stages and microbatches."""
+        from schedir.ir.dataflow import trace
+
+        return trace(self)
 
     @cached_property
     def content_hash(self) -> str:

@@ -23,7 +23,7 @@ from schedir.errors import ScheduleError
 from schedir.ir.actions import COMMUNICATION, Kind
 from schedir.ir.clock import TEXTBOOK, Meetings, Time, run
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
-from schedir.ir.dataflow import Transfers, collective_turns, trace
+from schedir.ir.dataflow import Transfers, collective_turns
 from schedir.ir.schedule import Schedule, Sources, starts_of
 
 
@@ -35,7 +35,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """
     if schedule.is_complete:
         return schedule
-    transfers = trace(schedule).transfers
+    transfers = schedule.dataflow.transfers
     if (transfers.maker < 0).any():
         raise ScheduleError("communication can't be inserted: some action is missing", ())
     ends = _ends(schedule, transfers)

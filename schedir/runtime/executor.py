@@ -25,7 +25,6 @@ from schedir.ir import (
     Kind,
     Schedule,
     StageVersions,
-    trace,
     weight_versions,
 )
 from schedir.passes import insert_communication
@@ -136,7 +135,7 @@ class Executor:
             self._control,
         )
         self._groups = _groups(schedule)
-        self._program = self._compile(trace(schedule), versions[self.rank])
+        self._program = self._compile(schedule.dataflow, versions[self.rank])
 
     def step(self, inputs: Batch | None = None, *, target: Batch | None = None) -> StepResult:
         """Run the list once, from beginning to end.

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from schedir.check import check
 from schedir.errors import ScheduleError
 from schedir.ir import (
+    BACKWARDS,
     KINDS,
     Action,
-    Dataflow,
     Kind,
     Meetings,
     Plan,
@@ -34,7 +34,6 @@ from schedir.ir import (
     peak_activations,
     plan,
     run,
-    trace,
     weight_versions,
 )
 from schedir.passes import insert_communication
@@ -108,14 +107,13 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     price = (costs or CostModel()).by_kind()
     try:
         schedule = insert_communication(schedule)
-        flow = trace(schedule)
-        planned = plan(schedule, flow)
+        planned = plan(schedule)
         durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
         times = _run(planned, durations, price)
     except ScheduleError:
         check(schedule).raise_if_errors()
         raise
-    starts, ends = _by_place(schedule, flow, planned, times, price)
+    starts, ends = _by_place(schedule, planned, times, price)
     makespan = ends.max(initial=0).item()
     ranks = tuple(_rank_stats(schedule, planned, times, durations, makespan))
     busy = sum(rank.busy for rank in ranks)
@@ -137,18 +135,18 @@ def _run(planned: Plan, durations: list[Time], price: dict[Kind, Time]) -> Times
 
 
 def _by_place(
-    schedule: Schedule, flow: Dataflow, planned: Plan, times: Times, price: dict[Kind, Time]
+    schedule: Schedule, planned: Plan, times: Times, price: dict[Kind, Time]
 ) -> tuple[Numbers, Numbers]:
     """The start and the end of every action, rank after rank."""
     whole = all(isinstance(cost, int) for cost in price.values())
     starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
     ends = np.zeros_like(starts)
     starts[planned.compute], ends[planned.compute] = times.starts, times.ends
-    transfers = len(flow.transfers)
-    begins = np.array(times.begins[:transfers], starts.dtype)
-    for side in (flow.transfers.send, flow.transfers.receive):
+    transfers = schedule.dataflow.transfers
+    begins = np.array(times.begins[: len(transfers)], starts.dtype)
+    for side in (transfers.send, transfers.receive):
         starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
-    for places, begin in zip(planned.collectives, times.begins[transfers:], strict=True):
+    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=True):
         starts[list(places)] = begin
         ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
     return starts, ends
@@ -161,12 +159,15 @@ def _rank_stats(
     bounds = planned.bounds.tolist()
     forwards = columns.is_kind(Kind.FORWARD)[planned.compute]
     peaks = peak_activations(columns)
+    # Where nothing of a rank's stages comes behind their steps, one version is all there is.
+    reading = columns.is_kind(Kind.FORWARD, *BACKWARDS) & (schedule.dataflow.steps_before > 0)
+    several = set(columns.rank[reading].tolist())
     for rank, (begin, end) in enumerate(pairwise(bounds)):
         busy = sum(durations[begin:end])
         first = begin + int(forwards[begin:end].argmax()) if forwards[begin:end].any() else None
         since = times.starts[first] if first is not None else 0
         until = times.ends[end - 1] if end > begin else since
-        versions = weight_versions(columns, rank)
+        versions = weight_versions(columns, rank) if rank in several else {}
         yield RankStats(
             rank=rank,
             busy=busy,
