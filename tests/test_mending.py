@@ -1,0 +1,197 @@
+"""The moves that help lines propose do mend, and the limits and lints say what is so."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action, Kind, Schedule
+from schedir.check import CHANNELS, Diagnostic, moved
+from tests.test_check import BASES, mutate, naive, schedule
+
+
+def errors(checked: Schedule, channel: str) -> Counter[tuple[str, str]]:
+    return Counter((d.code, d.message) for d in schedir.check(checked, channel).errors)
+
+
+def said(finding: Diagnostic) -> Counter[tuple[str, str]]:
+    return Counter({(finding.code, finding.message): 1})
+
+
+@given(
+    base=st.sampled_from(BASES),
+    faults=st.integers(1, 2),
+    seed=st.integers(0, 1 << 32),
+    channel=st.sampled_from(CHANNELS),
+)
+def test_every_proposed_move_mends(base: Schedule, faults: int, seed: int, channel: str) -> None:
+    chance = random.Random(seed)
+    mutant = base
+    for _ in range(faults):
+        mutant = mutate(mutant, chance)
+    report = schedir.check(mutant, channel)
+    for finding in report.diagnostics:
+        for move in finding.moves:
+            assert finding.help == str(move)
+            after = schedir.check(moved(mutant, move), channel)
+            if finding.severity == "error":
+                assert errors(moved(mutant, move), channel) <= errors(mutant, channel) - said(
+                    finding
+                )
+                assert after.ok or len(report.errors) > 1
+            else:
+                assert after.ok
+                assert (finding.code, finding.message) not in {
+                    (d.code, d.message) for d in after.diagnostics
+                }
+
+
+def test_a_move_is_what_its_text_says() -> None:
+    late = naive(schedir.build("1f1b", ranks=2, microbatches=2))
+    (finding,) = schedir.check(late, "pair").errors
+    assert finding.help == "post rank 1 #4 before rank 1 #3"
+    mended = moved(late, finding.moves[0])
+    assert mended.actions[0] == late.actions[0]
+    before, after = list(late.actions[1]), list(mended.actions[1])
+    before.insert(3, before.pop(4))
+    assert after == before
+    assert schedir.check(mended, "pair").ok
+
+
+MENDED = {
+    # One fault each, which a single move mends.
+    "S201": ("0", "0B0 0F0"),
+    "S202": ("0", "0F0 0W0 0I0"),
+    "S203": ("0 0", "0F0 1F0 0B0 1B0"),
+    "S204": ("0", "0F0 0OPTIM_STEP 0B0"),
+    "S208": ("0", "0F0 0REDUCE_GRAD 0B0 0OPTIM_STEP"),
+    "S301": ("0 1", "0F0 0RECV_GRAD0 0SEND_ACT0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"),
+    "S304": ("0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1F0 1RECV_ACT0 1B0 1SEND_GRAD0"),
+    "S305": ("0 1", "0SEND_ACT0 0F0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"),
+}
+
+
+@pytest.mark.parametrize("code", MENDED)
+def test_a_single_move_is_found(code: str) -> None:
+    broken = schedule(1, *MENDED[code])
+    found = {d.code: d for d in schedir.check(broken, "rank").errors}
+    assert code in found
+    (move,) = found[code].moves
+    assert schedir.check(moved(broken, move), "rank").ok
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_swapped_ends_of_a_channel_are_swapped_back(rank: int, other: int) -> None:
+    base = schedir.build("fill-drain", ranks=2, microbatches=3)
+    lists = [list(actions) for actions in base.actions]
+    kind = Kind.SEND_ACT if rank == 0 else Kind.RECV_ACT
+    first, _, third = (i for i, a in enumerate(lists[rank]) if a.kind is kind)
+    lists[rank][first], lists[rank][third] = lists[rank][third], lists[rank][first]
+    report = schedir.check(Schedule("swapped", 3, base.placement, lists), "async")
+    assert {d.code for d in report.errors} <= {"S303", "S304", "S305"}
+
+
+# The limits, against brute force.
+
+
+def delays(built: Schedule) -> dict[tuple[int, int], int]:
+    """By (stage, microbatch): the updates between the version read and the one applied to."""
+    found = {}
+    for actions in built.actions:
+        done: Counter[int] = Counter()
+        read: dict[tuple[int, int | None], int] = {}
+        waiting: dict[int, list[int]] = {}
+        for action in actions:
+            stage = action.stage
+            if action.kind is Kind.FORWARD:
+                newest = done[stage] if action.version is None else action.version
+                read[stage, action.microbatch] = newest
+            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                waiting.setdefault(stage, []).append(action.microbatch or 0)
+            elif action.kind is Kind.OPTIM_STEP:
+                for m in waiting.pop(stage, []):
+                    found[stage, m] = done[stage] - read[stage, m]
+                done[stage] += 1
+    return found
+
+
+def worst(built: Schedule) -> dict[int, int]:
+    by_stage: dict[int, int] = {}
+    for (stage, _), delay in delays(built).items():
+        by_stage[stage] = max(by_stage.get(stage, 0), delay)
+    return by_stage
+
+
+@pytest.mark.parametrize("parameters", [{}, {"vertical_sync": True}])
+@pytest.mark.parametrize("limit", range(4))
+def test_delays_above_the_limit(parameters: dict[str, bool], limit: int) -> None:
+    built = schedir.build("pipedream", ranks=4, microbatches=8, **parameters)
+    found = [d for d in schedir.check(built, max_delay=limit).errors if d.code == "S403"]
+    expected = {stage: delay for stage, delay in worst(built).items() if delay > limit}
+    assert {d.locations[0].action.stage for d in found} == set(expected)
+    for finding in found:
+        stage = finding.locations[0].action.stage
+        assert f" {expected[stage]} updates late; the limit is {limit}" in finding.message
+
+
+def test_versions_and_activations_above_the_limit() -> None:
+    built = schedir.build("pipedream", ranks=4, microbatches=8)
+    line = schedir.simulate(built)
+    for limit in range(1, 5):
+        report = schedir.check(built, max_versions=limit, max_activations=limit)
+        over = [r.rank for r in line.ranks if r.weight_versions > limit]
+        assert [d.locations[0].rank for d in report.errors if d.code == "S404"] == over
+        over = [r.rank for r in line.ranks if r.peak_activations > limit]
+        assert [d.locations[0].rank for d in report.errors if d.code == "S405"] == over
+
+
+@pytest.mark.parametrize("name", ["max_delay", "max_versions", "max_activations"])
+@pytest.mark.parametrize("value", [-1, True, 1.5])
+def test_limits_are_whole_numbers(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be an int"):
+        schedir.check(BASES[0], **{name: value})  # type: ignore[arg-type]
+
+
+# The lints.
+
+
+def test_no_lint_on_what_schedir_builds() -> None:
+    for name in ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream"):
+        for ranks in range(1, 6):
+            for microbatches in range(1, 10):
+                built = schedir.build(name, ranks=ranks, microbatches=microbatches)
+                for channel in CHANNELS:
+                    codes = {d.code for d in schedir.check(built, channel).diagnostics}
+                    assert codes <= {"S406"}, (name, ranks, microbatches, channel)
+
+
+def test_lints_on_compute_are_located_as_it_was_given() -> None:
+    given = schedule(1, "0 1", "0F0 0I0 0W0", "1F0 1I0 1W0")
+    report = schedir.check(given)
+    # Stage 1's input gradient leaves before its W, which is what the split is for.
+    assert [[str(p) for p in d.locations] for d in report.diagnostics] == [
+        ["rank 0 #1 0I0", "rank 0 #2 0W0"]
+    ]
+
+
+def test_one_version_for_all_stages_is_no_note() -> None:
+    for vertical_sync in (False, True):
+        built = schedir.build("pipedream", ranks=3, microbatches=4, vertical_sync=vertical_sync)
+        codes = [d.code for d in schedir.check(built).diagnostics]
+        assert codes == ([] if vertical_sync else ["S406"])
+
+
+def test_the_columns_hold_the_actions() -> None:
+    lists = [[schedir.forward(0, 3, 2), schedir.backward(0, 3)], [], [schedir.optim_step(1)]]
+    built = Schedule("columns", 4, [0, 2], lists)
+    assert built.actions == tuple(map(tuple, lists))
+    assert built == Schedule("columns", 4, [0, 2], built.columns)
+    assert hash(built) == hash(Schedule("columns", 4, [0, 2], [list(a) for a in lists]))
+    assert built != Schedule("columns", 4, [0, 2], [lists[0], lists[2], []])
+    with pytest.raises(TypeError, match="rank 0 #1 is not an Action but '0F0'"):
+        Schedule("columns", 4, [0], [[Action(Kind.FORWARD, 0, 0), "0F0"]])  # type: ignore[list-item]
