@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import logging
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -34,6 +33,9 @@ from schedir.ir import (
     loads_torch_csv,
 )
 from schedir.passes import insert_communication
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 logger = logging.getLogger("schedir")
 
@@ -236,11 +238,13 @@ def installed() -> list[Generator]:
     return found
 
 
-def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+def _entry_points() -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # takes a while, and built-in names need none
+
+    return entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _from_entry_point(entry: importlib.metadata.EntryPoint) -> Generator:
+def _from_entry_point(entry: EntryPoint) -> Generator:
     """The generator behind an entry point, under the name that the entry point gives it."""
     where = f"entry point {entry.name} = {entry.value}"
     return attrs.evolve(_as_generator(_guard(entry.load, where), where), name=entry.name)

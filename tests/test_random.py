@@ -1,0 +1,115 @@
+"""Random schedules of every shape: what the pass makes of them, and check's verdict on them.
+
+A schedule is drawn as a run: one after the other, some action whose inputs are there is added to
+the list of its rank. So its compute is right, whatever the placement (loops, Vs, replicas, stages
+side by side). Its communication is inserted by schedir, or scattered anywhere that data allows.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action, Kind, Placement, Schedule
+from schedir.check import CHANNELS
+from schedir.passes import strip_communication
+from tests.oracle import happens
+from tests.test_check import mutate
+
+
+def drawn(chance: random.Random) -> Schedule:
+    """A right compute-only schedule."""
+    ranks, stages, microbatches = (chance.randint(1, n) for n in (3, 4, 3))
+    placement: Placement = tuple(
+        tuple(sorted(chance.sample(range(ranks), chance.choice([1, 1, 1, min(2, ranks)]))))
+        for _ in range(stages)
+    )
+    runs = {(s, m): chance.choice(placement[s]) for s in range(stages) for m in range(microbatches)}
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    open_ = {
+        action
+        for s, m in runs
+        for action in chance.choice(
+            [
+                (schedir.forward(s, m), schedir.backward(s, m)),
+                (
+                    schedir.forward(s, m),
+                    schedir.backward_input(s, m),
+                    schedir.backward_weight(s, m),
+                ),
+            ]
+        )
+    }
+    while open_:
+        ready = [a for a in sorted(open_, key=str) if inputs(a, stages, open_, done)]
+        action = chance.choice(ready)
+        open_.remove(action)
+        done.add(action)
+        lists[runs[action.stage, action.microbatch or 0]].append(action)
+    if chance.random() < 0.7:
+        for stage, held in enumerate(placement):
+            for rank in held:
+                if len(held) > 1:
+                    lists[rank].append(schedir.reduce_grad(stage))
+                lists[rank].append(schedir.optim_step(stage))
+    elif any(len(held) > 1 for held in placement):
+        for stage, held in enumerate(placement):
+            for rank in held:
+                lists[rank] += [schedir.reduce_grad(stage)] * (len(held) > 1)
+    return Schedule("drawn", microbatches, placement, lists)
+
+
+def inputs(action: Action, stages: int, open_: set[Action], done: set[Action]) -> bool:
+    """Whether an action's inputs are there."""
+    stage, m = action.stage, action.microbatch or 0
+    if action.kind is Kind.FORWARD:
+        return stage == 0 or schedir.forward(stage - 1, m) in done
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return schedir.backward_input(stage, m) in done
+    if stage == stages - 1:
+        return schedir.forward(stage, m) in done
+    return schedir.backward(stage + 1, m) in done or schedir.backward_input(stage + 1, m) in done
+
+
+def scattered(complete: Schedule, chance: random.Random) -> Schedule:
+    """The schedule with each receive moved ahead, and each send back, as far as chance will."""
+    lists = []
+    for actions in complete.actions:
+        moved = list(actions)
+        for action in actions:
+            if action.kind in (Kind.RECV_ACT, Kind.RECV_GRAD) and chance.random() < 0.3:
+                index = moved.index(action)
+                moved.insert(chance.randint(0, index), moved.pop(index))
+            elif action.kind in (Kind.SEND_ACT, Kind.SEND_GRAD) and chance.random() < 0.3:
+                index = moved.index(action)
+                moved.insert(chance.randint(index, len(moved) - 1), moved.pop(index))
+        lists.append(moved)
+    return Schedule(complete.name, complete.microbatches, complete.placement, lists)
+
+
+@given(st.integers(0, 1 << 32))
+def test_what_the_pass_completes_is_clean_under_every_model(seed: int) -> None:
+    compute = drawn(random.Random(seed))
+    complete = schedir.insert_communication(compute)
+    assert strip_communication(complete).actions == compute.actions
+    report = schedir.check(complete)
+    assert report.ok, (report.errors, schedir.dumps(compute))
+    assert report.clean_channels == CHANNELS
+    assert happens(complete, "host", seed) == "completes"
+    # Without costs for communication nothing is gained or lost by it.
+    assert schedir.simulate(complete).makespan == schedir.simulate(compute).makespan
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 2))
+def test_the_verdict_on_scattered_communication(seed: int, channel: str, faults: int) -> None:
+    chance = random.Random(seed)
+    built = scattered(schedir.insert_communication(drawn(chance)), chance)
+    for _ in range(faults):
+        built = mutate(built, chance)
+    outcome = happens(built, channel, seed)
+    report = schedir.check(built, channel)
+    assert report.ok == (outcome == "completes"), (outcome, report.errors, schedir.dumps(built))
