@@ -1,0 +1,276 @@
+"""Times a training step beside torch.distributed.pipelining's: same processes, model and data.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py [--json FILE]
+
+Both sides run one after the other in the same processes, in blocks A B B A of `--steps` steps each,
+back to back within a block and with a barrier between. The figure of a block is schedir's time
+over torch's; reported are the median over the blocks and its bootstrap interval, after a run of
+schedir against schedir, whose spread is the noise. No optimiser: gradients are cleared by hand.
+
+    python tools/bench_step.py --overhead [--json FILE]
+
+times the overhead per compute action over plain autograd, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import attrs
+import gpt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import schedir
+from schedir.runtime import Executor
+
+MICROBATCHES = 8
+Step = Callable[[], None]
+
+
+@attrs.frozen
+class Model:
+    """A model to time: its stages, a batch, and the loss."""
+
+    name: str
+    stage: Callable[[int, int], nn.Module]  # (stage, stages) -> module
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def linear(name: str, width: int, rows: int) -> Model:
+    """One linear layer and its activation per stage, `rows` rows per microbatch."""
+
+    def stage(index: int, _: int) -> nn.Module:
+        torch.manual_seed(index)
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    def batch() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn((2, MICROBATCHES * rows, width), generator=generator)
+        return x, y
+
+    return Model(name, stage, batch, nn.functional.mse_loss)
+
+
+def gpt_model() -> Model:
+    """The example's model, on random bytes."""
+    config = gpt.Config()
+
+    def batch() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        shape = (2, 2 * MICROBATCHES, config.context)
+        x, y = torch.randint(gpt.BYTES, shape, generator=generator)
+        return x, y
+
+    return Model("gpt", lambda s, n: gpt.build_stage(config, s, n), batch, gpt.loss_fn)
+
+
+MODELS = {m.name: m for m in (linear("tiny", 16, 2), linear("middle", 256, 32), gpt_model())}
+
+SCHEDULES: dict[str, tuple[str, str, int]] = {
+    "fill-drain": ("fill-drain", "ScheduleGPipe", 1),
+    "1f1b": ("1f1b", "Schedule1F1B", 1),
+    "interleaved-2": ("interleaved-1f1b", "ScheduleInterleaved1F1B", 2),
+    "interleaved-4": ("interleaved-1f1b", "ScheduleInterleaved1F1B", 4),
+}
+
+
+def local_stages(model: Model, chunks: int) -> dict[int, nn.Module]:
+    """This rank's stages."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stages = ranks * chunks
+    return {s: model.stage(s, stages) for s in range(rank, stages, ranks)}
+
+
+def clear(stages: Mapping[int, nn.Module]) -> None:
+    for module in stages.values():
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor]:
+    schedule = schedir.build(
+        name,
+        ranks=dist.get_world_size(),
+        microbatches=MICROBATCHES,
+        chunks=chunks if chunks > 1 else None,
+    )
+    stages = local_stages(model, chunks)
+    executor = Executor(schedule, stages, model.loss)
+    x, y = model.batch()
+
+    def step() -> None:
+        executor.step(x, target=y)
+        clear(stages)
+
+    return step, executor
+
+
+def torch_step(model: Model, name: str, chunks: int) -> Step:
+    stages = local_stages(model, chunks)
+    last = dist.get_world_size() * chunks - 1
+    wrapped = [
+        PipelineStage(module, s, last + 1, torch.device("cpu")) for s, module in stages.items()
+    ]
+    generator = getattr(torch_schedules, name)
+    given = wrapped if chunks > 1 else wrapped[0]
+    schedule = generator(given, MICROBATCHES, loss_fn=model.loss)
+    x, y = model.batch()
+    inputs = (x,) if 0 in stages else ()
+    target = y if last in stages else None
+
+    def step() -> None:
+        losses: list[Tensor] = []
+        schedule.step(*inputs, target=target, losses=losses)
+        clear(stages)
+
+    return step
+
+
+def block(step: Step, steps: int) -> float:
+    """Seconds per step of `steps` steps back to back, on the slowest rank."""
+    dist.barrier()
+    started = perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = torch.tensor([(perf_counter() - started) / steps])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def compare(one: Step, other: Step, blocks: int, steps: int) -> dict[str, Any]:
+    """The ratio of two steps, in blocks A B B A."""
+    for step in (one, other):  # shapes are agreed on and buffers made at the first
+        block(step, 3)
+    ratios, ones, others = [], [], []
+    for _ in range(blocks):
+        a, b, c, d = (block(step, steps) for step in (one, other, other, one))
+        ratios.append((a + d) / (b + c))
+        ones += [a, d]
+        others += [b, c]
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "ratio": statistics.median(ratios),
+        "low": medians[50],
+        "high": medians[-51],
+        "schedir_ms": 1e3 * statistics.median(ones),
+        "torch_ms": 1e3 * statistics.median(others),
+    }
+
+
+def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]:
+    name, theirs, chunks = SCHEDULES[label]
+    ours, executor = schedir_step(model, name, chunks)
+    again, second = schedir_step(model, name, chunks)
+    noise = compare(ours, again, max(3, blocks // 3), steps)
+    found = compare(ours, torch_step(model, theirs, chunks), blocks, steps)
+    executor.close()
+    second.close()
+    return {
+        "model": model.name,
+        "schedule": label,
+        **found,
+        "noise": [noise["low"], noise["high"]],
+    }
+
+
+def overhead(blocks: int = 10, steps: int = 50) -> dict[str, float]:
+    """Microseconds per compute action over plain autograd, in one process on trivial modules."""
+    chunks = 4
+    modules = [nn.Linear(4, 4) for _ in range(chunks)]
+    x, y = torch.randn(2, 2 * MICROBATCHES, 4)
+    loss_fn = nn.functional.mse_loss
+    schedule = schedir.build("interleaved-1f1b", ranks=1, microbatches=MICROBATCHES, chunks=chunks)
+
+    def plain() -> None:
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            for module in modules:
+                part = module(part)
+            (loss_fn(part, target) / MICROBATCHES).backward()
+        clear(stages)
+
+    stages = dict(enumerate(modules))
+
+    def per_step(step: Step) -> float:
+        started = perf_counter()
+        for _ in range(steps):
+            step()
+        return (perf_counter() - started) / steps
+
+    with Executor(schedule, stages, loss_fn) as executor:
+
+        def ours() -> None:
+            executor.step(x, target=y)
+            clear(stages)
+
+        for step in (ours, plain):
+            per_step(step)
+        differences = []
+        for _ in range(blocks):
+            a, b, c, d = (per_step(step) for step in (ours, plain, plain, ours))
+            differences.append((a + d - b - c) / 2)
+    actions = 2 * chunks * MICROBATCHES
+    in_order = sorted(1e6 * difference / actions for difference in differences)
+    return {"median": statistics.median(in_order), "least": in_order[0], "most": in_order[-1]}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | schedule | schedir ms | torch ms | schedir / torch | noise |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['torch_ms']:.2f} | "
+            f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) | "
+            f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--overhead", action="store_true", help="per action, in one process")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found: Any
+    if args.overhead:
+        found = overhead()
+        print("overhead per compute action over plain autograd, µs:", found)
+    else:
+        dist.init_process_group("gloo")
+        found = []
+        for name in args.models:
+            for label in args.schedules:
+                if name == "gpt" and label == "interleaved-4":
+                    continue  # ten layers make no eight stages of use
+                found.append(measure(MODELS[name], label, args.blocks, args.steps))
+        if dist.get_rank() == 0:
+            print(table(found))
+    if args.json and (args.overhead or dist.get_rank() == 0):
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if not args.overhead:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
