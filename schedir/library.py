@@ -504,10 +504,13 @@ def _a(value: object) -> str:
 
 
 def _read(path: Path) -> Schedule:
+    parse = loads_torch_csv if path.suffix == ".csv" else loads
     try:
-        content = path.read_bytes()
+        # A FIFO or a device may never end.
+        if path.exists() and not path.is_file():
+            raise LoadError(f"{path}: not a regular file")
+        return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error
-    if path.suffix == ".csv":
-        return loads_torch_csv(content, str(path))
-    return loads(content, str(path))
+    except MemoryError:
+        raise LoadError(f"{path}: too large for the memory of this machine") from None

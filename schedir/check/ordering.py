@@ -66,8 +66,7 @@ def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Diagnostic]:
 
 def _holdings(schedule: Schedule) -> Ints:
     """For every place, the number of its stage on its rank: 0, 1, … by stage, then rank."""
-    held = [(stage, rank) for stage, ranks in enumerate(schedule.placement) for rank in ranks]
-    keys = np.array([stage * schedule.ranks + rank for stage, rank in held])
+    keys = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
     return np.searchsorted(keys, schedule.columns.stage * schedule.ranks + schedule.columns.rank)
 
 

@@ -36,11 +36,11 @@ def structure(schedule: Schedule) -> Iterator[Diagnostic]:
 def _on_their_ranks(schedule: Schedule, places: Ints) -> Iterator[Diagnostic]:
     """Each action stands on a rank that holds its stage."""
     columns = schedule.columns
-    first = np.array([held[0] for held in schedule.placement])
-    for place in places[columns.rank[places] != first[columns.stage[places]]].tolist():
-        held = schedule.placement[columns.stage[place]]
-        if columns.rank[place] not in held:
-            yield rules.WrongRank(locations=(locate(schedule, place),), held=held)
+    held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
+    holding = columns.stage[places] * schedule.ranks + columns.rank[places]
+    for place in places[~np.isin(holding, held)].tolist():
+        ranks = schedule.placement[columns.stage[place]]
+        yield rules.WrongRank(locations=(locate(schedule, place),), held=ranks)
 
 
 def _once_each(schedule: Schedule, places: Ints) -> Iterator[Diagnostic]:

@@ -12,6 +12,7 @@ from schedir.errors import ParseError
 from schedir.render.diagnostics import full
 
 _MOST_OF_A_LINE = 76
+_PIECE = 1 << 16
 
 
 def width_of(stream: TextIO | None) -> int | None:
@@ -46,16 +47,35 @@ def refuse(report: Report, subject: str) -> int:
 def show_parse_error(error: ParseError) -> int:
     """Say what is wrong with a file, with the line and a caret under it; returns the exit code."""
     fail(str(error))
+    column = error.column - 1
+    start = max(0, column - _MOST_OF_A_LINE * 2 // 3)
     try:
-        with open(error.file, encoding="utf-8", errors="replace", newline="\n") as file:
-            line = next((text for n, text in enumerate(file, 1) if n == error.line), None)
+        line = _excerpt(error.file, error.line, start)
     except OSError:
         line = None
     if line is not None:
-        column = error.column - 1
-        start = max(0, column - _MOST_OF_A_LINE * 2 // 3)
-        clipped = line.rstrip()[start : start + _MOST_OF_A_LINE]
         # Each character takes one column, tabs too, so that the caret stands under the right one.
-        shown = "".join(c if c.isprintable() else " " for c in clipped)
+        shown = "".join(c if c.isprintable() else " " for c in line.rstrip())
         print(f"    {shown}\n    {' ' * (column - start)}^", file=sys.stderr)
     return 2
+
+
+def _excerpt(path: str, number: int, start: int) -> str | None:
+    """What a line of a file holds from `start` on; None where there is nothing.
+
+    It reads piece by piece, as a line may be all of a huge file.
+    """
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        text = file.read(_PIECE)
+        above = number - 1
+        while text and (ends := text.count("\n")) < above:
+            above -= ends
+            text = file.read(_PIECE)
+        text = text.split("\n", above)[-1]
+        while start >= len(text):
+            start -= len(text)
+            text = file.read(_PIECE)
+            if not text:
+                return None
+        text = text[start:] + file.read(_MOST_OF_A_LINE)
+    return text.partition("\n")[0][:_MOST_OF_A_LINE]

@@ -37,7 +37,14 @@ class Sources:
 
 
 def _ranks_of_stages(placement: Iterable[int | Iterable[int]]) -> Placement:
-    return tuple((held,) if isinstance(held, int) else tuple(sorted(held)) for held in placement)
+    # A tuple of one rank is shared by all stages there: a file may place millions of them.
+    alone: dict[int, tuple[int, ...]] = {}
+
+    def ranks(held: int | Iterable[int]) -> tuple[int, ...]:
+        several = (held,) if isinstance(held, int) else tuple(sorted(held))
+        return alone.setdefault(several[0], several) if len(several) == 1 else several
+
+    return tuple(map(ranks, placement))
 
 
 def _columns(actions: Columns | Iterable[Iterable[Action]]) -> Columns:
@@ -99,6 +106,11 @@ class Schedule:
     def stages(self) -> int:
         """The number of stages, over all ranks."""
         return len(self.placement)
+
+    @cached_property
+    def holdings(self) -> tuple[tuple[int, int], ...]:
+        """Every (stage, rank) where the rank holds the stage, ascending."""
+        return tuple((stage, rank) for stage, held in enumerate(self.placement) for rank in held)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""

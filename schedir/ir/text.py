@@ -7,16 +7,16 @@
     rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
     rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
 
-`#` starts a comment; a line that begins with white space continues the one above.
+`#` starts a comment; a line that begins with a blank continues the one above. Blanks are spaces
+and tabs, and a line ends in LF or CR LF; any other white space, such as a lone CR, is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-
-import attrs
+from itertools import chain, islice
 
 from schedir.errors import ParseError
 from schedir.ir.actions import STAGE_WIDE, Action, Kind
@@ -27,8 +27,11 @@ FORMAT_VERSION = 1
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
-_WORD = re.compile(r"\S+")
+# A word or a comment. A lone CR is a word, and none that is allowed anywhere.
+_PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
+_NEXT_STATEMENT = re.compile(r"\n(?=[^ \t\r\n#])")
 _RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
+_MOST_SHARED = 1000
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -71,39 +74,12 @@ def parse_action(token: str) -> Action:
     )
 
 
-@attrs.frozen
-class _Word:
-    """A piece of the text and where it stands, both counted from 1."""
-
-    text: str
-    line: int
-    column: int
-
-
-@attrs.frozen
-class _Statement:
-    """A line and the lines that continue it, comments removed."""
-
-    pieces: list[_Word]
-
-    @property
-    def first(self) -> _Word:
-        return self.pieces[0]
-
-    def words(self, skip: int) -> Iterator[_Word]:
-        """The words after the first `skip` characters of the statement's first line."""
-        for piece in self.pieces:
-            start = skip if piece is self.first else 0
-            for match in _WORD.finditer(piece.text, start):
-                yield _Word(match[0], piece.line, piece.column + match.start())
-
-
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
     """Parse `.sched` text. `file` is the name that errors show.
 
     Raises ParseError, with line and column, for anything that is not a whole schedule.
     """
-    return _Parser(file).parse(decode(text, file))
+    return _Parser(decode(text, file), file).parse()
 
 
 def decode(text: str | bytes, file: str) -> str:
@@ -113,154 +89,203 @@ def decode(text: str | bytes, file: str) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        before = text[: error.start].decode("utf-8")
-        line = before.count("\n") + 1
-        column = len(before) - (before.rfind("\n") + 1) + 1
+        start = error.start
+        line_start = text.rfind(b"\n", 0, start) + 1
+        column = len(text[line_start:start].decode("utf-8")) + 1
         raise ParseError(
-            f"byte 0x{text[error.start]:02x} is not UTF-8", file, line, column
+            f"byte 0x{text[start]:02x} is not UTF-8",
+            file,
+            text.count(b"\n", 0, start) + 1,
+            column,
         ) from None
 
 
+def position(text: str, offset: int) -> tuple[int, int]:
+    """The line and the column of a character, both counted from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+
+
+def split(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
+    """Like `text.split`, but one at a time, each part with its place; `offset` is the text's."""
+    start = 0
+    while start <= len(text):
+        stop = text.find(separator, start)
+        if stop < 0:
+            stop = len(text)
+        yield text[start:stop], offset + start
+        start = stop + 1
+
+
 class _Parser:
-    def __init__(self, file: str) -> None:
+    """Reads the text once and keeps offsets alone: a hostile file must not cost memory.
+
+    Lines and columns are worked out for an error only.
+    """
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text = text
         self.file = file
-        self.headers: dict[str, _Word] = {}
+        self.headers: dict[str, int] = {}
         self.name = ""
         self.microbatches = 0
         self.placement: list[tuple[int, ...]] = []
-        self.placement_words: list[_Word] = []
         self.ranks: dict[int, tuple[Action, ...]] = {}
-        self.rank_words: dict[int, _Word] = {}
 
-    def parse(self, text: str) -> Schedule:
-        lines = text.split("\n")
-        for statement in self._statements(lines):
-            match = _RANK_LINE.match(statement.first.text)
+    def parse(self) -> Schedule:
+        for start, end in self._statements():
+            match = _RANK_LINE.match(self.text, start, end)
             if match:
-                self._rank(statement, int(match[1]), match.end())
+                self._rank(match, end)
             else:
-                self._header(statement)
-        end = _Word("", len(lines), len(lines[-1]) + 1)
+                self._header(start, end)
         for key in ("schedir", "name", "microbatches", "placement"):
             if key not in self.headers:
-                raise self._error(f"the file ends without a '{key}' line", end)
-        if not self.ranks:
-            raise self._error("the file ends without a 'rank 0:' line", end)
-        for rank in sorted(self.ranks):
-            if rank >= len(self.ranks):
-                missing = next(r for r in range(rank) if r not in self.ranks)
-                raise self._error(f"rank {missing} has no line", self.rank_words[rank])
-        for word, held in zip(self.placement_words, self.placement, strict=True):
-            if max(held) >= len(self.ranks):
+                raise self._error(f"the file ends without a '{key}' line", len(self.text))
+        count = len(self.ranks)
+        if not count:
+            raise self._error("the file ends without a 'rank 0:' line", len(self.text))
+        if max(self.ranks) >= count:
+            missing = next(rank for rank in range(count) if rank not in self.ranks)
+            beyond = min(rank for rank in self.ranks if rank >= count)
+            raise self._error(f"rank {missing} has no line", self._start_of(beyond))
+        for stage, held in enumerate(self.placement):
+            if held[-1] >= count:
+                words = self._words(self.headers["placement"], len(self.text))
                 raise self._error(
-                    f"placement names rank {max(held)}, but there are {len(self.ranks)} rank lines",
-                    word,
+                    f"placement names rank {held[-1]}, but there are {count} rank lines",
+                    next(islice(words, stage + 1, None)).start(),
                 )
-        actions = tuple(self.ranks[rank] for rank in range(len(self.ranks)))
+        actions = tuple(self.ranks[rank] for rank in range(count))
         return Schedule(self.name, self.microbatches, tuple(self.placement), actions)
 
-    def _statements(self, lines: list[str]) -> Iterator[_Statement]:
-        pieces: list[_Word] = []
-        for number, raw in enumerate(lines, 1):
-            text = raw.split("#", 1)[0].rstrip()
-            if not text:
-                continue
-            piece = _Word(text, number, 1)
-            if text[0].isspace():
-                if not pieces:
-                    raise self._error("a continuation line with no line above to continue", piece)
-                pieces.append(piece)
-                continue
-            if pieces:
-                yield _Statement(pieces)
-            pieces = [piece]
-        if pieces:
-            yield _Statement(pieces)
+    def _statements(self) -> Iterator[tuple[int, int]]:
+        """Where each line starts, and where the lines that continue it end."""
+        start = 0
+        for match in _NEXT_STATEMENT.finditer(self.text):
+            yield start, match.end()
+            start = match.end()
+        yield start, len(self.text)
 
-    def _header(self, statement: _Statement) -> None:
-        key, *values = statement.words(0)
-        if not self.headers and key.text != "schedir":
-            raise self._error(f"the first line must be 'schedir {FORMAT_VERSION}'", key)
-        if key.text in self.headers:
-            line = self.headers[key.text].line
-            raise self._error(f"a second '{key.text}' line; the first is line {line}", key)
-        if key.text not in ("schedir", "name", "microbatches", "placement"):
+    def _words(self, start: int, end: int) -> Iterator[re.Match[str]]:
+        for match in _PIECE.finditer(self.text, start, end):
+            if self.text[match.start()] != "#":
+                yield match
+
+    def _header(self, start: int, end: int) -> None:
+        words = self._words(start, end)
+        first = next(words, None)
+        if first is None:  # blank lines and comments at the top of the file
+            return
+        if first.start() > start:
+            place = self.text.rfind("\n", 0, first.start()) + 1
+            raise self._error("a continuation line with no line above to continue", place)
+        key = first[0]
+        if not self.headers and key != "schedir":
+            raise self._no_version(key, start)
+        if key in self.headers:
+            line, _ = position(self.text, self.headers[key])
+            raise self._error(f"a second '{key}' line; the first is line {line}", start)
+        if key not in ("schedir", "name", "microbatches", "placement"):
             raise self._error(
-                f"unknown header {clip(key.text)}; known: schedir, name, microbatches, placement, "
+                f"unknown header {clip(key)}; known: schedir, name, microbatches, placement, "
                 "and 'rank N:' lines",
-                key,
+                start,
             )
-        self.headers[key.text] = key
-        if not values:
-            raise self._error(f"'{key.text}' needs a value", _after(key))
-        if key.text == "name":
-            self._name(statement, values)
-        elif key.text == "placement":
-            self.placement_words = values
-            self.placement = [self._held(word) for word in values]
+        self.headers[key] = start
+        value = next(words, None)
+        if value is None:
+            raise self._error(f"'{key}' needs a value", first.end())
+        if key == "name":
+            self._name(start, value.start(), end)
+        elif key == "placement":
+            self._placement(chain([value], words))
         else:
-            if len(values) > 1:
-                raise self._error(f"'{key.text}' takes one value", values[1])
-            number = self._number(values[0])
-            if key.text == "schedir" and number != FORMAT_VERSION:
-                raise self._error(
-                    f"format {number} is unknown; this is schedir's format {FORMAT_VERSION}",
-                    values[0],
-                )
-            if key.text == "microbatches":
-                if number < 1:
-                    raise self._error("a schedule needs at least one microbatch", values[0])
-                self.microbatches = number
+            extra = next(words, None)
+            if extra is not None:
+                raise self._error(f"'{key}' takes one value", extra.start())
+            self._count(key, value)
 
-    def _name(self, statement: _Statement, values: list[_Word]) -> None:
-        if len(statement.pieces) > 1:
-            raise self._error("a name stands on one line", statement.pieces[1])
-        # Inner runs of blanks belong to the name.
-        self.name = statement.first.text[values[0].column - 1 :]
-        for offset, character in enumerate(self.name):
-            if not character.isprintable():
-                place = _Word("", values[0].line, values[0].column + offset)
-                raise self._error(f"{character!r} can't stand in a name", place)
-
-    def _rank(self, statement: _Statement, rank: int, skip: int) -> None:
-        if "schedir" not in self.headers:
-            raise self._error(f"the first line must be 'schedir {FORMAT_VERSION}'", statement.first)
-        if rank in self.ranks:
-            line = self.rank_words[rank].line
+    def _count(self, key: str, value: re.Match[str]) -> None:
+        number = self._number(value[0], value.start())
+        if key == "schedir" and number != FORMAT_VERSION:
             raise self._error(
-                f"a second line for rank {rank}; the first is line {line}", statement.first
+                f"format {number} is unknown; this is schedir's format {FORMAT_VERSION}",
+                value.start(),
             )
-        actions = []
-        for word in statement.words(skip):
-            try:
-                actions.append(parse_action(word.text))
-            except ValueError as error:
-                raise self._error(str(error), word) from None
-        self.ranks[rank] = tuple(actions)
-        self.rank_words[rank] = statement.first
+        if key == "microbatches":
+            if number < 1:
+                raise self._error("a schedule needs at least one microbatch", value.start())
+            self.microbatches = number
 
-    def _held(self, word: _Word) -> tuple[int, ...]:
-        held: list[int] = []
-        column = word.column
-        for part in word.text.split(","):
-            rank = self._number(_Word(part, word.line, column))
+    def _name(self, line: int, start: int, end: int) -> None:
+        stop = self.text.find("\n", line, end)
+        if stop < 0:
+            stop = end
+        more = next(self._words(stop, end), None)
+        if more is not None:
+            raise self._error("a name stands on one line", more.start())
+        # Inner runs of blanks belong to the name.
+        self.name = self.text[start:stop].partition("#")[0].rstrip(" \t\r")
+        if not self.name.isprintable():
+            offset, wrong = next((i, c) for i, c in enumerate(self.name) if not c.isprintable())
+            raise self._error(f"{wrong!r} can't stand in a name", start + offset)
+
+    def _placement(self, words: Iterable[re.Match[str]]) -> None:
+        # Shared, as a tuple for each of millions of stages takes far more memory than its word.
+        shared: dict[str, tuple[int, ...]] = {}
+        for word in words:
+            held = shared.get(word[0])
+            if held is None:
+                held = self._held(word)
+                if len(shared) < _MOST_SHARED:
+                    shared[word[0]] = held
+            self.placement.append(held)
+
+    def _held(self, word: re.Match[str]) -> tuple[int, ...]:
+        held: set[int] = set()
+        for part, offset in split(word[0], ",", word.start()):
+            rank = self._number(part, offset)
             if rank in held:
-                raise self._error(f"rank {rank} is named twice", _Word(part, word.line, column))
-            held.append(rank)
-            column += len(part) + 1
-        return tuple(held)
+                raise self._error(f"rank {rank} is named twice", offset)
+            held.add(rank)
+        return tuple(sorted(held))
 
-    def _number(self, word: _Word) -> int:
-        if not re.fullmatch(NUMBER, word.text):
-            raise self._error(f"expected a number of at most 9 digits, not {clip(word.text)}", word)
-        return int(word.text)
+    def _rank(self, match: re.Match[str], end: int) -> None:
+        rank = int(match[1])
+        if "schedir" not in self.headers:
+            raise self._no_version("rank", match.start())
+        if rank in self.ranks:
+            line, _ = position(self.text, self._start_of(rank))
+            raise self._error(
+                f"a second line for rank {rank}; the first is line {line}", match.start()
+            )
+        self.ranks[rank] = tuple(self._actions(match.end(), end))
 
-    def _error(self, message: str, word: _Word) -> ParseError:
-        return ParseError(message, self.file, word.line, word.column)
+    def _actions(self, start: int, end: int) -> Iterator[Action]:
+        for word in self._words(start, end):
+            try:
+                action = parse_action(word[0])
+            except ValueError as error:
+                raise self._error(str(error), word.start()) from None
+            yield action
 
+    def _start_of(self, rank: int) -> int:
+        """Where the line of a rank starts."""
+        lines = (_RANK_LINE.match(self.text, *statement) for statement in self._statements())
+        return next(line.start() for line in lines if line and int(line[1]) == rank)
 
-def _after(word: _Word) -> _Word:
-    return _Word("", word.line, word.column + len(word.text))
+    def _number(self, word: str, offset: int) -> int:
+        if not re.fullmatch(NUMBER, word):
+            raise self._error(f"expected a number of at most 9 digits, not {clip(word)}", offset)
+        return int(word)
+
+    def _no_version(self, word: str, offset: int) -> ParseError:
+        return self._error(
+            f"the first line must be 'schedir {FORMAT_VERSION}', not {clip(word)}", offset
+        )
+
+    def _error(self, message: str, offset: int) -> ParseError:
+        return ParseError(message, self.file, *position(self.text, offset))
 
 
 def clip(text: str) -> str:

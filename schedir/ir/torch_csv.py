@@ -3,7 +3,8 @@
 It has two dialects, compute only and with communication. Its tokens differ from schedir's in
 SEND_F/RECV_F/SEND_B/RECV_B, and it has no OPTIM_STEP and no weight versions. UNSHARD and RESHARD
 (FSDP's gathering of parameters) are nothing that schedir models; reading names them in a warning
-and leaves them out. `(0F1;7B0)OVERLAP_F_B` is read as its parts, in order.
+and leaves them out. `(0F1;7B0)OVERLAP_F_B` is read as its parts, in order. Around a cell there may
+be spaces and tabs, and a row ends in LF or CR LF.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import PurePath
+from typing import TypeAlias
 
 from schedir.errors import ParseError
-from schedir.ir.actions import STAGE_WIDE, Action, Kind
+from schedir.ir.actions import MAX_NUMBER, STAGE_WIDE, Action, Kind
 from schedir.ir.schedule import Schedule
-from schedir.ir.text import NUMBER, clip, decode
+from schedir.ir.text import NUMBER, clip, decode, position, split
 
 logger = logging.getLogger("schedir")
 
@@ -36,7 +39,12 @@ _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
 _NOT_MODELLED = ("UNSHARD", "RESHARD")
 
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
-_OVERLAP = re.compile(r"\(([^();]*(?:;[^();]*)*)\)OVERLAP_F_B")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_CELL = re.compile(r"[^, \t][^,]*")
+_BLANKS = " \t"
+_MOST_NAMED = 8  # in a warning
+_NAMED, _RUN = 1, 2  # what is known of a stage
+_Held: TypeAlias = tuple[int, ...] | list[int]
 
 
 def dumps_torch_csv(schedule: Schedule) -> tuple[str, list[str]]:
@@ -64,106 +72,134 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
 
     A stage lives on the ranks that run its FORWARD. Raises ParseError with line and column.
     """
-    ranks: list[list[Action]] = []
-    left_out: Counter[str] = Counter()
-    lines = decode(text, file).split("\n")
-    if lines and not lines[-1].strip():
-        lines.pop()
-    for number, line in enumerate(lines, 1):
-        actions = []
-        for cell, column in _cells(line):
-            for token, offset in _parts(cell, file, number, column):
-                action = _action(token, file, number, offset)
-                if action is None:
-                    left_out[token] += 1
-                else:
-                    actions.append(action)
-        ranks.append(actions)
-    if left_out:
+    return _Reader(decode(text, file), file).read()
+
+
+class _Reader:
+    def __init__(self, text: str, file: str) -> None:
+        self.text = text
+        self.file = file
+        self.left_out = 0
+        self.left_out_names: dict[str, None] = {}
+
+    def read(self) -> Schedule:
+        if not re.search(r"[^, \t\r\n]", self.text):
+            raise self._error("the file holds no action of any microbatch", 0)
+        # Of millions of lines most are empty, in a file that is none of torch's: these cost least.
+        ranks = [tuple(self._row(*row)) if row[0] < row[1] else () for row in self._rows()]
+        if self.left_out:
+            self._warn()
+        microbatches = 1 + max(
+            (a.microbatch for actions in ranks for a in actions if a.microbatch is not None),
+            default=-1,
+        )
+        if microbatches == 0:
+            raise self._error("the file holds no action of any microbatch", 0)
+        stem = PurePath(self.file).stem
+        name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip() or "torch-csv"
+        return Schedule(name, microbatches, self._placement(ranks), ranks)
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """Where each row starts and ends."""
+        start = 0
+        last = len(self.text.rstrip(" \t\r"))
+        while start < last:
+            end = self.text.find("\n", start)
+            if end < 0:
+                end = last
+            yield start, end - self.text.endswith("\r", start, end)
+            start = end + 1
+
+    def _row(self, start: int, end: int) -> Iterator[Action]:
+        for match in _CELL.finditer(self.text, start, end):
+            for token, offset in self._parts(match[0].rstrip(_BLANKS), match.start()):
+                try:
+                    action = _action(token)
+                except ValueError as error:
+                    raise self._error(str(error), offset) from None
+                if action is not None:
+                    yield action
+                    continue
+                self.left_out += 1
+                if len(self.left_out_names) <= _MOST_NAMED:
+                    self.left_out_names[token] = None
+
+    def _parts(self, cell: str, offset: int) -> Iterator[tuple[str, int]]:
+        """The actions of a cell: one, or those of an overlapped pair."""
+        if not cell.startswith("("):
+            yield cell, offset
+            return
+        match = _OVERLAP.fullmatch(cell)
+        if match is None:
+            raise self._error(
+                f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
+            )
+        for part, place in split(match[1], ";", offset + 1):
+            token = part.strip(_BLANKS)
+            if not token:
+                raise self._error("an empty part in a composite action", place)
+            yield token, place + part.index(token[0])
+
+    def _warn(self) -> None:
+        names = list(self.left_out_names)
+        more = " and others" if len(names) > _MOST_NAMED else ""
         logger.warning(
-            "%s: left out %d actions that schedir does not model: %s",
-            file,
-            left_out.total(),
-            " ".join(left_out),
+            "%s: left out %d actions that schedir does not model: %s%s",
+            self.file,
+            self.left_out,
+            " ".join(names[:_MOST_NAMED]),
+            more,
         )
-    microbatches = 1 + max(
-        (a.microbatch for actions in ranks for a in actions if a.microbatch is not None),
-        default=-1,
-    )
-    if microbatches == 0:
-        raise ParseError("the file holds no action of any microbatch", file, 1, 1)
-    name = re.sub(r"[^\w .-]", "-", PurePath(file).stem, flags=re.ASCII).strip() or "torch-csv"
-    return Schedule(name, microbatches, _placement(ranks, file), ranks)
+
+    def _placement(self, ranks: list[tuple[Action, ...]]) -> list[_Held]:
+        """The ranks that run each stage's FORWARD; those that name it, where none does."""
+        highest = max(action.stage for actions in ranks for action in actions)
+        # So many entries are enough to miss one: a single huge stage number must not cost memory.
+        seen = bytearray(1 + min(highest, sum(map(len, ranks))))
+        for actions in ranks:
+            for action in actions:
+                if action.stage < len(seen):
+                    seen[action.stage] |= _RUN if action.kind is Kind.FORWARD else _NAMED
+        missing = seen.find(0)
+        if missing >= 0:
+            raise self._error(f"stage {missing} is on no rank, though stage {highest} is on one", 0)
+        placement: list[_Held] = [()] * (1 + highest)
+        for rank, actions in enumerate(ranks):
+            alone = (rank,)  # shared, as most stages live on one rank
+            for action in actions:
+                if action.kind is not Kind.FORWARD and seen[action.stage] & _RUN:
+                    continue
+                held = placement[action.stage]
+                if not held:
+                    placement[action.stage] = alone
+                elif held[-1] != rank:
+                    if isinstance(held, tuple):
+                        placement[action.stage] = held = [*held]
+                    held.append(rank)
+        return placement
+
+    def _error(self, message: str, offset: int) -> ParseError:
+        return ParseError(message, self.file, *position(self.text, offset))
 
 
-def _cells(line: str) -> Iterator[tuple[str, int]]:
-    """The non-empty cells of a row, stripped, each with its column."""
-    column = 1
-    for raw in line.split(","):
-        cell = raw.strip()
-        if cell:
-            yield cell, column + raw.index(cell[0])
-        column += len(raw) + 1
-
-
-def _parts(cell: str, file: str, line: int, column: int) -> Iterator[tuple[str, int]]:
-    """The actions of a cell: one, or those of an overlapped pair."""
-    if not cell.startswith("("):
-        yield cell, column
-        return
-    match = _OVERLAP.fullmatch(cell)
-    if match is None:
-        raise ParseError(
-            f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B",
-            file,
-            line,
-            column,
-        )
-    offset = column + 1
-    for part in match[1].split(";"):
-        token = part.strip()
-        lead = len(part) - len(part.lstrip())
-        if not token:
-            raise ParseError("an empty part in a composite action", file, line, offset)
-        yield token, offset + lead
-        offset += len(part) + 1
-
-
-def _action(token: str, file: str, line: int, column: int) -> Action | None:
-    """The action of a token; None for one that schedir does not model."""
+@lru_cache(maxsize=1 << 16)
+def _action(token: str) -> Action | None:
+    """The action of a token; None for one that schedir does not model. Raises ValueError."""
     match = _TOKEN.fullmatch(token)
     if match is None:
-        raise ParseError(
-            f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1",
-            file,
-            line,
-            column,
-        )
+        raise ValueError(f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1")
     stage, name, microbatch = match.groups()
     if name in _NOT_MODELLED:
         return None
     kind = _FROM_TORCH.get(name)
     if kind is None:
         known = " ".join([*_FROM_TORCH, *_NOT_MODELLED])
-        raise ParseError(f"unknown action {clip(name)}; known: {known}", file, line, column)
+        raise ValueError(f"unknown action {clip(name)}; known: {known}")
     if (microbatch is None) != (kind in STAGE_WIDE):
         need = "names no microbatch" if kind in STAGE_WIDE else "needs a microbatch"
-        raise ParseError(f"{clip(token)}: {name} {need}", file, line, column)
-    return Action(kind, int(stage), None if microbatch is None else int(microbatch))
-
-
-def _placement(ranks: list[list[Action]], file: str) -> list[list[int]]:
-    runs: dict[int, set[int]] = {}
-    named: dict[int, set[int]] = {}
-    for rank, actions in enumerate(ranks):
-        for action in actions:
-            named.setdefault(action.stage, set()).add(rank)
-            if action.kind is Kind.FORWARD:
-                runs.setdefault(action.stage, set()).add(rank)
-    # Counted before the list is built: a single huge stage number must not cost memory.
-    if len(named) <= max(named):
-        missing = next(stage for stage in range(len(named)) if stage not in named)
-        raise ParseError(
-            f"stage {missing} is on no rank, though stage {max(named)} is on one", file, 1, 1
-        )
-    return [sorted(runs.get(stage, named[stage])) for stage in range(len(named))]
+        raise ValueError(f"{clip(token)}: {name} {need}")
+    if microbatch is None:
+        return Action(kind, int(stage))
+    if int(microbatch) >= MAX_NUMBER:  # their number is one more
+        raise ValueError(f"{clip(token)}: a schedule has at most {MAX_NUMBER} microbatches")
+    return Action(kind, int(stage), int(microbatch))
