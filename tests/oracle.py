@@ -252,6 +252,8 @@ class Oracle:
                 me.faults.append(f"{action} before its input gradient")
             self.accumulate(me, stage, m)
         else:
+            if (stage, m) in me.input_grads:
+                me.faults.append(f"{action} differentiates again")
             made = me.outputs.get((stage, m))
             if made != self.activation(stage, m):
                 me.faults.append(f"{action} differentiates {made}")

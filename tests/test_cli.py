@@ -393,7 +393,7 @@ def test_check_judges_by_channel(run: Run) -> None:
     Path("dead.sched").write_text(DEADLOCK)
     code, out, err = run("check", "dead.sched")
     assert (code, err) == (0, "")
-    assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its payload is made")
+    assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its send")
     assert out.endswith(
         "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning\n"
     )

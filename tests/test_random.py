@@ -113,3 +113,24 @@ def test_the_verdict_on_scattered_communication(seed: int, channel: str, faults:
     outcome = happens(built, channel, seed)
     report = schedir.check(built, channel)
     assert report.ok == (outcome == "completes"), (outcome, report.errors, schedir.dumps(built))
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(1, 2))
+def test_the_verdict_on_compute_alone(seed: int, channel: str, faults: int) -> None:
+    """What check lets through as compute runs once completed; what blocks is never let through."""
+    chance = random.Random(seed)
+    compute = drawn(chance)
+    for _ in range(faults):
+        compute = mutate(compute, chance)
+    report = schedir.check(compute, channel)
+    for finding in report.diagnostics:
+        for place in finding.locations:  # as it was given
+            if place.index is not None and not any("completes it" in n for n in finding.notes):
+                assert compute.actions[place.rank][place.index] == place.action
+    try:
+        complete = schedir.insert_communication(compute)
+    except schedir.ScheduleError:
+        assert not report.ok
+        return
+    if complete.is_complete:
+        assert report.ok == (happens(complete, channel, seed) == "completes")

@@ -8,7 +8,7 @@ import numpy as np
 
 from schedir.check.diagnostics import Diagnostic, locate, move
 from schedir.check.rules import communication as rules
-from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers
+from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers, reduces_by_stage
 
 _ROWS_AROUND = 2
 
@@ -20,7 +20,7 @@ def communication(schedule: Schedule) -> Iterator[Diagnostic]:
     yield from _at_its_compute(schedule, transfers)
     yield from _unmatched(schedule, transfers)
     yield from _mis_paired(schedule, transfers)
-    yield from _unmatched_reduces(schedule)
+    yield from unmatched_reduces(schedule)
 
 
 def _no_peer(schedule: Schedule) -> Iterator[Diagnostic]:
@@ -145,18 +145,12 @@ def _swapped(schedule: Schedule, transfers: Transfers, channel: Ints) -> Diagnos
     )
 
 
-def _unmatched_reduces(schedule: Schedule) -> Iterator[Diagnostic]:
+def unmatched_reduces(schedule: Schedule) -> Iterator[Diagnostic]:
     """A replicated stage has the same number of REDUCE_GRADs on each of its ranks."""
-    columns = schedule.columns
-    reduces = columns.where(Kind.REDUCE_GRAD)
-    for stage, held in enumerate(schedule.placement):
-        if len(held) == 1 or not len(reduces):
-            continue
-        own = reduces[columns.stage[reduces] == stage]
-        by_rank = {rank: own[columns.rank[own] == rank] for rank in held}
-        least = min(held, key=lambda rank: len(by_rank[rank]))
+    for stage, by_rank in reduces_by_stage(schedule).items():
+        least = min(by_rank, key=lambda rank: len(by_rank[rank]))
         for places in by_rank.values():
-            for place in places[len(by_rank[least]) :].tolist():
+            for place in places[len(by_rank[least]) :]:
                 yield rules.Unmatched(
                     locations=(locate(schedule, place),),
                     other=Action(Kind.REDUCE_GRAD, stage),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -21,18 +22,26 @@ def clean_channels(schedule: Schedule) -> tuple[str, ...]:
 
     Expects matched communication.
     """
-    if host_order(schedule):
-        return CHANNELS
     for strictest, channel in enumerate(CHANNELS):
-        if channel != "host" and not stuck(waits(schedule, channel)).any():
+        if runs(schedule, channel):
             return CHANNELS[strictest:]  # each enforces a part of the one before
     return ()
 
 
-def deadlock(schedule: Schedule, channel: str, clean: tuple[str, ...]) -> Iterator[Diagnostic]:
+def runs(schedule: Schedule, channel: str) -> bool:
+    """Whether the schedule runs to its end under a channel model."""
+    if host_order(schedule):
+        return True
+    return channel != "host" and not stuck(waits(schedule, channel)).any()
+
+
+def deadlock(
+    schedule: Schedule, channel: str, clean: tuple[str, ...], inserted: bool = False
+) -> Iterator[Diagnostic]:
     """The shortest wait cycle under `channel`, if there is one; `clean` are the models without.
 
-    A compute-only schedule is judged by its compute alone: its cycle exists under every model.
+    A compute-only schedule is judged by its compute and collectives: a cycle of these exists under
+    every model. `inserted` says that the schedule is not as its author gave it.
     """
     waiting = waits(schedule, channel)
     never = stuck(waiting)
@@ -40,14 +49,16 @@ def deadlock(schedule: Schedule, channel: str, clean: tuple[str, ...]) -> Iterat
         return
     cycle = _shortest_cycle(waiting, never)
     rows = _rows(cycle)
+    moves = () if inserted else tuple(islice(_moves(schedule, cycle), _MOST_MOVES))
     yield WaitCycle(
         locations=tuple(locate(schedule, place) for place, _, _ in rows),
         reasons=tuple(why for _, why, _ in rows),
         channel=channel,
         clean=clean,
         complete=schedule.is_complete,
+        inserted=inserted,
         pieces=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
-        moves=tuple(_moves(schedule, cycle)),
+        moves=moves,
     )
 
 
@@ -57,6 +68,10 @@ _Wait: TypeAlias = tuple[int, int, int]
 # Enough to search every start in any schedule that a person reads; a longer search would be
 # quadratic, and the cycle found by then is as good an explanation.
 _SEARCH_BUDGET = 1_000_000
+_MOST_MOVES = 8
+
+_Leads: TypeAlias = dict[int, list[tuple[int, _Wait]]]
+"""For each stuck node, the stuck nodes that it waits for, and why."""
 
 
 def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
@@ -66,7 +81,7 @@ def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
     """
     node = waiting.node
     inside = never[node[waiting.later]] & never[node[waiting.earlier]]
-    leads: dict[int, list[tuple[int, _Wait]]] = {}
+    leads: _Leads = {}
     for later, earlier, why, source, target in zip(
         waiting.later[inside].tolist(),
         waiting.earlier[inside].tolist(),
@@ -76,32 +91,60 @@ def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
         strict=True,
     ):
         leads.setdefault(source, []).append((target, (later, earlier, why)))
-    best: list[_Wait] = []
+    starts = np.flatnonzero(never).tolist()
+    best = _some_cycle(leads, starts[0])
+    # One as short that comes first in the lists is better still.
+    most = len(best)
     budget = _SEARCH_BUDGET
-    for start in np.flatnonzero(never).tolist():
-        if best and budget <= 0:
+    # Short cycles first, from every start: long searches from the first ones would use it all up.
+    for depth in (4, 16, 64, len(best)):
+        for start in starts:
+            if budget <= 0 or not most:
+                break
+            found, visited = _cycle_through(start, leads, min(depth, most))
+            budget -= visited
+            if found:
+                best, most = found, len(found) - 1
+        if most < depth:
             break
-        # Breadth first from `start` back to itself, no deeper than the best cycle so far.
-        came_by: dict[int, tuple[int, _Wait]] = {}
-        layer = [start]
-        depth = 0
-        while layer and start not in came_by and not (best and depth + 1 >= len(best)):
-            depth += 1
-            following = []
-            for current in layer:
-                for target, wait in leads[current]:
-                    if target not in came_by:
-                        came_by[target] = (current, wait)
-                        following.append(target)
-            budget -= len(following)
-            layer = following
-        if start in came_by:
-            current, wait = came_by[start]
-            best = [wait]
-            while current != start:
-                current, wait = came_by[current]
-                best.insert(0, wait)
     return best
+
+
+def _some_cycle(leads: _Leads, start: int) -> list[_Wait]:
+    """A cycle that following the first wait of each node leads into."""
+    order: dict[int, int] = {}
+    path: list[_Wait] = []
+    current = start
+    while current not in order:
+        order[current] = len(path)
+        current, wait = leads[current][0]
+        path.append(wait)
+    return path[order[current] :]
+
+
+def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[_Wait], int]:
+    """A shortest cycle through `start` of at most so many waits, if there is one, and how many
+    nodes it took to know."""
+    came_by: dict[int, tuple[int, _Wait]] = {}
+    layer = [start]
+    for _ in range(most):
+        following = []
+        for current in layer:
+            for target, wait in leads[current]:
+                if target not in came_by:
+                    came_by[target] = (current, wait)
+                    following.append(target)
+        layer = following
+        if start in came_by or not layer:
+            break
+    if start not in came_by:
+        return [], len(came_by) + 1
+    cycle: list[_Wait] = []
+    current = start
+    while not cycle or current != start:
+        current, wait = came_by[current]
+        cycle.append(wait)
+    return cycle[::-1], len(came_by) + 1
 
 
 def _rows(cycle: list[_Wait]) -> list[tuple[int, str, int]]:

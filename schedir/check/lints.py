@@ -47,7 +47,7 @@ def _ends(schedule: Schedule, planned: Plan) -> Ints:
 
 
 def _late_receives(schedule: Schedule, planned: Plan, ends: Ints) -> Iterator[Diagnostic]:
-    """One finding for all, at the receive that is posted the latest after its payload is made."""
+    """One finding for all, at the receive that is posted the latest after its send."""
     transfers, before = schedule.dataflow.transfers, planned.last_before
     posted = ends[before[transfers.receive]]
     late = posted - ends[before[transfers.send]]

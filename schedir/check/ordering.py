@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 
 import attrs
@@ -183,7 +184,7 @@ def _reduced(schedule: Schedule, steps: bool) -> Iterator[Diagnostic]:
     # Of a stage on one rank, REDUCE_GRAD sums over a data-parallel group that the schedule does
     # not show: either all of those stages have it, or none.
     over_data = any(
-        len(held[stage]) == 1 and any(each.reduces for each in own)
+        len(held[stage]) == 1 and any(each.reduces and each.gradients for each in own)
         for (_, stage), own in rounds.items()
     )
     for (_, stage), own in sorted(rounds.items()):
@@ -200,31 +201,40 @@ def _reduced(schedule: Schedule, steps: bool) -> Iterator[Diagnostic]:
                     held=held[stage],
                     before=each.step is not None,
                 )
-    yield from _empty_reduces(schedule, rounds)
+    yield from _collectives(schedule, rounds)
 
 
 def _reduced_last(schedule: Schedule, each: _Round) -> Iterator[Diagnostic]:
     for reduce in each.reduces:
-        late = [place for place in each.gradients if place > reduce]
+        late = len(each.gradients) - bisect(each.gradients, reduce)
         if late:
+            last = each.gradients[-1]
             yield rules.ReduceBeforeGradients(
-                locations=(locate(schedule, reduce), locate(schedule, late[-1])),
-                late=len(late),
-                moves=(move(schedule.columns, reduce, "behind", late[-1]),),
+                locations=(locate(schedule, reduce), locate(schedule, last)),
+                late=late,
+                moves=(move(schedule.columns, reduce, "behind", last),),
             )
 
 
-def _empty_reduces(
+def _collectives(
     schedule: Schedule, rounds: dict[tuple[int, int], list[_Round]]
 ) -> Iterator[Diagnostic]:
-    """The k-th REDUCE_GRAD of a replicated stage sums something new on one rank at least."""
+    """The k-th REDUCE_GRAD of a replicated stage belongs to one step on all ranks, and sums
+    something new on one of them at least."""
     new: dict[int, bool] = {}
     for own in rounds.values():
         for each in own:
-            before = -1
+            summed = 0
             for reduce in each.reduces:
-                new[reduce] = any(before < place < reduce for place in each.gradients)
-                before = reduce
+                so_far = bisect(each.gradients, reduce)
+                new[reduce] = so_far > summed
+                summed = so_far
+    turn = schedule.dataflow.steps_before
     for places in collective_turns(schedule):
-        if len(places) > 1 and not any(new[place] for place in places):
-            yield rules.EmptyReduce(locations=tuple(locate(schedule, place) for place in places))
+        locations = tuple(locate(schedule, place) for place in places)
+        if len(set(turn[list(places)].tolist())) > 1:
+            yield rules.ReduceAcrossSteps(
+                locations=locations, turns=tuple(turn[list(places)].tolist())
+            )
+        elif len(places) > 1 and not any(new[place] for place in places):
+            yield rules.EmptyReduce(locations=locations)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import attrs
 
 from schedir.check.channels import CHANNELS
-from schedir.check.communication import communication
-from schedir.check.deadlock import clean_channels, deadlock
+from schedir.check.communication import communication, unmatched_reduces
+from schedir.check.deadlock import clean_channels, deadlock, runs
 from schedir.check.diagnostics import Diagnostic, Location, Report, moved
 from schedir.check.lints import lints
 from schedir.check.memory import Limits, memory
@@ -18,12 +18,12 @@ from schedir.check.ordering import ordering
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
 from schedir.errors import ScheduleError
-from schedir.ir import COMMUNICATION, Schedule
+from schedir.ir import COMMUNICATION, Schedule, collective_turns
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
-# Each move that is proposed has been tried, which costs a check; so many findings get that.
-_MOST_MENDED = 8
+# Each move that is proposed has been tried, which costs a check; so many are.
+_MOST_TRIALS = 12
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
 
@@ -47,9 +47,14 @@ def check(
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
     limits = Limits(max_delay, max_versions, max_activations)
-    found, clean = _findings(schedule, channel, limits)
-    if not _errors(found) and channel in clean:
-        found += _lints(schedule, channel)
+    found, complete = _findings(schedule, channel, limits)
+    clean: tuple[str, ...] = ()
+    if complete is not None:
+        clean = clean_channels(complete)
+        if channel not in clean:
+            found += deadlock(complete, channel, clean, inserted=complete is not schedule)
+        elif not _errors(found):
+            found += _lints(schedule, complete, channel)
     return Report(channel, _sorted(_mended(schedule, channel, limits, found)), clean)
 
 
@@ -61,18 +66,15 @@ def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
 
 def _findings(
     schedule: Schedule, channel: str, limits: Limits
-) -> tuple[list[Diagnostic], tuple[str, ...]]:
-    """What is wrong with a schedule, and the channel models under which it runs to its end."""
+) -> tuple[list[Diagnostic], Schedule | None]:
+    """What is wrong with a schedule but for deadlock, and its complete form to look for that in;
+    None where a wait has no meaning yet."""
     found, complete = _compute(schedule, channel, limits)
-    if complete is None:
-        return found, ()
-    mismatched = list(communication(complete))
-    if mismatched:
-        return found + mismatched, ()  # a wait cycle needs sends that have their receives
-    clean = clean_channels(complete)
-    if channel not in clean:
-        found += deadlock(complete, channel, clean)
-    return found, clean
+    if complete is not None:
+        mismatched = list(communication(complete))
+        if mismatched:
+            return found + mismatched, None
+    return found, complete
 
 
 def _compute(
@@ -87,16 +89,28 @@ def _compute(
     found += memory(schedule, limits)
     if any(isinstance(finding, _OWN_LIST) for finding in found):
         return found, None
-    try:
-        return found, insert_communication(schedule)
-    except ScheduleError:
-        return [*found, *deadlock(schedule, channel, ())], None
+    if schedule.is_complete:
+        return found, schedule
+    blocking = list(unmatched_reduces(schedule))
+    if not blocking:
+        try:
+            complete = insert_communication(schedule)
+        except ScheduleError:
+            blocking = list(deadlock(schedule, _DEFAULT, ()))
+        else:
+            # The collectives that the author has placed are the one thing left that can block.
+            if any(len(places) > 1 for places in collective_turns(schedule)):
+                blocking = list(deadlock(schedule, _DEFAULT, ()))
+    return (found + blocking, None) if blocking else (found, complete)
 
 
-def _lints(schedule: Schedule, channel: str) -> list[Diagnostic]:
-    complete = insert_communication(schedule)
+def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Diagnostic]:
     found = list(lints(complete, channel))
-    return found if schedule.is_complete else [_as_given(complete, each) for each in found]
+    if complete is schedule:
+        return found
+    # Where schedir puts the communication is not for the author to mend.
+    own = [d for d in found if all(p.action.kind not in COMMUNICATION for p in d.locations)]
+    return [_as_given(complete, each) for each in own]
 
 
 def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
@@ -116,31 +130,40 @@ def _mended(
     schedule: Schedule, channel: str, limits: Limits, found: list[Diagnostic]
 ) -> list[Diagnostic]:
     """The findings with the first of their moves that mends them and brings nothing new."""
-    tried = 0
+    everything = Counter(map(_said, found))
+    errors = Counter(map(_said, _errors(found)))
+    trials = 0
     mended = []
     for finding in found:
-        moves = finding.moves if tried < _MOST_MENDED else ()
-        tried += bool(moves)
-        others = [other for other in found if other is not finding]
         best = None
-        for change in moves:
-            if _mends(moved(schedule, change), channel, limits, finding, others):
-                best = change
-                break
+        if finding.moves and trials < _MOST_TRIALS:
+            errors_only = finding.severity == "error"
+            allowed = (errors if errors_only else everything) - Counter([_said(finding)])
+            for change in finding.moves:
+                trials += 1
+                if _mends(moved(schedule, change), channel, limits, errors_only, allowed):
+                    best = change
+                    break
         mended.append(attrs.evolve(finding, moves=() if best is None else (best,)))
     return mended
 
 
 def _mends(
-    changed: Schedule, channel: str, limits: Limits, finding: Diagnostic, others: list[Diagnostic]
+    changed: Schedule,
+    channel: str,
+    limits: Limits,
+    errors_only: bool,
+    allowed: Counter[tuple[str, str]],
 ) -> bool:
-    """Whether a changed schedule has no more than the other findings."""
-    after, clean = _findings(changed, channel, limits)
-    if finding.severity == "error":
-        after, others = _errors(after), _errors(others)
-    elif not _errors(after) and channel in clean:
-        after += _lints(changed, channel)
-    return Counter(map(_said, after)) <= Counter(map(_said, others))
+    """Whether a changed schedule has nothing wrong but what is allowed."""
+    found, complete = _findings(changed, channel, limits)
+    if complete is not None and not runs(complete, channel):
+        return False
+    if errors_only:
+        found = _errors(found)
+    elif complete is not None and not _errors(found):
+        found += _lints(changed, complete, channel)
+    return Counter(map(_said, found)) <= allowed
 
 
 def _said(finding: Diagnostic) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from schedir.ir.dataflow import (
     Transfers,
     collective_turns,
     first_places,
+    reduces_by_stage,
     sums_of_steps,
     trace,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "recv_act",
     "recv_grad",
     "reduce_grad",
+    "reduces_by_stage",
     "run",
     "send_act",
     "send_grad",

@@ -91,9 +91,10 @@ def run(
             if compute in waiting:
                 ready.extend(waiting.pop(compute))
         clock[rank] = time
-    for meeting, begin in enumerate(begins):
-        if begin < 0:  # no compute needs it
-            _begin_in_order(meeting, meetings, ends, begins)
+    if not waiting:
+        for meeting, begin in enumerate(begins):
+            if begin < 0:  # no compute needs it
+                _begin_in_order(meeting, meetings, ends, begins)
     return Times(starts, ends, begins)
 
 

@@ -181,22 +181,25 @@ def trace(schedule: Schedule) -> Dataflow:
     return Dataflow(columns, places.reshape(-1, stages, microbatches))
 
 
+def reduces_by_stage(schedule: Schedule) -> dict[int, dict[int, list[int]]]:
+    """For each stage that has any, the places of its REDUCE_GRADs on each of its ranks."""
+    columns = schedule.columns
+    found: dict[int, dict[int, list[int]]] = {}
+    for place in columns.where(Kind.REDUCE_GRAD).tolist():
+        stage = int(columns.stage[place])
+        if stage not in found:
+            found[stage] = {rank: [] for rank in schedule.placement[stage]}
+        found[stage][int(columns.rank[place])].append(place)
+    return {stage: found[stage] for stage in sorted(found)}
+
+
 def collective_turns(schedule: Schedule) -> list[tuple[int, ...]]:
     """The places of the REDUCE_GRADs that belong together: the k-th ones of a stage on its ranks.
 
     Turns that some replica lacks are left out.
     """
-    columns = schedule.columns
-    reduces = columns.where(Kind.REDUCE_GRAD)
-    listed: dict[tuple[int, int], list[int]] = {}
-    for place in reduces.tolist():
-        key = (int(columns.stage[place]), int(columns.rank[place]))
-        listed.setdefault(key, []).append(place)
-    turns: list[tuple[int, ...]] = []
-    for stage in sorted({stage for stage, _ in listed}):
-        by_rank = [listed.get((stage, rank), []) for rank in schedule.placement[stage]]
-        turns += zip(*by_rank, strict=False)
-    return turns
+    by_stage = reduces_by_stage(schedule).values()
+    return [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
 
 
 def sums_of_steps(schedule: Schedule) -> list[tuple[int, int]]:

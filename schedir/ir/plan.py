@@ -61,7 +61,11 @@ def plan(schedule: Schedule) -> Plan:
     turns = {p: turn for turn, places in enumerate(collectives, len(transfers)) for p in places}
     for step, reduce in sums_of_steps(schedule):
         needs[number[step]] = turns[reduce]
-    none = np.full(len(collectives), -1)
-    return Plan(
-        compute, bounds, needs, posts, np.concatenate((before, none)), collectives, last_before
-    )
+    # Those of one stage follow each other.
+    stages = [int(columns.stage[places[0]]) for places in collectives]
+    turn_before = [
+        len(transfers) + turn - 1 if turn and stages[turn - 1] == stage else -1
+        for turn, stage in enumerate(stages)
+    ]
+    before = np.concatenate((before, np.array(turn_before, np.int64)))
+    return Plan(compute, bounds, needs, posts, before, collectives, last_before)

@@ -71,8 +71,8 @@ def steps_before(columns: Columns) -> Ints:
 
 def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     """The weight versions of every stage in one rank's list, keyed by stage."""
-    start = int(columns.starts[rank])
-    own = start + np.flatnonzero(columns.is_kind(*_READERS)[start : columns.starts[rank + 1]])
+    start, end = columns.starts[rank : rank + 2].tolist()
+    own = start + np.flatnonzero(np.isin(columns.kind[start:end], _READERS))
     stages: dict[int, StageVersions] = {}
     for place, code, number, microbatch, version in zip(
         own.tolist(),
@@ -96,5 +96,5 @@ def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     return stages
 
 
-_READERS = (Kind.FORWARD, *BACKWARDS, Kind.OPTIM_STEP)
+_READERS = [KIND_INDEX[kind] for kind in (Kind.FORWARD, *BACKWARDS, Kind.OPTIM_STEP)]
 _FORWARD, _STEP = KIND_INDEX[Kind.FORWARD], KIND_INDEX[Kind.OPTIM_STEP]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
 
 from schedir.ir import COMMUNICATION, Kind
 
+_MOST = 10**11
+
 
 def _is_duration(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"the cost of {attribute.name} must be a number, not {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"the cost of {attribute.name} must be finite and >= 0, not {value}")
+    # Sums over millions of actions must stay exact, and far from overflow.
+    if not 0 <= value <= _MOST:
+        raise ValueError(
+            f"the cost of {attribute.name} must be finite and >= 0 (at most {_MOST:.0e}), "
+            f"not {value}"
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -125,8 +125,9 @@ def _run(planned: Plan, durations: list[Time], price: dict[Kind, Time]) -> Times
     collectives = len(planned.collectives)
     transfers = len(planned.posts) - collectives
     last = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
-    # Transfers that take no time never hold up the next one of their channel.
-    before = planned.before.tolist() if price[Kind.SEND_ACT] else ()
+    # What takes no time never holds up the next one of its channel or stage.
+    timed = price[Kind.SEND_ACT] or (collectives and price[Kind.REDUCE_GRAD])
+    before = planned.before.tolist() if timed else ()
     meetings = Meetings(planned.posts, before, last)
     times = run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
     if -1 in times.ends:
@@ -165,8 +166,8 @@ def _rank_stats(
     for rank, (begin, end) in enumerate(pairwise(bounds)):
         busy = sum(durations[begin:end])
         first = begin + int(forwards[begin:end].argmax()) if forwards[begin:end].any() else None
-        since = times.starts[first] if first is not None else 0
-        until = times.ends[end - 1] if end > begin else since
+        until = times.ends[end - 1] if end > begin else 0
+        since = times.starts[first] if first is not None else until
         versions = weight_versions(columns, rank) if rank in several else {}
         yield RankStats(
             rank=rank,

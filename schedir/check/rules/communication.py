@@ -35,6 +35,7 @@ class WaitCycle(Diagnostic):
     channel: str
     clean: tuple[str, ...]  # the channel models without it
     complete: bool  # whether the list has its communication
+    inserted: bool  # whether schedir has inserted it
     pieces: tuple[Excerpt, ...]
 
     @property
@@ -70,16 +71,20 @@ class WaitCycle(Diagnostic):
     @property
     def notes(self) -> tuple[str, ...]:
         """Under which models it is clean."""
-        if not self.complete:
-            return ("under every channel model",)
         if self.clean:
-            return (f"under --channel {self.channel}; clean under {_and(self.clean)}",)
-        return (f"under --channel {self.channel}, and under every other",)
+            where = f"under --channel {self.channel}; clean under {_and(self.clean)}"
+        elif self.complete:
+            where = f"under --channel {self.channel}, and under every other"
+        else:
+            where = "under every channel model"
+        if self.inserted:
+            return (where, "in the list as schedir completes it, which `schedir export` prints")
+        return (where,)
 
     @property
     def advice(self) -> str | None:
         """What to do."""
-        if not self.complete:
+        if not self.complete or self.inserted:
             return None
         return "no single move mends it; leave the communication out, and schedir inserts it"
 

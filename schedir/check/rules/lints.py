@@ -12,7 +12,7 @@ from schedir.check.rules.example import example
 
 @attrs.frozen(kw_only=True)
 class LateReceive(Diagnostic):
-    """A receive is posted only when its rank already waits for it, though its payload was made
+    """A receive is posted only when its rank already waits for it, though its send was posted
     while that rank still computed."""
 
     code = "S501"
@@ -39,8 +39,8 @@ class LateReceive(Diagnostic):
         """What is wrong, in one line."""
         place = self.locations[0]
         return (
-            f"{place.action} is posted {self.late:g} after its payload is made, when rank "
-            f"{place.rank} has nothing else to do"
+            f"{place.action} is posted {self.late:g} after its send, when rank {place.rank} has "
+            "nothing else to do"
         )
 
     @property

@@ -287,5 +287,39 @@ class UnevenReplicas(Diagnostic):
         return f"give every rank of stage {self.locations[0].action.stage} the same OPTIM_STEPs"
 
 
+@attrs.frozen(kw_only=True)
+class ReduceAcrossSteps(Diagnostic):
+    """REDUCE_GRADs that meet belong to different OPTIM_STEPs of their replicas."""
+
+    code = "S212"
+    name = "reduce-across-steps"
+    why = "The sum mixes the gradients of two steps, and the replicas apply different ones."
+    mend = "Give every replica as many REDUCE_GRADs between two OPTIM_STEPs."
+    example = example(
+        4,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+    )
+
+    turns: tuple[int, ...]  # how many OPTIM_STEPs stand before each
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in one line."""
+        here, there = self.turns[0], next(turn for turn in self.turns if turn != self.turns[0])
+        other = self.locations[self.turns.index(there)]
+        return (
+            f"a sum of stage {other.action.stage} belongs to OPTIM_STEP {here} on rank "
+            f"{self.locations[0].rank}, but to OPTIM_STEP {there} on rank {other.rank}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        stage = self.locations[0].action.stage
+        return f"give every rank of stage {stage} as many REDUCE_GRADs between two OPTIM_STEPs"
+
+
 def _listed(numbers: tuple[int, ...]) -> str:
     return " ".join(map(str, sorted(numbers))) or "none"
