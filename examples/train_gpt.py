@@ -1,6 +1,7 @@
 """Train a byte-level GPT with any pipeline schedule, each process holding a part of the model.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b --verify
+    python examples/train_gpt.py --in-process 4 --schedule interleaved-1f1b --verify
 
 The schedule is the name of a built-in one, or a file of your own: `mine.py`, `mine.sched`. With
 `--verify` the same training is done once more in a single process, and every weight has to come
@@ -51,8 +52,9 @@ def main() -> None:
 def train(args: argparse.Namespace) -> bool:
     """Train, and print what came of it. False where --verify found a difference."""
     # The schedule: one list of actions per rank, communication included.
+    ranks = args.in_process or RANKS
     sched = schedir.build(
-        args.schedule, ranks=RANKS, microbatches=args.microbatches, chunks=args.chunks, **args.set
+        args.schedule, ranks=ranks, microbatches=args.microbatches, chunks=args.chunks, **args.set
     )
     if args.batch < sched.microbatches:
         fail(f"--batch {args.batch} has too few rows for {sched.microbatches} microbatches")
@@ -61,7 +63,8 @@ def train(args: argparse.Namespace) -> bool:
 
     # The model: the schedule says how many stages there are, and which of them this rank holds.
     config = Config(args.layers, args.width, args.heads, args.context, args.dropout)
-    stages = {i: build_stage(config, i, sched.stages, args.seed) for i in sched.stages_of(RANK)}
+    here = range(sched.stages) if args.in_process else sched.stages_of(RANK)
+    stages = {i: build_stage(config, i, sched.stages, args.seed) for i in here}
 
     def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(weights, lr=args.lr)
@@ -75,7 +78,12 @@ def train(args: argparse.Namespace) -> bool:
     meter = Meter(tokens=args.batch * config.context, simulated=timeline.bubble_fraction)
 
     with Executor(
-        sched, stages=stages, loss_fn=loss_fn, optimizer=optimizer, seed=args.seed
+        sched,
+        stages=stages,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        seed=args.seed,
+        in_process=bool(args.in_process),
     ) as executor:
         model = gather(sched, config, stages)
         size = sum(weight.numel() for part in model for weight in part.parameters())
@@ -167,10 +175,11 @@ def gather(
     gathered = [weights] * RANKS
     if RANKS > 1:
         dist.gather_object(weights, gathered if RANK == 0 else None)
+    whole = {i: state for part in gathered for i, state in part.items()} if RANK == 0 else {}
     model = []
-    for i, ranks in enumerate(sched.placement if RANK == 0 else ()):
+    for i in sorted(whole):
         model.append(build_stage(config, i, sched.stages))
-        model[i].load_state_dict(gathered[ranks[0]][i])
+        model[i].load_state_dict(whole[i])
     return model
 
 
@@ -215,9 +224,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, metavar="X", help="learning rate of AdamW (0.001)")
     add("--dropout", type=float, default=0.0, metavar="X", help="share of values dropped (0)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
+    add("--in-process", type=positive, metavar="P", help="run P ranks in this process, in turn")
     add("--verify", action="store_true", help="train again in one process and compare all weights")
     args = parser.parse_args()
     args.set = dict(args.set)
+    if args.in_process and RANKS > 1:
+        parser.error("--in-process runs all ranks in one process: start it without torchrun")
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     if not (args.lr > 0 and 0 <= args.dropout < 1 and 0 <= args.seed < 1 << 40):

@@ -27,6 +27,11 @@ class Wiring:
     grads_out: tuple[bool, ...] | None = ()
     mutates: tuple[bool, ...] = ()
 
+    def largest(self) -> int:
+        """The bytes of the larger boundary: what one receive takes at most."""
+        sizes = [sum(meta.nbytes for meta in boundary) for boundary in (self.before, self.after)]
+        return max(sizes)
+
 
 @attrs.define(eq=False)
 class Cell:

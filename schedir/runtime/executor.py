@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from time import perf_counter
 from types import TracebackType
@@ -17,40 +17,26 @@ from torch.distributed.rendezvous import rendezvous
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Dataflow,
-    Kind,
-    Schedule,
-    StageVersions,
-    weight_versions,
-)
+from schedir.ir import Kind, Schedule, StageVersions, weight_versions
 from schedir.passes import insert_communication
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.control import Control
-from schedir.runtime.instructions import (
-    Backward,
-    Forward,
-    OptimStep,
-    Receive,
-    Send,
-    Stage,
-    StepState,
-)
+from schedir.runtime.instructions import Stage, StepState
 from schedir.runtime.microbatches import Batch, rows, split, weights
+from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
 from schedir.runtime.shapes import Declared
-from schedir.runtime.transport import GlooTransport
+from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
 from schedir.runtime.wiring import Wirings
 
 LossFunction = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}
+_SMALL_CHANGE = 1 << 20
+"""Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,
+which would wait for a timer tick rather than for data, are all posted ahead."""
 
 
 class Executor:
@@ -68,7 +54,9 @@ class Executor:
     first step: make a new Executor to freeze or thaw a stage.
 
     Uses the default process group, and initialises one where nobody has. With one rank it runs
-    without any. A context manager: leaving it calls `close`.
+    without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
+    stages then, and nothing of torchrun is needed; for tests and to look inside, not for speed.
+    A context manager: leaving it calls `close`.
 
     Raises ScheduleError where the schedule is wrong, before anything is initialised, and
     ExecutionError where it does not fit the arguments or the process group.
@@ -83,21 +71,24 @@ class Executor:
         *,
         boundaries: Mapping[int, Declared] | None = None,
         seed: int = 0,
+        in_process: bool = False,
     ) -> None:
         schedule = _proved(schedule)
         self.schedule = schedule
         versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
         _check_stepping(schedule, versions, optimizer is not None)
-        self.rank = _rank(schedule.ranks)
-        local = schedule.stages_of(self.rank)
-        _check_stages(stages, local, self.rank)
+        self.rank = 0 if in_process else _rank(schedule.ranks)
+        here = tuple(range(schedule.ranks)) if in_process else (self.rank,)
+        local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
+        _check_stages(stages, local, None if in_process else self.rank)
 
-        self._made_group = schedule.ranks > 1 and not dist.is_initialized()
+        talks = schedule.ranks > len(here)
+        self._made_group = talks and not dist.is_initialized()
         if self._made_group:
             _init_process_group()
         self._transport: GlooTransport | None = None
         self._control: Control | None = None
-        if schedule.ranks > 1:
+        if talks:
             self._transport = GlooTransport()
             self._control = Control(self.rank, schedule.ranks)
             self._control.compare(schedule)
@@ -112,7 +103,8 @@ class Executor:
         self._state = StepState(seed)
         self._last = schedule.stages - 1
         devices = {stage: _device(stages[stage]) for stage in local}
-        read = versions[self.rank] if optimizer is not None else {}
+        mine = {stage: v for rank in here for stage, v in versions[rank].items()}
+        read = mine if optimizer is not None else {}
         self._stages = {
             stage: Stage(
                 stage,
@@ -127,7 +119,7 @@ class Executor:
         self._cells = _cells(schedule, local)
         self._wirings = Wirings(
             schedule,
-            self.rank,
+            here,
             stages,
             devices,
             loss_fn,
@@ -135,10 +127,19 @@ class Executor:
             self._control,
         )
         self._groups = _groups(schedule)
-        self._program = self._compile(schedule.dataflow, versions[self.rank])
+        self._under_way: list[Work] = []
+        self._compiler = Compiler(schedule, self._stages, self._cells, mine, self.optimizers)
+        hub = InProcessTransport()
+        self._transports = {rank: hub.of(rank) if in_process else self._transport for rank in here}
+        self._programs: dict[int, list[list[Instruction]]] = {}  # by the number of the agreement
 
-    def step(self, inputs: Batch | None = None, *, target: Batch | None = None) -> StepResult:
+    def step(
+        self, inputs: Batch | None = None, *, target: Batch | None = None, update: bool = True
+    ) -> StepResult:
         """Run the list once, from beginning to end.
+
+        With `update=False` its OPTIM_STEPs are left out, so that gradients accumulate until a call
+        with True: weights stay what they are, and each call adds its mean over the batch.
 
         `inputs` and `target` are a whole batch (a tensor, or a tuple or dict of tensors, split
         along dim 0) or a list or iterator of ready microbatches. The rank of the first stage uses
@@ -148,12 +149,15 @@ class Executor:
         """
         started = perf_counter()
         self._state.busy = 0.0
+        self._state.update = update
         counts = self._fill(inputs, target)
         saved = SavedRng()
         try:
-            self._wirings.apply(self._cells)
+            number = self._wirings.apply(self._cells)
+            if number not in self._programs:
+                self._programs[number] = self._compile()
             with torch.enable_grad():
-                self._run()
+                self._run(self._programs[number])
             loss = self._share_loss(counts)
         finally:
             for stage in self._stages.values():
@@ -167,6 +171,7 @@ class Executor:
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
         if self._control is not None and self._transport is not None:
+            wait(self._under_way)
             self._control.settle()
             self._control.close()
             self._transport.close()
@@ -211,33 +216,73 @@ class Executor:
             cell.target, cell.weight = piece, weight
         return counts
 
-    def _run(self) -> None:
+    def _compile(self) -> list[list[Instruction]]:
+        """The ranks' instructions for the boundaries that the cells have now."""
+        largest = max(cell.wiring.largest() for cell in self._cells.values())
+        more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self._cells))
+        return [
+            self._compiler.compile(rank, transport, more)
+            for rank, transport in self._transports.items()
+        ]
+
+    def _run(self, programs: list[list[Instruction]]) -> None:
         for stage in self._stages.values():
             stage.weights.begin(0)
-        index = -1
+        if len(programs) == 1:
+            self._advance(programs[0])
+        else:
+            self._take_turns(programs)
+        # What was sent last may still be under way; by the end of the next step it has arrived.
+        wait(self._under_way)
+        for cell in self._cells.values():
+            self._under_way += cell.outputs_going
+            self._under_way += cell.grads_going
+            cell.outputs_going.clear()
+            cell.grads_going.clear()
+
+    def _advance(self, program: Sequence[Instruction]) -> None:
+        """Run a rank's instructions, or as many as are given."""
+        instruction = None
         try:
-            for index, instruction in self._program:  # noqa: B007 - the handler names it
-                instruction()
-            for cell in self._cells.values():
-                wait(cell.outputs_going)
-                wait(cell.grads_going)
+            for instruction in program:
+                instruction.run()
         except Exception as error:
-            if index < 0:
+            if instruction is None:
                 raise
-            message = str(error) if isinstance(error, ExecutionError) else _describe(error)
             raise ExecutionError(
-                message,
-                rank=self.rank,
-                index=index,
-                action=self.schedule.actions[self.rank][index],
+                str(error) if isinstance(error, ExecutionError) else _describe(error),
+                rank=instruction.rank,
+                index=instruction.index,
+                action=instruction.action,
                 cause=error,
             ) from error
+
+    def _take_turns(self, programs: list[list[Instruction]]) -> None:
+        """Run the ranks of this process in turn, each as far as it gets until it waits."""
+        reached = [0] * len(programs)
+        progress = True
+        while progress:
+            progress = False
+            for turn, program in enumerate(programs):
+                first = reached[turn]
+                while reached[turn] < len(program) and not program[reached[turn]].waits():
+                    self._advance(program[reached[turn] : reached[turn] + 1])
+                    reached[turn] += 1
+                progress |= reached[turn] > first
+        for at, program in zip(reached, programs, strict=True):
+            if at < len(program):
+                raise ExecutionError(
+                    "what it waits for never comes",
+                    rank=program[at].rank,
+                    index=program[at].index,
+                    action=program[at].action,
+                )
 
     def _share_loss(self, counts: list[int]) -> Callable[[], float]:
         """The step's mean loss, on its way to every rank."""
         source = self.schedule.placement[self._last][0]
         loss = None
-        if source == self.rank:
+        if self._last in self._stages:
             # By microbatch, not by order of arrival.
             losses = [self._cells[self._last, m].loss for m in range(len(counts))]
             total = sum(n * float(x) for n, x in zip(counts, losses, strict=True) if x is not None)
@@ -248,50 +293,6 @@ class Executor:
         if loss is None:
             raise ExecutionError("no rank has the loss")
         return lambda: loss
-
-    def _compile(
-        self, dataflow: Dataflow, versions: dict[int, StageVersions]
-    ) -> list[tuple[int, Callable[[], None]]]:
-        """Resolve every action of this rank's list to a bound call, beside its index."""
-        program: list[tuple[int, Callable[[], None]]] = []
-        steps = dict.fromkeys(self._stages, 0)
-        for index, action in enumerate(self.schedule.actions[self.rank]):
-            call = self._instruction(index, action, dataflow, versions, steps)
-            if call is not None:
-                program.append((index, call))
-        return program
-
-    def _instruction(
-        self,
-        index: int,
-        action: Action,
-        dataflow: Dataflow,
-        versions: dict[int, StageVersions],
-        steps: dict[int, int],
-    ) -> Callable[[], None] | None:
-        stage = self._stages[action.stage]
-        if action.kind is Kind.REDUCE_GRAD:
-            return None  # every stage lives on one rank, so there is nothing to sum
-        if action.microbatch is None:
-            if action.kind is not Kind.OPTIM_STEP or not self.optimizers:
-                return None
-            steps[action.stage] += 1
-            return OptimStep(stage, self.optimizers.get(action.stage), steps[action.stage])
-        cell = self._cells[action.stage, action.microbatch]
-        if action.kind in SENDS or action.kind in RECEIVES:
-            peer = dataflow.peer(action)
-            if peer is None or self._transport is None:
-                raise ExecutionError(f"{action} has no peer", rank=self.rank, index=index)
-            grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
-            if action.kind in SENDS:
-                return Send(cell, self._transport, peer, grads, stage.device)
-            return Receive(cell, self._transport, peer, grads, stage.device)
-        read = versions[action.stage]
-        version = read.reads[action.microbatch]
-        last_read = read.last_read[version] == index
-        if action.kind is Kind.FORWARD:
-            return Forward(stage, cell, version, last_read)
-        return Backward(stage, cell, version, last_read, _SPLIT[action.kind])
 
 
 def _proved(schedule: Schedule) -> Schedule:
@@ -351,7 +352,7 @@ def _rank(ranks: int) -> int:
     else:
         raise ExecutionError(
             f"the schedule has {ranks} ranks, but this process has no rank; start it with "
-            f"torchrun --nproc-per-node {ranks}"
+            f"torchrun --nproc-per-node {ranks}, or pass in_process=True and all stages"
         )
     if world != ranks:
         raise ExecutionError(f"the schedule has {ranks} ranks, but {world} processes run")
@@ -372,7 +373,14 @@ def _init_process_group() -> None:
     dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
 
 
-def _check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int) -> None:
+def _check_stages(
+    stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None
+) -> None:
+    if rank is None and set(stages) != set(local):
+        raise ExecutionError(
+            f"in one process all stages are needed, 0..{len(local) - 1}, but modules were given "
+            f"for {sorted(stages)}"
+        )
     if set(stages) != set(local):
         raise ExecutionError(
             f"rank {rank} holds stages {list(local)}, but modules were given for "
@@ -394,10 +402,11 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cells(schedule: Schedule, local: tuple[int, ...]) -> dict[tuple[int, int], Cell]:
-    cells = {(s, m): Cell(s, m) for s in local for m in range(schedule.microbatches)}
+    cells = {(s, m): Cell(s, m) for s in sorted(local) for m in range(schedule.microbatches)}
     for (stage, m), cell in cells.items():
-        cell.previous = cells.get((stage - 1, m))
-        cell.following = cells.get((stage + 1, m))
+        following = cells.get((stage + 1, m))
+        if following is not None and schedule.placement[stage] == schedule.placement[stage + 1]:
+            cell.following, following.previous = following, cell
     return cells
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat, zip_longest
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,11 @@ from schedir.errors import ExecutionError
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.rng import seed_generators
 from schedir.runtime.shapes import Boundary, boundary_of, call, empty, meta_of, payload
-from schedir.runtime.transport import GlooTransport
+from schedir.runtime.transport import Transport, Work
 from schedir.runtime.weights import StageWeights
+
+Arrived: TypeAlias = Sequence[list[Work]]
+"""The sends that have arrived by the time that a compute action has what it waits for."""
 
 
 class StepState:
@@ -27,6 +30,7 @@ class StepState:
         self.seed = seed
         self.step = 0
         self.busy = 0.0
+        self.update = True
 
 
 class Stage:
@@ -52,13 +56,19 @@ class Stage:
 class Forward:
     """FORWARD at a weight version; on the last stage it computes the loss as well."""
 
-    def __init__(self, stage: Stage, cell: Cell, version: int, last_read: bool) -> None:
+    def __init__(
+        self, stage: Stage, cell: Cell, version: int, last_read: bool, arrived: Arrived = ()
+    ) -> None:
         self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
+        self.coming, self.arrived = cell.inputs_coming, arrived
 
     def __call__(self) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        wait(cell.inputs_coming)
+        if self.coming:
+            wait(self.coming)
+            for works in self.arrived:
+                wait(works)
         started = perf_counter()
         stage.weights.install(self.version)
         state = stage.state
@@ -71,10 +81,13 @@ class Forward:
         else:
             output = stage.module(*self._arguments())
         if stage.loss_fn is None:
-            cell.outputs = boundary_of(output, stage.index)
-            _verify(cell.outputs, cell.wiring.after)
+            outputs = (output,) if isinstance(output, Tensor) else boundary_of(output, stage.index)
+            for tensor, meta in zip_longest(outputs, cell.wiring.after):
+                if tensor is None or meta is None or not meta.describes(tensor):
+                    raise _disagreement(outputs, cell.wiring.after)
+            cell.outputs = outputs
             if cell.following is not None:
-                cell.following.inputs = cell.outputs
+                cell.following.inputs = outputs
         else:
             loss = stage.loss_fn(output, cell.target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -105,18 +118,25 @@ class Backward:
     """BACKWARD, or with `part` just the gradient of the input or of the weights."""
 
     def __init__(
-        self, stage: Stage, cell: Cell, version: int, last_read: bool, part: str | None = None
+        self,
+        stage: Stage,
+        cell: Cell,
+        version: int,
+        last_read: bool,
+        arrived: Arrived = (),
+        part: str | None = None,
     ) -> None:
         self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
-        self.part = part
+        self.coming: list[Work] = [] if part == "weight" else cell.grads_coming
+        self.arrived, self.part = arrived, part
 
     def __call__(self) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        if self.part != "weight":
-            wait(cell.grads_coming)
-            # The gradient has come back, so the activation has arrived: this never blocks.
-            wait(cell.outputs_going)
+        if self.coming:
+            wait(self.coming)
+            for works in self.arrived:
+                wait(works)
         started = perf_counter()
         parameters = stage.weights.install(self.version)
         roots, grads = self._roots()
@@ -181,7 +201,7 @@ class Send:
     """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
 
     def __init__(
-        self, cell: Cell, transport: GlooTransport, peer: int, grads: bool, device: torch.device
+        self, cell: Cell, transport: Transport, peer: int, grads: bool, device: torch.device
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
         self.device = device
@@ -213,7 +233,7 @@ class Receive:
     """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
 
     def __init__(
-        self, cell: Cell, transport: GlooTransport, peer: int, grads: bool, device: torch.device
+        self, cell: Cell, transport: Transport, peer: int, grads: bool, device: torch.device
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
         self.device = device
@@ -249,6 +269,8 @@ class OptimStep:
 
     def __call__(self) -> None:
         """Run the action."""
+        if not self.stage.state.update:
+            return
         started = perf_counter()
         if self.optimizer is not None:  # a stage without parameters has none
             self.optimizer.step()
@@ -257,16 +279,15 @@ class OptimStep:
         self.stage.state.busy += perf_counter() - started
 
 
-def _verify(outputs: tuple[Tensor, ...], agreed: Boundary) -> None:
-    """Compare what a stage made with what its neighbour was told, before any payload moves."""
-    found = tuple(meta_of(output) for output in outputs)
-    if found != agreed:
-        raise ExecutionError(
-            f"the stage returned ({', '.join(map(str, found))}), but "
-            f"({', '.join(map(str, agreed))}) was agreed with the next stage; declare the former "
-            "with boundaries= if it depends on data, and make a new Executor if parameters have "
-            "been frozen or thawed"
-        )
+def _disagreement(outputs: tuple[Tensor, ...], agreed: Boundary) -> ExecutionError:
+    """What a stage made is not what its neighbour was told, and no payload has moved."""
+    found = [meta_of(output) for output in outputs]
+    return ExecutionError(
+        f"the stage returned ({', '.join(map(str, found))}), but "
+        f"({', '.join(map(str, agreed))}) was agreed with the next stage; declare the former "
+        "with boundaries= if it depends on data, and make a new Executor if parameters have "
+        "been frozen or thawed"
+    )
 
 
 def _yes_no(flags: tuple[bool, ...]) -> str:

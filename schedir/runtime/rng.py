@@ -6,6 +6,7 @@ and a loop in one process, drops out the same units.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import TracebackType
 
 import torch
@@ -53,12 +54,18 @@ def seed_generators(seed: int, step: int, stage: int, microbatch: int) -> None:
     """Seed torch's default generators from the four numbers."""
     mixed = seed & _MASK
     for number in (step, stage, microbatch):
-        mixed = _mix(mixed ^ _mix(number + 1))
+        mixed = _mix(mixed ^ _spread(number + 1))
     # The generators directly: torch.manual_seed costs a hundred times as much.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(mixed)
+
+
+@lru_cache(maxsize=1 << 14)
+def _spread(number: int) -> int:
+    """What a step, stage or microbatch adds to the mix; there are few."""
+    return _mix(number)
 
 
 def _mix(number: int) -> int:

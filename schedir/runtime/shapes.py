@@ -9,6 +9,7 @@ BatchNorm's statistics and index embeddings out of range.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,20 @@ class TensorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor's metadata. At every boundary of every microbatch, so quick."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.requires_grad
+            and (tensor.stride() == self.stride or meta_of(tensor).stride == self.stride)
+        )
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")

@@ -1,11 +1,15 @@
-"""Moves tensors between ranks. gloo: posting never blocks, first in, first out per pair."""
+"""Moves tensors between ranks: first in, first out on each channel, and posting never blocks."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
+import attrs
 import torch.distributed as dist
 from torch import Tensor
+
+from schedir.errors import ExecutionError
 
 
 class Work(Protocol):
@@ -15,22 +19,93 @@ class Work(Protocol):
         """Wait until it is done."""
 
 
+class Transport(Protocol):
+    """The point-to-point transfers of one rank."""
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+
+
 class GlooTransport:
-    """Point-to-point transfers on a process group of their own, apart from all collectives."""
+    """Between processes, on a process group of its own, apart from all collectives."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
     def send(self, tensor: Tensor, peer: int) -> Work:
-        """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
+        """Post a send."""
         work: Work = self._group.send([tensor], peer, 0)
         return work
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
-        """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+        """Post a receive."""
         work: Work = self._group.recv([buffer], peer, 0)
         return work
 
     def close(self) -> None:
         """Give the process group back."""
         dist.destroy_process_group(self._group)
+
+
+@attrs.define(eq=False)
+class End:
+    """One end of a transfer within a process: its tensor, and whether both ends have met."""
+
+    tensor: Tensor
+    done: bool = False
+
+    def wait(self) -> bool:
+        """Nothing to wait for: whoever asks before it is done has not looked at `done`."""
+        if not self.done:
+            raise ExecutionError("a transfer is used before it is over")
+        return True
+
+
+class InProcessTransport:
+    """Between the ranks of one process: what is sent waits in a queue until it is received."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], deque[End]] = {}
+        self._posted: dict[tuple[int, int], deque[End]] = {}
+
+    def of(self, rank: int) -> Transport:
+        """The transfers of one rank."""
+        return Endpoint(self, rank)
+
+    def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
+        """Post one end; the j-th send of a channel meets its j-th receive."""
+        end = End(tensor)
+        own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
+        waiting = other.get(channel)
+        if not waiting:
+            own.setdefault(channel, deque()).append(end)
+            return end
+        met = waiting.popleft()
+        source, target = (end, met) if sends else (met, end)
+        if (source.tensor.shape, source.tensor.dtype) != (target.tensor.shape, target.tensor.dtype):
+            raise ExecutionError(
+                f"rank {channel[0]} sends {source.tensor.dtype}{list(source.tensor.shape)}, but "
+                f"rank {channel[1]} expects {target.tensor.dtype}{list(target.tensor.shape)}"
+            )
+        target.tensor.copy_(source.tensor)
+        end.done = met.done = True
+        return end
+
+
+@attrs.frozen
+class Endpoint:
+    """One rank's side of the transfers within a process."""
+
+    hub: InProcessTransport
+    rank: int
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send."""
+        return self.hub.post((self.rank, peer), tensor, sends=True)
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive."""
+        return self.hub.post((peer, self.rank), buffer, sends=False)

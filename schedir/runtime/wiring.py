@@ -35,12 +35,12 @@ from schedir.runtime.shapes import (
 
 
 class Wirings:
-    """The agreements of one rank, by the number that the first stage's rank gives them."""
+    """The agreements of this process's ranks, by the number that the first stage's rank gives."""
 
     def __init__(
         self,
         schedule: Schedule,
-        rank: int,
+        here: Sequence[int],
         stages: Mapping[int, nn.Module],
         devices: Mapping[int, torch.device],
         loss_fn: Callable[[Any, Any], Tensor],
@@ -49,7 +49,7 @@ class Wirings:
     ) -> None:
         self._last = schedule.stages - 1
         self._owner = [held[0] for held in schedule.placement]
-        self._rank = rank
+        self._here = frozenset(here)
         self._stages = stages
         self._devices = devices
         self._loss_fn = loss_fn
@@ -59,10 +59,13 @@ class Wirings:
         self._agreed: list[dict[tuple[int, int], Wiring]] = []
         self._current = -1
 
-    def apply(self, cells: Mapping[tuple[int, int], Cell]) -> None:
-        """Set every cell's wiring for the microbatches that the cells hold now."""
+    def apply(self, cells: Mapping[tuple[int, int], Cell]) -> int:
+        """Set every cell's wiring for the microbatches that the cells hold now.
+
+        Returns the number of the agreement, the same as long as nothing changes.
+        """
         number = None
-        if self._owner[0] == self._rank:
+        if self._owner[0] in self._here:
             signature = (
                 tuple(_signature(cell.batch) for (stage, _), cell in cells.items() if stage == 0),
                 _autocast(self._devices[0].type),
@@ -78,6 +81,7 @@ class Wirings:
             for key, cell in cells.items():
                 cell.wiring = self._agreed[number][key]
             self._current = number
+        return number
 
     def _agree(self, cells: Mapping[tuple[int, int], Cell]) -> dict[tuple[int, int], Wiring]:
         # Microbatches of one shape are of one kind, and wired alike.
@@ -127,20 +131,20 @@ class Wirings:
                 f"stage {stage} fails on fake tensors, which is how shapes are found "
                 f"({type(error).__name__}: {error}); if it is right, and its output's shape "
                 f"depends on data, declare that with boundaries={{{stage}: torch.empty(...)}}",
-                rank=self._rank,
+                rank=self._owner[stage],
                 cause=error,
             ) from error
         after = () if stage == self._last else tuple(map(meta_of, boundary_of(trace.output, stage)))
         return _Half(stage, given, after, trace)
 
     def _pass(self, local: dict[int, Any], stage: int, to: int, message: object) -> None:
-        if self._owner[to] == self._rank:
+        if self._owner[to] in self._here:
             local[to] = message
         elif self._control is not None:
             self._control.send(message, self._owner[to])
 
     def _take(self, local: dict[int, Any], stage: int, source: int) -> Any:
-        if self._owner[source] == self._rank:
+        if self._owner[source] in self._here:
             return local.pop(stage)
         if self._control is None:
             raise ExecutionError(f"stage {source} is on no rank that can be reached")

@@ -68,18 +68,20 @@ def last_backwards(schedule: schedir.Schedule) -> list[int]:
 
 
 def differences(
-    rank: int,
+    rank: int | None,
     schedule: schedir.Schedule,
     optimizer: Any,
     reference: str,
     vertical_sync: bool,
 ) -> list[str]:
+    """What differs on a rank, or, where that is None, with all ranks in this process."""
     whole = make_stages(schedule.stages)
-    local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
+    here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
+    local = {s: copy.deepcopy(whole[s]) for s in here}
     found: list[str] = []
     data = batches(schedule.microbatches)
     loss_fn = nn.functional.mse_loss
-    with Executor(schedule, local, loss_fn, optimizer) as executor:
+    with Executor(schedule, local, loss_fn, optimizer, in_process=rank is None) as executor:
         optimizers = [optimizer(stage.parameters()) for stage in whole]
         for step, (x, y) in enumerate(data):
             result = executor.step(x, target=y)

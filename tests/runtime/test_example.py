@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,21 @@ def test_the_example_trains_and_verifies(schedule: str, tmp_path: Path) -> None:
     assert found is not None
     before, after = map(float, found.groups())
     assert after < before - 0.5
+
+
+def test_the_example_runs_all_ranks_in_one_process() -> None:
+    arguments = f"examples/train_gpt.py --in-process 4 --schedule 1f1b {SMALL}".split()
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "tensors equal, bit for bit" in result.stdout
+    assert re.search(r"^rank 3  .*F0", result.stdout, re.MULTILINE)
 
 
 def test_a_wrong_schedule_ends_with_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""When receives are posted, and when sends are known to have arrived: one rank's list, compiled.
+
+A receive may be posted before its place in the list, never out of its channel's order: that only
+removes constraints. It matters: a gloo receive that is posted after its payload has been sent can
+cost a whole timer tick of 4 ms. Each posted receive occupies a buffer until the backward that uses
+it last, so receives run ahead only as far as the list itself needs buffers at its peak:
+
+    list      RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        at most 3 buffers
+    posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
+
+A send has arrived when something comes back that its receiver sent after it had used it; then the
+tensor that it holds can go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from schedir.ir import RECEIVES, Schedule
+
+
+def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
+    """The indices of the rank's actions in the order in which they are carried out.
+
+    `more` is the number of buffers that receives may take beyond what the list needs.
+    """
+    columns, flow = schedule.columns, schedule.dataflow
+    start, end = (int(place) for place in columns.starts[rank : rank + 2])
+    transfers = flow.transfers
+    # A received activation is used up to the backward, a received gradient up to the W.
+    own = np.flatnonzero(transfers.target == rank)
+    stage, microbatch = transfers.stage[own], transfers.microbatch[own]
+    last_use = flow.weight_gradients[stage, microbatch]
+    frees: dict[int, int] = {}
+    for place in last_use.tolist():
+        frees[place - start] = frees.get(place - start, 0) + 1
+    receives = (columns.where(*RECEIVES) - start).tolist()
+    pending = deque(index for index in receives if 0 <= index < end - start)
+    is_receive = set(pending)
+
+    def live_at_peak() -> int:
+        live = peak = 0
+        for index in range(end - start):
+            live += index in is_receive
+            peak = max(peak, live)
+            live -= frees.get(index, 0)
+        return peak
+
+    room = live_at_peak() + more
+    order = []
+    for index in range(end - start):
+        while pending and (room > 0 or pending[0] <= index):
+            order.append(pending.popleft())
+            room -= 1
+        if index not in is_receive:
+            order.append(index)
+        room += frees.get(index, 0)
+    return order
+
+
+def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
+    """For each compute action of the rank that consumes a receive, the sends that have arrived by
+    then: as indices into the rank's list."""
+    transfers, start = schedule.dataflow.transfers, int(schedule.columns.starts[rank])
+    found: dict[int, list[int]] = {}
+    sent = np.flatnonzero(transfers.source == rank)
+    for peer in np.unique(transfers.target[sent]).tolist():
+        to = sent[transfers.target[sent] == peer]
+        back = np.flatnonzero((transfers.source == peer) & (transfers.target == rank))
+        back = back[np.argsort(transfers.send[back])]
+        # The first that the peer sends behind the compute that has used what it was sent.
+        first = np.searchsorted(transfers.send[back], transfers.user[to])
+        for send, answer in zip(transfers.send[to].tolist(), first.tolist(), strict=True):
+            if answer < len(back):
+                # Of all answers from there on, the one that this rank looks at first.
+                user = int(transfers.user[back[answer:]].min())
+                found.setdefault(user - start, []).append(send - start)
+    return found

@@ -1,0 +1,106 @@
+"""One rank's list, compiled: each action a bound call, in the order in which it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+
+from schedir.errors import ExecutionError
+from schedir.ir import RECEIVES, SENDS, Action, Kind, Schedule, StageVersions
+from schedir.runtime.cells import Cell
+from schedir.runtime.instructions import Backward, Forward, OptimStep, Receive, Send, Stage
+from schedir.runtime.posting import arrivals, posting_order
+from schedir.runtime.transport import End, Transport, Work
+
+_SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}
+
+
+@attrs.frozen
+class Instruction:
+    """An action of the list and what carries it out. `coming` holds the receives it waits for."""
+
+    rank: int
+    index: int
+    action: Action
+    run: Callable[[], None]
+    coming: list[Work]
+
+    def waits(self) -> bool:
+        """Whether a receive is not over that it needs; asked of transfers within a process."""
+        return any(not end.done for end in self.coming if isinstance(end, End))
+
+
+@attrs.frozen
+class Compiler:
+    """What the lists' actions are resolved against; `versions` are those of the stages here."""
+
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    cells: Mapping[tuple[int, int], Cell]
+    versions: Mapping[int, StageVersions]
+    optimizers: Mapping[int, torch.optim.Optimizer]
+
+    def compile(
+        self, rank: int, transport: Transport | None, more_buffers: int
+    ) -> list[Instruction]:
+        """The instructions of a rank whose stages are here.
+
+        Receives may take `more_buffers` beyond what the list needs.
+        """
+        program = []
+        steps = dict.fromkeys(self.stages, 0)
+        actions = self.schedule.actions[rank]
+        arrived = arrivals(self.schedule, rank)
+        for index in posting_order(self.schedule, rank, more_buffers):
+            action = actions[index]
+            sends = [self._going(actions[send]) for send in arrived.get(index, ())]
+            run = self._resolve(rank, index, action, steps, sends, transport)
+            if run is not None:
+                coming: list[Work] = []
+                if isinstance(run, (Forward, Backward)):
+                    coming = run.coming
+                program.append(Instruction(rank, index, action, run, coming))
+        return program
+
+    def _going(self, send: Action) -> list[Work]:
+        """Where the works of a send are."""
+        cell = self._cell(send)
+        return cell.outputs_going if send.kind is Kind.SEND_ACT else cell.grads_going
+
+    def _cell(self, action: Action) -> Cell:
+        assert action.microbatch is not None  # asked for those that name one
+        return self.cells[action.stage, action.microbatch]
+
+    def _resolve(
+        self,
+        rank: int,
+        index: int,
+        action: Action,
+        steps: dict[int, int],
+        arrived: list[list[Work]],
+        transport: Transport | None,
+    ) -> Callable[[], None] | None:
+        stage = self.stages[action.stage]
+        if action.kind is Kind.REDUCE_GRAD:
+            return None  # every stage lives on one rank, so there is nothing to sum
+        if action.kind is Kind.OPTIM_STEP:
+            steps[action.stage] += 1
+            if not self.optimizers:
+                return None
+            return OptimStep(stage, self.optimizers.get(action.stage), steps[action.stage])
+        cell = self._cell(action)
+        if action.kind in SENDS or action.kind in RECEIVES:
+            peer = self.schedule.dataflow.peer(action)
+            if peer is None or transport is None:
+                raise ExecutionError(f"{action} has no peer", rank=rank, index=index)
+            grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
+            end = Send if action.kind in SENDS else Receive
+            return end(cell, transport, peer, grads, stage.device)
+        read = self.versions[action.stage]
+        version = read.reads[cell.microbatch]
+        last_read = read.last_read[version] == index
+        if action.kind is Kind.FORWARD:
+            return Forward(stage, cell, version, last_read, arrived)
+        return Backward(stage, cell, version, last_read, arrived, _SPLIT[action.kind])

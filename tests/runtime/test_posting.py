@@ -1,0 +1,141 @@
+"""The order in which receives are posted, and when sends are taken to have arrived."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import schedir
+from schedir import Kind, Schedule
+from schedir.ir import RECEIVES
+from schedir.runtime import Executor
+from schedir.runtime.posting import arrivals, posting_order
+from tests.test_random import drawn, scattered
+
+
+def live(schedule: Schedule, rank: int, order: list[int]) -> int:
+    """The most receive buffers in use at once, each from its post to the last use of its data."""
+    actions = schedule.actions[rank]
+    most = 0
+    held: set[tuple[bool, int, int | None]] = set()
+    for index in order:
+        action = actions[index]
+        if action.kind in RECEIVES:
+            held.add((action.kind is Kind.RECV_GRAD, action.stage, action.microbatch))
+            most = max(most, len(held))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= {(grad, action.stage, action.microbatch) for grad in (False, True)}
+    return most
+
+
+@given(st.integers(0, 1 << 32), st.integers(0, 4))
+def test_receives_run_ahead_as_far_as_there_are_buffers(seed: int, more: int) -> None:
+    chance = random.Random(seed)
+    schedule = scattered(schedir.insert_communication(drawn(chance)), chance)
+    for rank, actions in enumerate(schedule.actions):
+        order = posting_order(schedule, rank, more)
+        assert sorted(order) == list(range(len(actions)))
+        place = {index: turn for turn, index in enumerate(order)}
+        receives = [i for i, a in enumerate(actions) if a.kind in RECEIVES]
+        others = [i for i, a in enumerate(actions) if a.kind not in RECEIVES]
+        # Both keep their order, and no receive comes later than it is listed.
+        assert receives == sorted(receives, key=place.__getitem__)
+        assert others == sorted(others, key=place.__getitem__)
+        assert all(place[r] < place[o] for r in receives for o in others if r < o)
+        in_list = list(range(len(actions)))
+        assert live(schedule, rank, order) <= live(schedule, rank, in_list) + more
+
+
+@given(st.integers(0, 1 << 32))
+def test_a_send_has_arrived_when_something_made_of_it_has_come_back(seed: int) -> None:
+    """In the timeline: what waits for the send is used after the receiver has used the payload."""
+    schedule = schedir.insert_communication(drawn(random.Random(seed)))
+    line = schedir.simulate(schedule)
+    for rank in range(schedule.ranks):
+        for user, sends in arrivals(schedule, rank).items():
+            for send in sends:
+                action = schedule.actions[rank][send]
+                peer = schedule.dataflow.peer(action)
+                assert peer is not None
+                assert line.spans[rank][send].end <= line.spans[rank][user].start
+                assert schedule.actions[rank][user].kind is not Kind.OPTIM_STEP
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 1 << 32))
+def test_random_schedules_run_in_one_process(seed: int) -> None:
+    """Every list that check lets through runs, gives the gradients, and no send is misjudged."""
+    chance = random.Random(seed)
+    schedule = scattered(schedir.insert_communication(drawn(chance)), chance)
+    replicated = any(len(held) > 1 for held in schedule.placement)
+    if replicated or not schedir.check(schedule).ok:
+        return
+    torch.manual_seed(seed)
+    stages = {s: nn.Linear(3, 3).double() for s in range(schedule.stages)}
+    rows = 2 * schedule.microbatches
+    x, y = torch.randn((2, rows, 3), dtype=torch.float64)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        executor.step(x, target=y)
+    whole = nn.Sequential(*stages.values())
+    found = [parameter.grad for parameter in whole.parameters()]
+    whole.zero_grad()
+    nn.functional.mse_loss(whole(x), y).backward()
+    for grad, parameter in zip(found, whole.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+def test_in_one_process_all_stages_are_needed() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(schedir.ExecutionError, match=r"all stages are needed, 0\.\.1"):
+        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, in_process=True)
+
+
+def test_without_an_update_gradients_accumulate() -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    torch.manual_seed(0)
+    stages = {s: nn.Linear(3, 3) for s in range(3)}
+    before = [p.detach().clone() for m in stages.values() for p in m.parameters()]
+    batches = [torch.randn(2, 8, 3) for _ in range(3)]
+    loss_fn = nn.functional.mse_loss
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    with Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor:
+        for x, y in batches[:2]:
+            executor.step(x, target=y, update=False)
+        kept = [p.detach() for m in stages.values() for p in m.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+        x, y = batches[2]
+        executor.step(x, target=y)
+
+    twin = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    with torch.no_grad():
+        for parameter, value in zip(twin.parameters(), before, strict=True):
+            parameter.copy_(value)
+    plain = sgd(twin.parameters())
+    for x, y in batches:
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            (loss_fn(twin(part), target) * 0.25).backward()
+    plain.step()
+    mine = [p for m in stages.values() for p in m.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(mine, twin.parameters(), strict=True))
+
+
+def test_a_shape_that_was_not_agreed_is_said_with_both_sides() -> None:
+    class Grows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.repeat(2, 1) if type(x) is torch.Tensor else x  # not what fake tensors see
+
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=1)
+    stages = {0: Grows(), 1: nn.Linear(2, 2)}
+    with (
+        Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor,
+        pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned \(float32"),
+    ):
+        executor.step(torch.randn(2, 2), target=torch.randn(2, 2))
