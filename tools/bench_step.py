@@ -227,18 +227,18 @@ def overhead(blocks: int = 10, steps: int = 50) -> dict[str, float]:
     return {"median": statistics.median(in_order), "least": in_order[0], "most": in_order[-1]}
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | schedule | schedir ms | torch ms | schedir / torch | noise |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for r in results:
-        lines.append(
-            f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['torch_ms']:.2f} | "
-            f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) | "
-            f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} |"
-        )
-    return "\n".join(lines)
+HEAD = (
+    "| model | schedule | schedir ms | torch ms | schedir / torch | noise |\n"
+    "| --- | --- | --- | --- | --- | --- |"
+)
+
+
+def row(r: dict[str, Any]) -> str:
+    return (
+        f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['torch_ms']:.2f} | "
+        f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) | "
+        f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} |"
+    )
 
 
 def main() -> None:
@@ -258,13 +258,16 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
         found = []
+        speaks = dist.get_rank() == 0
+        if speaks:
+            print(HEAD)
         for name in args.models:
             for label in args.schedules:
                 if name == "gpt" and label == "interleaved-4":
-                    continue  # ten layers make no eight stages of use
+                    continue  # eight blocks, an embedding and a head: too few for eight stages
                 found.append(measure(MODELS[name], label, args.blocks, args.steps))
-        if dist.get_rank() == 0:
-            print(table(found))
+                if speaks:
+                    print(row(found[-1]), flush=True)
     if args.json and (args.overhead or dist.get_rank() == 0):
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     if not args.overhead:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.rendezvous import rendezvous
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions, weight_versions
-from schedir.passes import insert_communication
+from schedir.passes import forward_only, insert_communication
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.control import Control
 from schedir.runtime.instructions import Stage, StepState
@@ -34,9 +37,26 @@ from schedir.runtime.wiring import Wirings
 LossFunction = Callable[[Any, Any], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+_NO_RANGE = nullcontext()
 _SMALL_CHANGE = 1 << 20
 """Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,
 which would wait for a timer tick rather than for data, are all posted ahead."""
+
+Cells: TypeAlias = dict[tuple[int, int], Cell]
+"""The cells of the stages here, by stage and microbatch."""
+
+
+@attrs.frozen(eq=False)
+class _Runner:
+    """A list that is run again and again: for training, or its forwards for evaluation.
+
+    `programs` holds the compiled lists by the number of the agreement on the boundaries.
+    """
+
+    cells: Cells
+    wirings: Wirings
+    compiler: Compiler
+    programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
 
 
 class Executor:
@@ -102,7 +122,8 @@ class Executor:
 
         self._state = StepState(seed)
         self._last = schedule.stages - 1
-        devices = {stage: _device(stages[stage]) for stage in local}
+        self._devices = {stage: _device(stages[stage]) for stage in local}
+        self._boundaries = boundaries or {}
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {
@@ -110,28 +131,46 @@ class Executor:
                 stage,
                 stages[stage],
                 StageWeights(stages[stage], read.get(stage)),
-                devices[stage],
+                self._devices[stage],
                 loss_fn if stage == self._last else None,
                 self._state,
             )
             for stage in local
         }
-        self._cells = _cells(schedule, local)
-        self._wirings = Wirings(
-            schedule,
-            here,
-            stages,
-            devices,
-            loss_fn,
-            boundaries or {},
-            self._control,
-        )
         self._groups = _groups(schedule)
         self._under_way: list[Work] = []
-        self._compiler = Compiler(schedule, self._stages, self._cells, mine, self.optimizers)
         hub = InProcessTransport()
         self._transports = {rank: hub.of(rank) if in_process else self._transport for rank in here}
-        self._programs: dict[int, list[list[Instruction]]] = {}  # by the number of the agreement
+        self._training = self._runner(schedule, mine, loss_fn, trains=True)
+        forwards = forward_only(schedule)
+        read_once = {
+            stage: v
+            for rank in here
+            for stage, v in weight_versions(forwards.columns, rank).items()
+        }
+        self._evaluation = self._runner(forwards, read_once, loss_fn, trains=False)
+
+    def _runner(
+        self,
+        schedule: Schedule,
+        versions: Mapping[int, StageVersions],
+        loss_fn: LossFunction,
+        trains: bool,
+    ) -> _Runner:
+        modules = {index: stage.module for index, stage in self._stages.items()}
+        cells = _cells(schedule, tuple(modules))
+        wirings = Wirings(
+            schedule,
+            tuple(self._transports),
+            modules,
+            self._devices,
+            loss_fn,
+            self._boundaries,
+            self._control,
+            trains,
+        )
+        compiler = Compiler(schedule, self._stages, cells, versions, self.optimizers)
+        return _Runner(cells, wirings, compiler)
 
     def step(
         self, inputs: Batch | None = None, *, target: Batch | None = None, update: bool = True
@@ -147,25 +186,50 @@ class Executor:
 
         Raises ExecutionError, which names the action that failed.
         """
+        self._state.update = update
+        with torch.enable_grad():
+            result = self._pass(self._training, inputs, target)
+        self._state.step += 1
+        return result
+
+    def evaluate(self, inputs: Batch | None = None, *, target: Batch | None = None) -> StepResult:
+        """The loss of a batch at the present weights: the list's forwards, and nothing else.
+
+        The modules are in eval mode meanwhile. No gradient, statistic or weight changes, and no
+        step is counted. Every rank calls it, with the arguments of `step`.
+
+        Raises ExecutionError, which names the action that failed.
+        """
+        modes = [(m, m.training) for s in self._stages.values() for m in s.module.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad():
+                return self._pass(self._evaluation, inputs, target)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _pass(self, runner: _Runner, inputs: Batch | None, target: Batch | None) -> StepResult:
         started = perf_counter()
         self._state.busy = 0.0
-        self._state.update = update
-        counts = self._fill(inputs, target)
+        counts = self._fill(runner.cells, inputs, target)
         saved = SavedRng()
         try:
-            number = self._wirings.apply(self._cells)
-            if number not in self._programs:
-                self._programs[number] = self._compile()
-            with torch.enable_grad():
-                self._run(self._programs[number])
-            loss = self._share_loss(counts)
+            number = runner.wirings.apply(runner.cells)
+            if number not in runner.programs:
+                runner.programs[number] = self._compile(runner)
+            if runner is self._training:
+                for stage in self._stages.values():
+                    stage.weights.begin(0)
+            self._run(runner.programs[number], runner.cells)
+            loss = self._share_loss(runner.cells, counts)
         finally:
             for stage in self._stages.values():
                 stage.weights.restore()
-            for cell in self._cells.values():
+            for cell in runner.cells.values():
                 cell.clear()
             saved.restore()
-        self._state.step += 1
         return StepResult(loss, self._state.busy, perf_counter() - started)
 
     def close(self) -> None:
@@ -196,7 +260,7 @@ class Executor:
         if error is None:
             self.close()
 
-    def _fill(self, inputs: Batch | None, target: Batch | None) -> list[int]:
+    def _fill(self, cells: Cells, inputs: Batch | None, target: Batch | None) -> list[int]:
         """Put the microbatches into their cells; the sample counts on the rank of the loss."""
         number = self.schedule.microbatches
         for stage, given, what in ((0, inputs, "inputs"), (self._last, target, "target")):
@@ -204,7 +268,7 @@ class Executor:
                 raise ExecutionError(f"rank {self.rank} holds stage {stage} and needs {what}")
         if 0 in self._stages and inputs is not None:
             for m, piece in enumerate(split(inputs, number, "inputs")):
-                self._cells[0, m].batch = piece
+                cells[0, m].batch = piece
         if self._last not in self._stages or target is None:
             return []
         pieces = split(target, number, "target")
@@ -212,29 +276,27 @@ class Executor:
         for m, (piece, weight) in enumerate(
             zip(pieces, weights(counts, self._groups), strict=True)
         ):
-            cell = self._cells[self._last, m]
+            cell = cells[self._last, m]
             cell.target, cell.weight = piece, weight
         return counts
 
-    def _compile(self) -> list[list[Instruction]]:
+    def _compile(self, runner: _Runner) -> list[list[Instruction]]:
         """The ranks' instructions for the boundaries that the cells have now."""
-        largest = max(cell.wiring.largest() for cell in self._cells.values())
-        more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self._cells))
+        largest = max(cell.wiring.largest() for cell in runner.cells.values())
+        more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(runner.cells))
         return [
-            self._compiler.compile(rank, transport, more)
+            runner.compiler.compile(rank, transport, more)
             for rank, transport in self._transports.items()
         ]
 
-    def _run(self, programs: list[list[Instruction]]) -> None:
-        for stage in self._stages.values():
-            stage.weights.begin(0)
+    def _run(self, programs: list[list[Instruction]], cells: Cells) -> None:
         if len(programs) == 1:
             self._advance(programs[0])
         else:
             self._take_turns(programs)
         # What was sent last may still be under way; by the end of the next step it has arrived.
         wait(self._under_way)
-        for cell in self._cells.values():
+        for cell in cells.values():
             self._under_way += cell.outputs_going
             self._under_way += cell.grads_going
             cell.outputs_going.clear()
@@ -243,9 +305,11 @@ class Executor:
     def _advance(self, program: Sequence[Instruction]) -> None:
         """Run a rank's instructions, or as many as are given."""
         instruction = None
+        profiled = torch.autograd.profiler._is_profiler_enabled  # a range costs what a send does
         try:
             for instruction in program:
-                instruction.run()
+                with record_function(str(instruction.action)) if profiled else _NO_RANGE:
+                    instruction.run()
         except Exception as error:
             if instruction is None:
                 raise
@@ -278,13 +342,13 @@ class Executor:
                     action=program[at].action,
                 )
 
-    def _share_loss(self, counts: list[int]) -> Callable[[], float]:
+    def _share_loss(self, cells: Cells, counts: list[int]) -> Callable[[], float]:
         """The step's mean loss, on its way to every rank."""
         source = self.schedule.placement[self._last][0]
         loss = None
         if self._last in self._stages:
             # By microbatch, not by order of arrival.
-            losses = [self._cells[self._last, m].loss for m in range(len(counts))]
+            losses = [cells[self._last, m].loss for m in range(len(counts))]
             total = sum(n * float(x) for n, x in zip(counts, losses, strict=True) if x is not None)
             loss = total / sum(counts)
         if self._control is not None:
@@ -401,7 +465,7 @@ def _device(module: nn.Module) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _cells(schedule: Schedule, local: tuple[int, ...]) -> dict[tuple[int, int], Cell]:
+def _cells(schedule: Schedule, local: tuple[int, ...]) -> Cells:
     cells = {(s, m): Cell(s, m) for s in sorted(local) for m in range(schedule.microbatches)}
     for (stage, m), cell in cells.items():
         following = cells.get((stage + 1, m))

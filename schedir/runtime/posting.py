@@ -30,9 +30,9 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
     start, end = (int(place) for place in columns.starts[rank : rank + 2])
     transfers = flow.transfers
     # A received activation is used up to the backward, a received gradient up to the W.
-    own = np.flatnonzero(transfers.target == rank)
+    own = np.flatnonzero((transfers.target == rank) & transfers.matched)
     stage, microbatch = transfers.stage[own], transfers.microbatch[own]
-    last_use = flow.weight_gradients[stage, microbatch]
+    last_use = np.maximum(flow.weight_gradients[stage, microbatch], transfers.user[own])
     frees: dict[int, int] = {}
     for place in last_use.tolist():
         frees[place - start] = frees.get(place - start, 0) + 1
@@ -65,10 +65,11 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     then: as indices into the rank's list."""
     transfers, start = schedule.dataflow.transfers, int(schedule.columns.starts[rank])
     found: dict[int, list[int]] = {}
-    sent = np.flatnonzero(transfers.source == rank)
+    sent = np.flatnonzero((transfers.source == rank) & transfers.matched)
     for peer in np.unique(transfers.target[sent]).tolist():
         to = sent[transfers.target[sent] == peer]
-        back = np.flatnonzero((transfers.source == peer) & (transfers.target == rank))
+        answers = (transfers.source == peer) & (transfers.target == rank)
+        back = np.flatnonzero(answers & transfers.matched)
         back = back[np.argsort(transfers.send[back])]
         # The first that the peer sends behind the compute that has used what it was sent.
         first = np.searchsorted(transfers.send[back], transfers.user[to])

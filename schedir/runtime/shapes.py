@@ -135,7 +135,8 @@ class Trace:
     of its tensors.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, given: Given) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, given: Given, trains: bool) -> None:
+        self._trains = trains
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._leaves: list[Tensor] = []
         with self._faking():
@@ -163,7 +164,7 @@ class Trace:
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with self._mode, torch.enable_grad():
+            with self._mode, torch.set_grad_enabled(self._trains):
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)

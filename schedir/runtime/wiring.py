@@ -46,6 +46,7 @@ class Wirings:
         loss_fn: Callable[[Any, Any], Tensor],
         boundaries: Mapping[int, Declared],
         control: Control | None,
+        trains: bool,
     ) -> None:
         self._last = schedule.stages - 1
         self._owner = [held[0] for held in schedule.placement]
@@ -55,6 +56,7 @@ class Wirings:
         self._loss_fn = loss_fn
         self._boundaries = boundaries
         self._control = control
+        self._trains = trains
         self._numbers: dict[object, int] = {}
         self._agreed: list[dict[tuple[int, int], Wiring]] = []
         self._current = -1
@@ -102,7 +104,8 @@ class Wirings:
             if stage < self._last:
                 message = (kinds, [half.after for half in found[stage]])
                 self._pass(local, stage, stage + 1, message)
-        for stage in sorted(self._stages, reverse=True):
+        # Without training no gradient flows back up.
+        for stage in sorted(self._stages, reverse=True) if self._trains else ():
             halves = found[stage]
             if stage == self._last:
                 for kind, half in enumerate(halves):
@@ -118,12 +121,13 @@ class Wirings:
     def _trace(self, stage: int, given: Given) -> _Half:
         module = self._stages[stage]
         if stage in self._boundaries:
-            trained = any(parameter.requires_grad for parameter in module.parameters()) or (
-                not isinstance(given, FirstInput) and any(meta.requires_grad for meta in given)
+            trained = self._trains and (
+                any(parameter.requires_grad for parameter in module.parameters())
+                or (not isinstance(given, FirstInput) and any(m.requires_grad for m in given))
             )
             return _Half(stage, given, declared(self._boundaries[stage], stage, trained), None)
         try:
-            trace = Trace(module, self._devices[stage], given)
+            trace = Trace(module, self._devices[stage], given, self._trains)
         except Exception as error:
             if stage == self._last:
                 return _Half(stage, given, (), None)  # nothing behind it needs the shape

@@ -655,6 +655,29 @@ def gradients_accumulate_over_steps(rank: int) -> list[str]:
 
 
 @scenario
+def evaluation_between_steps(rank: int) -> list[str]:
+    """Forwards alone give the plain loss, and the steps around them are what they were."""
+    stages = linear_stages()
+    twins = copy.deepcopy(stages)
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    found = []
+    losses = []
+    for modules, evaluates in ((stages, True), (twins, False)):
+        with Executor(schedule, {rank: modules[rank]}, nn.functional.mse_loss, adamw) as executor:
+            for x, y in random_data(3):
+                losses.append(executor.step(x, target=y).loss)
+                if evaluates:
+                    seen = executor.evaluate(x[:5], target=y[:5]).loss
+                    again = executor.evaluate(x[:5], target=y[:5]).loss
+                    if seen != again:
+                        found.append(f"{seen} is not {again}")
+    found += compare(stages[rank], twins[rank], rank)
+    if losses[:3] != losses[3:]:
+        found.append(f"losses {losses}")
+    return found
+
+
+@scenario
 def loss_is_read_late_or_never(rank: int) -> list[str]:
     schedule = schedir.build("fill-drain", ranks=2, microbatches=2)
     with Executor(schedule, {rank: linear_stages()[rank]}, MSE, adamw) as executor:

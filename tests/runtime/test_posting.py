@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,55 +86,3 @@ def test_random_schedules_run_in_one_process(seed: int) -> None:
     nn.functional.mse_loss(whole(x), y).backward()
     for grad, parameter in zip(found, whole.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)
-
-
-def test_in_one_process_all_stages_are_needed() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(schedir.ExecutionError, match=r"all stages are needed, 0\.\.1"):
-        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, in_process=True)
-
-
-def test_without_an_update_gradients_accumulate() -> None:
-    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
-    torch.manual_seed(0)
-    stages = {s: nn.Linear(3, 3) for s in range(3)}
-    before = [p.detach().clone() for m in stages.values() for p in m.parameters()]
-    batches = [torch.randn(2, 8, 3) for _ in range(3)]
-    loss_fn = nn.functional.mse_loss
-
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-    with Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor:
-        for x, y in batches[:2]:
-            executor.step(x, target=y, update=False)
-        kept = [p.detach() for m in stages.values() for p in m.parameters()]
-        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
-        x, y = batches[2]
-        executor.step(x, target=y)
-
-    twin = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    with torch.no_grad():
-        for parameter, value in zip(twin.parameters(), before, strict=True):
-            parameter.copy_(value)
-    plain = sgd(twin.parameters())
-    for x, y in batches:
-        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
-            (loss_fn(twin(part), target) * 0.25).backward()
-    plain.step()
-    mine = [p for m in stages.values() for p in m.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(mine, twin.parameters(), strict=True))
-
-
-def test_a_shape_that_was_not_agreed_is_said_with_both_sides() -> None:
-    class Grows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.repeat(2, 1) if type(x) is torch.Tensor else x  # not what fake tensors see
-
-    schedule = schedir.build("fill-drain", ranks=2, microbatches=1)
-    stages = {0: Grows(), 1: nn.Linear(2, 2)}
-    with (
-        Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned \(float32"),
-    ):
-        executor.step(torch.randn(2, 2), target=torch.randn(2, 2))

@@ -1,0 +1,23 @@
+"""Any schedule → its forwards alone, for evaluation."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from schedir.ir.actions import Kind
+from schedir.ir.schedule import Schedule, starts_of
+
+_KEPT = (Kind.FORWARD, Kind.SEND_ACT, Kind.RECV_ACT)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a complete schedule and their transfers, in its order, at newest weights.
+
+    It can't deadlock where the schedule doesn't: it keeps a part of what waits for what.
+    """
+    kept = schedule.columns.where(*_KEPT)
+    starts = starts_of(schedule.columns.rank[kept], schedule.ranks)
+    forwards = schedule.take(kept, starts)
+    newest = attrs.evolve(forwards.columns, version=np.full(len(kept), -1))
+    return attrs.evolve(forwards, actions=newest)

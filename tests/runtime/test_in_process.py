@@ -1,0 +1,159 @@
+"""All ranks in one process, and what the executor offers beside its step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+
+
+def test_in_one_process_all_stages_are_needed() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(schedir.ExecutionError, match=r"all stages are needed, 0\.\.1"):
+        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, in_process=True)
+
+
+def test_without_an_update_gradients_accumulate() -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    torch.manual_seed(0)
+    stages = {s: nn.Linear(3, 3) for s in range(3)}
+    before = [p.detach().clone() for m in stages.values() for p in m.parameters()]
+    batches = [torch.randn(2, 8, 3) for _ in range(3)]
+    loss_fn = nn.functional.mse_loss
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    with Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor:
+        for x, y in batches[:2]:
+            executor.step(x, target=y, update=False)
+        kept = [p.detach() for m in stages.values() for p in m.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+        x, y = batches[2]
+        executor.step(x, target=y)
+
+    twin = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    with torch.no_grad():
+        for parameter, value in zip(twin.parameters(), before, strict=True):
+            parameter.copy_(value)
+    plain = sgd(twin.parameters())
+    for x, y in batches:
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            (loss_fn(twin(part), target) * 0.25).backward()
+    plain.step()
+    mine = [p for m in stages.values() for p in m.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(mine, twin.parameters(), strict=True))
+
+
+def test_a_shape_that_was_not_agreed_is_said_with_both_sides() -> None:
+    class Grows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.repeat(2, 1) if type(x) is Tensor else x  # not what fake tensors see
+
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=1)
+    stages = {0: Grows(), 1: nn.Linear(2, 2)}
+    with (
+        Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor,
+        pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned \(float32"),
+    ):
+        executor.step(torch.randn(2, 2), target=torch.randn(2, 2))
+
+
+def noisy_stages(number: int) -> dict[int, nn.Module]:
+    """Dropout, and statistics that training updates and evaluation reads."""
+    torch.manual_seed(3)
+    return {
+        s: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
+        for s in range(number)
+    }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
+def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
+    schedule = schedir.build(name, ranks=2, microbatches=3)
+    stages = noisy_stages(schedule.stages)
+    loss_fn = nn.functional.mse_loss
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    batches = [torch.randn(2, 9, 4) for _ in range(3)]
+    x, y = torch.randn(2, 7, 4)  # an uneven batch: 3, 2 and 2 rows
+    twins = copy.deepcopy(stages)
+    with (
+        Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor,
+        Executor(schedule, twins, loss_fn, sgd, in_process=True) as undisturbed,
+    ):
+        for inputs, target in batches:
+            executor.step(inputs, target=target)
+            before = copy.deepcopy([stages[s].state_dict() for s in stages])
+            state = torch.get_rng_state()
+            found = executor.evaluate(x, target=y).loss
+            assert torch.equal(state, torch.get_rng_state())
+            for s, kept in zip(stages, before, strict=True):
+                assert stages[s].training
+                assert all(torch.equal(kept[k], v) for k, v in stages[s].state_dict().items())
+                assert all(p.grad is None for p in stages[s].parameters())
+            model = nn.Sequential(*copy.deepcopy(list(stages.values()))).eval()
+            with torch.no_grad():
+                pieces = zip(x.tensor_split(3), y.tensor_split(3), strict=True)
+                plain = sum(len(a) * float(loss_fn(model(a), b)) for a, b in pieces) / len(x)
+            assert found == plain
+            undisturbed.step(inputs, target=target)
+    for s in stages:
+        twin = twins[s].state_dict()
+        assert all(torch.equal(twin[k], v) for k, v in stages[s].state_dict().items())
+
+
+def test_evaluation_keeps_gradients_that_wait_for_an_update() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
+    x, y = torch.randn(2, 4, 3)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        executor.step(x, target=y)
+        grads = [p.grad for m in stages.values() for p in m.parameters()]
+        kept = [None if grad is None else grad.clone() for grad in grads]
+        executor.evaluate(x, target=y)
+        for grad, same in zip(grads, kept, strict=True):
+            assert grad is not None
+            assert same is not None
+            assert torch.equal(grad, same)
+
+
+def test_a_failure_names_its_action_and_eval_mode_ends() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and type(x) is Tensor:
+                raise ValueError("not like this")
+            return x * 1.0
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: Fails()}
+    x, y = torch.randn(2, 4, 3)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        executor.step(x, target=y)
+        with pytest.raises(
+            schedir.ExecutionError, match="rank 1 #1 1F0: ValueError: not like this"
+        ) as error:
+            executor.evaluate(x, target=y)
+        assert error.value.rank == 1
+        assert all(m.training for m in stages.values())
+
+
+def test_a_profile_names_the_actions() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
+    x, y = torch.randn(2, 4, 3)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        executor.step(x, target=y)
+        with torch.profiler.profile() as profile:
+            executor.step(x, target=y)
+    named = {event.key for event in profile.key_averages()}
+    assert {
+        str(a) for actions in schedule.actions for a in actions if a.microbatch is not None
+    } <= named
