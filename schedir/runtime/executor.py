@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count
 from time import perf_counter
 from types import TracebackType
@@ -139,6 +140,8 @@ class Executor:
         }
         self._groups = _groups(schedule)
         self._under_way: list[Work] = []
+        # Without a close, too, the process must not end before its last sends have arrived.
+        weakref.finalize(self, _arrive, self._under_way)
         hub = InProcessTransport()
         self._transports = {rank: hub.of(rank) if in_process else self._transport for rank in here}
         self._training = self._runner(schedule, mine, loss_fn, trains=True)
@@ -216,7 +219,7 @@ class Executor:
         counts = self._fill(runner.cells, inputs, target)
         saved = SavedRng()
         try:
-            number = runner.wirings.apply(runner.cells)
+            number = runner.wirings.apply(runner.cells, inputs)
             if number not in runner.programs:
                 runner.programs[number] = self._compile(runner)
             if runner is self._training:
@@ -224,6 +227,9 @@ class Executor:
                     stage.weights.begin(0)
             self._run(runner.programs[number], runner.cells)
             loss = self._share_loss(runner.cells, counts)
+        except BaseException:
+            self._under_way.clear()  # nobody may be left to take them
+            raise
         finally:
             for stage in self._stages.values():
                 stage.weights.restore()
@@ -357,6 +363,11 @@ class Executor:
         if loss is None:
             raise ExecutionError("no rank has the loss")
         return lambda: loss
+
+
+def _arrive(works: list[Work]) -> None:
+    with suppress(RuntimeError):  # the other side may be gone
+        wait(works)
 
 
 def _proved(schedule: Schedule) -> Schedule:

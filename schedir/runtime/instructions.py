@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat, zip_longest
+from itertools import repeat
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -82,9 +82,12 @@ class Forward:
             output = stage.module(*self._arguments())
         if stage.loss_fn is None:
             outputs = (output,) if isinstance(output, Tensor) else boundary_of(output, stage.index)
-            for tensor, meta in zip_longest(outputs, cell.wiring.after):
-                if tensor is None or meta is None or not meta.describes(tensor):
-                    raise _disagreement(outputs, cell.wiring.after)
+            agreed = cell.wiring.after
+            if len(outputs) != len(agreed):
+                raise _disagreement(outputs, agreed)
+            for tensor, meta in zip(outputs, agreed, strict=True):
+                if not meta.describes(tensor):
+                    raise _disagreement(outputs, agreed)
             cell.outputs = outputs
             if cell.following is not None:
                 cell.following.inputs = outputs

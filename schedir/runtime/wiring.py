@@ -21,7 +21,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.cells import Cell, Wiring
 from schedir.runtime.control import Control
-from schedir.runtime.microbatches import Microbatch
+from schedir.runtime.microbatches import Batch, Microbatch
 from schedir.runtime.shapes import (
     Boundary,
     Declared,
@@ -61,17 +61,20 @@ class Wirings:
         self._agreed: list[dict[tuple[int, int], Wiring]] = []
         self._current = -1
 
-    def apply(self, cells: Mapping[tuple[int, int], Cell]) -> int:
+    def apply(self, cells: Mapping[tuple[int, int], Cell], inputs: Batch | None) -> int:
         """Set every cell's wiring for the microbatches that the cells hold now.
 
-        Returns the number of the agreement, the same as long as nothing changes.
+        `inputs` is what they were cut from, where the first stage is here. Returns the number of
+        the agreement, the same as long as nothing changes.
         """
         number = None
         if self._owner[0] in self._here:
-            signature = (
-                tuple(_signature(cell.batch) for (stage, _), cell in cells.items() if stage == 0),
-                _autocast(self._devices[0].type),
-            )
+            shapes: object
+            if isinstance(inputs, Tensor):  # which says it for all of its pieces
+                shapes = (meta_of(inputs), inputs.stride())
+            else:
+                shapes = tuple(_signature(cell.batch) for (s, _), cell in cells.items() if s == 0)
+            signature = (shapes, _autocast(self._devices[0].type))
             number = self._numbers.setdefault(signature, len(self._numbers))
         if self._control is not None:
             number = self._control.announce(self._owner[0], number)
