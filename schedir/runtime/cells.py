@@ -69,6 +69,11 @@ class Cell:
         self.inputs = self.leaves = self.outputs = ()
         self.output_grads = self.input_grads = ()
 
+    def drop(self) -> None:
+        """Forget all works, done or not."""
+        for works in (self.inputs_coming, self.grads_coming, self.outputs_going, self.grads_going):
+            works.clear()
+
 
 def wait(works: list[Work]) -> None:
     """Wait for each of the works, and forget them: gloo lets a work be waited for once only."""

@@ -142,8 +142,10 @@ class Executor:
         self._under_way: list[Work] = []
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
-        hub = InProcessTransport()
-        self._transports = {rank: hub.of(rank) if in_process else self._transport for rank in here}
+        self._hub = InProcessTransport()
+        self._transports = {
+            rank: self._hub.of(rank) if in_process else self._transport for rank in here
+        }
         self._training = self._runner(schedule, mine, loss_fn, trains=True)
         forwards = forward_only(schedule)
         read_once = {
@@ -228,7 +230,11 @@ class Executor:
             self._run(runner.programs[number], runner.cells)
             loss = self._share_loss(runner.cells, counts)
         except BaseException:
-            self._under_way.clear()  # nobody may be left to take them
+            # Nobody may be left to take what is under way; within one process the next step is new.
+            self._under_way.clear()
+            self._hub.clear()
+            for cell in runner.cells.values():
+                cell.drop()
             raise
         finally:
             for stage in self._stages.values():

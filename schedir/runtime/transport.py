@@ -75,6 +75,11 @@ class InProcessTransport:
         """The transfers of one rank."""
         return Endpoint(self, rank)
 
+    def clear(self) -> None:
+        """Forget what is not over: a step has failed."""
+        self._sent.clear()
+        self._posted.clear()
+
     def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
         end = End(tensor)

@@ -145,6 +145,36 @@ def test_a_failure_names_its_action_and_eval_mode_ends() -> None:
         assert all(m.training for m in stages.values())
 
 
+def test_after_a_failure_the_next_step_finds_nothing_of_it() -> None:
+    class Fails(nn.Linear):
+        failing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.failing and type(x) is Tensor:
+                raise ValueError("not now")
+            return super().forward(x)
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    last = Fails(3, 3)
+    stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: last}
+    x, y = torch.randn(2, 6, 3)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        last.failing = True
+        with pytest.raises(schedir.ExecutionError, match="rank 1 #1 1F0: ValueError: not now"):
+            executor.step(x, target=y)
+        last.failing = False
+        executor.step(x, target=y)
+    found = [p.grad for m in stages.values() for p in m.parameters()]
+    model = nn.Sequential(*stages.values())
+    model.zero_grad()
+    for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        (nn.functional.mse_loss(model(a), b) * (1 / 3)).backward()
+    for grad, parameter in zip(found, model.parameters(), strict=True):
+        assert grad is not None
+        assert parameter.grad is not None
+        assert torch.equal(grad, parameter.grad)
+
+
 def test_a_profile_names_the_actions() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
