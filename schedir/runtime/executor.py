@@ -189,7 +189,8 @@ class Executor:
         along dim 0) or a list or iterator of ready microbatches. The rank of the first stage uses
         `inputs`, that of the last `target`; elsewhere they are ignored.
 
-        Raises ExecutionError, which names the action that failed.
+        Raises ExecutionError, which names the action that failed. Gradients of a step that failed,
+        and the updates of its OPTIM_STEPs before that, stay: go on from a checkpoint.
         """
         self._state.update = update
         with torch.enable_grad():
@@ -205,6 +206,7 @@ class Executor:
 
         Raises ExecutionError, which names the action that failed.
         """
+        torch.clear_autocast_cache()  # it may hold casts of earlier weights
         modes = [(m, m.training) for s in self._stages.values() for m in s.module.modules()]
         try:
             for module, _ in modes:
@@ -285,9 +287,9 @@ class Executor:
             return []
         pieces = split(target, number, "target")
         counts = [rows(piece) for piece in pieces]
-        for m, (piece, weight) in enumerate(
-            zip(pieces, weights(counts, self._groups), strict=True)
-        ):
+        # Without its updates a step is one group of microbatches.
+        groups = self._groups if self._state.update else [list(range(number))]
+        for m, (piece, weight) in enumerate(zip(pieces, weights(counts, groups), strict=True)):
             cell = cells[self._last, m]
             cell.target, cell.weight = piece, weight
         return counts

@@ -99,6 +99,10 @@ class Forward:
             cell.outputs = (loss * cell.weight,)
         if self.last_read:
             stage.weights.release(self.version)
+        if not torch.is_grad_enabled():  # no backward will ask for them
+            cell.leaves = ()
+            if stage.loss_fn is not None or cell.following is not None:
+                cell.outputs = ()
         state.busy += perf_counter() - started
 
     def _arguments(self) -> list[Tensor]:
@@ -227,6 +231,13 @@ class Send:
                 )
         else:
             tensors, boundary, going = cell.outputs, wiring.after, cell.outputs_going
+            # What the stage has not made itself, its owner may change before it has arrived.
+            tensors = tuple(
+                tensor.clone() if not tensor.requires_grad or _is_shared(tensor) else tensor
+                for tensor in cell.outputs
+            )
+            if not torch.is_grad_enabled():
+                cell.outputs = ()  # no backward will ask for them
         for tensor, meta in zip(tensors, boundary, strict=True):
             if tensor is not None:
                 going.append(self.transport.send(payload(tensor, meta), self.peer))
@@ -280,6 +291,11 @@ class OptimStep:
             self.optimizer.zero_grad(set_to_none=True)
         self.stage.weights.begin(self.makes)
         self.stage.state.busy += perf_counter() - started
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor that requires grad may be a parameter, or a view of one."""
+    return tensor.is_leaf or tensor._base is not None
 
 
 def _disagreement(outputs: tuple[Tensor, ...], agreed: Boundary) -> ExecutionError:

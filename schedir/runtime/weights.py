@@ -78,6 +78,8 @@ class StageWeights:
         """The last read of `version` is done; its storage goes back to the pool."""
         copy = self._stashed.pop(version, None)
         if copy is not None:
+            for kept in copy:
+                kept.grad = None  # a step that failed may have left some
             self._pool.append(copy)
 
     def restore(self) -> None:

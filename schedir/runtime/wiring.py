@@ -67,7 +67,7 @@ class Wirings:
         `inputs` is what they were cut from, where the first stage is here. Returns the number of
         the agreement, the same as long as nothing changes.
         """
-        number = None
+        number, signature = None, None
         if self._owner[0] in self._here:
             shapes: object
             if isinstance(inputs, Tensor):  # which says it for all of its pieces
@@ -75,13 +75,15 @@ class Wirings:
             else:
                 shapes = tuple(_signature(cell.batch) for (s, _), cell in cells.items() if s == 0)
             signature = (shapes, _autocast(self._devices[0].type))
-            number = self._numbers.setdefault(signature, len(self._numbers))
+            number = self._numbers.get(signature, len(self._agreed))
         if self._control is not None:
             number = self._control.announce(self._owner[0], number)
         if number is None:
             raise ExecutionError("no rank announced the step")
         if number == len(self._agreed):
             self._agreed.append(self._agree(cells))
+            if signature is not None:
+                self._numbers[signature] = number
         if number != self._current:
             for key, cell in cells.items():
                 cell.wiring = self._agreed[number][key]

@@ -175,6 +175,67 @@ def test_after_a_failure_the_next_step_finds_nothing_of_it() -> None:
         assert torch.equal(grad, parameter.grad)
 
 
+def test_a_shape_that_fails_spoils_no_other() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        for rows, width in ((4, 3), (4, 5), (6, 3), (4, 3)):
+            x, y = torch.randn(rows, width), torch.randn(rows, 3)
+            if width == 5:
+                with pytest.raises(schedir.ExecutionError, match="stage 0 fails on fake tensors"):
+                    executor.step(x, target=y)
+            else:
+                executor.step(x, target=y)
+
+
+def test_without_an_update_pipedream_adds_the_mean_too() -> None:
+    schedule = schedir.build("pipedream", ranks=2, microbatches=4)
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
+    x, y = torch.randn(2, 8, 3)
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+    with Executor(schedule, stages, nn.functional.mse_loss, sgd, in_process=True) as executor:
+        executor.step(x, target=y, update=False)
+    found = [p.grad for m in stages.values() for p in m.parameters()]
+    model = nn.Sequential(*stages.values())
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    for grad, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+def test_a_buffer_that_a_stage_sends_and_changes_arrives_as_it_was() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.seen.add_(1)  # type: ignore[operator]
+            return self.linear(x), self.seen  # type: ignore[return-value]
+
+    class Scales(nn.Module):
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return x * by
+
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
+    first = Counts()
+    x, y = torch.randn(2, 8, 3)
+    with torch.no_grad():
+        pieces = zip(x.chunk(4), y.chunk(4), strict=True)
+        losses = [
+            float(nn.functional.mse_loss(first.linear(a) * (m + 1), b))
+            for m, (a, b) in enumerate(pieces)
+        ]
+    stages: dict[int, nn.Module] = {0: first, 1: Scales()}
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        assert executor.step(x, target=y).loss == pytest.approx(sum(losses) / 4)
+
+
 def test_a_profile_names_the_actions() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
