@@ -45,7 +45,7 @@ def drawn(chance: random.Random) -> Schedule:
         )
     }
     while open_:
-        ready = [a for a in sorted(open_, key=str) if inputs(a, stages, open_, done)]
+        ready = [a for a in sorted(open_, key=str) if has_inputs(a, stages, done)]
         action = chance.choice(ready)
         open_.remove(action)
         done.add(action)
@@ -63,7 +63,7 @@ def drawn(chance: random.Random) -> Schedule:
     return Schedule("drawn", microbatches, placement, lists)
 
 
-def inputs(action: Action, stages: int, open_: set[Action], done: set[Action]) -> bool:
+def has_inputs(action: Action, stages: int, done: set[Action]) -> bool:
     """Whether an action's inputs are there."""
     stage, m = action.stage, action.microbatch or 0
     if action.kind is Kind.FORWARD:

@@ -221,7 +221,7 @@ def test_torch_csv_idle_cells_overlaps_and_what_is_not_modelled(
     read = loads_torch_csv("0UNSHARD,0F0,,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD\r\n", "a/b.csv")
     assert [str(a) for a in read.actions[0]] == ["0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD"]
     assert read.name == "b"
-    assert "left out 1 actions that schedir does not model: 0UNSHARD" in caplog.text
+    assert "left out what schedir does not model: 1 UNSHARD (0UNSHARD)" in caplog.text
 
 
 @pytest.mark.parametrize(

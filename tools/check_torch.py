@@ -1,6 +1,7 @@
 """Checks the schedules that torch.distributed.pipelining builds, as torch lowers them.
 
-    python tools/check_torch.py            # prints a table
+    python tools/check_torch.py                 # prints a table
+    python tools/check_torch.py --dump DIR      # writes the lists as torch's CSV as well
 
 Each of torch's multi-stage schedules is built for some shapes, with and without its option
 `defer_pp_recv`, written in torch's own CSV with communication, read back, and checked.
@@ -8,9 +9,11 @@ Each of torch's multi-stage schedules is built for some shapes, with and without
 
 from __future__ import annotations
 
+import argparse
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +55,8 @@ class Verdict:
         return tuple(channel for channel in CHANNELS if self.reports[channel].ok)
 
 
-def lowered(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> Schedule:
-    """torch's schedule with its communication, through torch's CSV."""
+def dumped(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> str:
+    """torch's schedule with its communication, as torch's CSV."""
     last = ranks * chunks - 1
     if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):  # a V: down the ranks and back up
         placement = {stage: min(stage, last - stage) for stage in range(last + 1)}
@@ -83,17 +86,29 @@ def lowered(name: str, ranks: int, chunks: int, microbatches: int, deferred: boo
         ",".join("" if action is None else str(action) for action in actions)
         for _, actions in sorted(built.pipeline_order_with_comms.items())
     ]
-    return loads_torch_csv("\n".join(rows) + "\n", f"{name}.csv")
+    return "\n".join(rows) + "\n"
+
+
+def lowered(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> Schedule:
+    """The same, read back."""
+    text = dumped(name, ranks, chunks, microbatches, deferred)
+    return loads_torch_csv(text, f"{name}.csv")
+
+
+def configurations() -> Iterator[tuple[str, int, int, int, bool]]:
+    """The arguments of `dumped` for all that is checked."""
+    for name, chunks in GENERATORS.items():
+        for ranks, microbatches in SHAPES:
+            for deferred in (False, True):
+                yield name, ranks, chunks, microbatches, deferred
 
 
 def verdicts() -> Iterator[Verdict]:
     """What check says of each of torch's schedules, shape by shape."""
-    for name, chunks in GENERATORS.items():
-        for ranks, microbatches in SHAPES:
-            for deferred in (False, True):
-                schedule = lowered(name, ranks, chunks, microbatches, deferred)
-                reports = {channel: check(schedule, channel) for channel in CHANNELS}
-                yield Verdict(name, ranks, microbatches, deferred, reports)
+    for name, ranks, chunks, microbatches, deferred in configurations():
+        schedule = lowered(name, ranks, chunks, microbatches, deferred)
+        reports = {channel: check(schedule, channel) for channel in CHANNELS}
+        yield Verdict(name, ranks, microbatches, deferred, reports)
 
 
 def table() -> str:
@@ -118,6 +133,20 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def dump(folder: Path) -> None:
+    """Write every schedule to a CSV of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, ranks, chunks, microbatches, deferred in configurations():
+        stem = f"{name.removeprefix('Schedule')}-{ranks}x{chunks}-{microbatches}"
+        text = dumped(name, ranks, chunks, microbatches, deferred)
+        (folder / f"{stem}{'-deferred' if deferred else ''}.csv").write_text(text)
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the lists there as CSV")
+    folder = parser.parse_args().dump
+    if folder:
+        dump(folder)
     logging.getLogger("schedir").setLevel(logging.ERROR)  # UNSHARD and RESHARD are left out
     print(table(), end="")

@@ -137,7 +137,6 @@ def _swapped(schedule: Schedule, transfers: Transfers, channel: Ints) -> Diagnos
             locate(schedule, send),
             locate(schedule, right_send),
         ),
-        turn=turn,
         wrong=len(wrong),
         transfers=len(channel),
         pairs=pairs,

@@ -79,7 +79,7 @@ class _Reader:
     def __init__(self, text: str, file: str) -> None:
         self.text = text
         self.file = file
-        self.left_out = 0
+        self.left_out: dict[str, int] = {}  # how many, by kind
         self.left_out_names: dict[str, None] = {}
 
     def read(self) -> Schedule:
@@ -120,7 +120,8 @@ class _Reader:
                 if action is not None:
                     yield action
                     continue
-                self.left_out += 1
+                kind = token.strip("0123456789")
+                self.left_out[kind] = self.left_out.get(kind, 0) + 1
                 if len(self.left_out_names) <= _MOST_NAMED:
                     self.left_out_names[token] = None
 
@@ -144,9 +145,9 @@ class _Reader:
         names = list(self.left_out_names)
         more = " and others" if len(names) > _MOST_NAMED else ""
         logger.warning(
-            "%s: left out %d actions that schedir does not model: %s%s",
+            "%s: left out what schedir does not model: %s (%s%s)",
             self.file,
-            self.left_out,
+            ", ".join(f"{number} {kind}" for kind, number in self.left_out.items()),
             " ".join(names[:_MOST_NAMED]),
             more,
         )

@@ -136,7 +136,6 @@ class MisPaired(Diagnostic):
         "1RECV_ACT1 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
     )
 
-    turn: int  # the number of the first wrong pair on its channel
     wrong: int
     transfers: int
     pairs: tuple[tuple[int, Location, Location, bool], ...]  # turn, send, receive, whether right
