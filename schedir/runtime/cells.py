@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 from torch import Tensor
 
-from schedir.runtime.shapes import Boundary
+from schedir.runtime.boundary import NOTHING, Boundary
+from schedir.runtime.calls import Call
 from schedir.runtime.transport import Work
 
 
@@ -18,19 +20,20 @@ class Wiring:
     `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
     of `after` whether a gradient comes back, `grads_out` for each of `before` whether one is sent;
     None where only the run can tell, so that a mask travels beside the gradients. `mutates` says
-    which inputs the module changes in place (for the first stage: its tensors in turn).
+    which inputs the module changes in place (for the first stage: its tensors in turn), `call` how
+    it takes them.
     """
 
-    before: Boundary = ()
-    after: Boundary = ()
+    before: Boundary = NOTHING
+    after: Boundary = NOTHING
     grads_in: tuple[bool, ...] | None = ()
     grads_out: tuple[bool, ...] | None = ()
     mutates: tuple[bool, ...] = ()
+    call: Call = attrs.field(factory=Call)
 
     def largest(self) -> int:
         """The bytes of the larger boundary: what one receive takes at most."""
-        sizes = [sum(meta.nbytes for meta in boundary) for boundary in (self.before, self.after)]
-        return max(sizes)
+        return max(self.before.nbytes, self.after.nbytes)
 
 
 @attrs.define(eq=False)
@@ -46,12 +49,16 @@ class Cell:
     microbatch: int
     wiring: Wiring = Wiring()
     batch: Any = None  # the first stage's microbatch
-    target: Any = None  # the last stage's
+    extra: Any = None  # what the stage is given beside its input
+    target: Any = None  # the last stage's, with what its loss takes beside it
+    loss_keywords: Mapping[str, Any] = attrs.field(factory=dict)
     weight: float = 1.0
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
+    result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
+    statistics: Sequence[Tensor | None] = ()  # the buffers before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
     mask: Tensor | None = None  # which of `output_grads` are there, once they have come
     input_grads: tuple[Tensor | None, ...] = ()
@@ -65,8 +72,9 @@ class Cell:
 
     def clear(self) -> None:
         """Forget all tensors."""
-        self.batch = self.target = self.loss = self.mask = None
-        self.inputs = self.leaves = self.outputs = ()
+        self.batch = self.extra = self.target = self.result = self.loss = self.mask = None
+        self.loss_keywords = {}
+        self.inputs = self.leaves = self.outputs = self.statistics = ()
         self.output_grads = self.input_grads = ()
 
     def drop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import count
 from time import perf_counter
@@ -23,19 +23,19 @@ from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions, weight_versions
 from schedir.passes import forward_only, insert_communication
+from schedir.runtime.boundary import Declared
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.control import Control
 from schedir.runtime.instructions import Stage, StepState
-from schedir.runtime.microbatches import Batch, rows, split, weights
+from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
 from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
-from schedir.runtime.shapes import Declared
 from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
 from schedir.runtime.wiring import Wirings
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[..., Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _NO_RANGE = nullcontext()
@@ -45,6 +45,16 @@ which would wait for a timer tick rather than for data, are all posted ahead."""
 
 Cells: TypeAlias = dict[tuple[int, int], Cell]
 """The cells of the stages here, by stage and microbatch."""
+
+
+@attrs.frozen(eq=False)
+class _Given:
+    """The arguments of one call."""
+
+    inputs: Batch | None
+    target: Batch | None = None
+    stage_inputs: Mapping[int, Batch] = {}
+    loss_kwargs: Batch | None = None
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +77,14 @@ class Executor:
     the mean loss over a microbatch, a scalar. `optimizer(parameters)` is called once per local
     stage; None leaves `.grad` to the caller. `boundaries` declares, by example tensors, the output
     of stages whose shape depends on data, the same for every microbatch. `seed` seeds every
-    forward, see `schedir.runtime.rng`.
+    forward, see `schedir.runtime.rng`. `recompute` names the stages, or says that all, keep only
+    the input of a forward and run it again in the backward (activation checkpointing). `count`
+    says of a microbatch's target how many samples the mean loss is over, where that is not its
+    rows: tokens that are not padding, say; microbatches are weighed by it.
+
+    What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
+    position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
+    travel; None, numbers and strings are agreed at the first step of each input shape.
 
     A step equals gradient accumulation in one process bit for bit, in the order of the loss
     stage's backwards; a stage that lists its backwards in another order adds the same gradients
@@ -91,6 +108,8 @@ class Executor:
         optimizer: OptimizerFactory | None = None,
         *,
         boundaries: Mapping[int, Declared] | None = None,
+        recompute: bool | Collection[int] = False,
+        count: Callable[[Any], float | Tensor] = rows,
         seed: int = 0,
         in_process: bool = False,
     ) -> None:
@@ -125,6 +144,8 @@ class Executor:
         self._last = schedule.stages - 1
         self._devices = {stage: _device(stages[stage]) for stage in local}
         self._boundaries = boundaries or {}
+        self._count = count
+        recomputed = _recomputed(recompute, schedule.stages)
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {
@@ -134,6 +155,7 @@ class Executor:
                 StageWeights(stages[stage], read.get(stage)),
                 self._devices[stage],
                 loss_fn if stage == self._last else None,
+                stage in recomputed,
                 self._state,
             )
             for stage in local
@@ -178,7 +200,14 @@ class Executor:
         return _Runner(cells, wirings, compiler)
 
     def step(
-        self, inputs: Batch | None = None, *, target: Batch | None = None, update: bool = True
+        self,
+        inputs: Batch | None = None,
+        *,
+        target: Batch | None = None,
+        stage_inputs: Mapping[int, Batch] | None = None,
+        loss_kwargs: Batch | None = None,
+        update: bool = True,
+        outputs: bool = False,
     ) -> StepResult:
         """Run the list once, from beginning to end.
 
@@ -187,18 +216,33 @@ class Executor:
 
         `inputs` and `target` are a whole batch (a tensor, or a tuple or dict of tensors, split
         along dim 0) or a list or iterator of ready microbatches. The rank of the first stage uses
-        `inputs`, that of the last `target`; elsewhere they are ignored.
+        `inputs`, that of the last `target`; elsewhere they are ignored. So are `stage_inputs`, what
+        stages get beside their input (tensors and tuples by position, dicts by keyword), and
+        `loss_kwargs`, what `loss_fn` takes by keyword: batches too, where all that is no tensor
+        goes to every microbatch. Pass `stage_inputs` on the first stage's rank as well where their
+        shapes may change though the input's do not.
+
+        With `outputs=True` the result has what the last stage returned, on its rank.
 
         Raises ExecutionError, which names the action that failed. Gradients of a step that failed,
         and the updates of its OPTIM_STEPs before that, stay: go on from a checkpoint.
         """
-        self._state.update = update
+        self._state.update, self._state.wants_outputs = update, outputs
+        given = _Given(inputs, target, stage_inputs or {}, loss_kwargs)
         with torch.enable_grad():
-            result = self._pass(self._training, inputs, target)
+            result = self._pass(self._training, given)
         self._state.step += 1
         return result
 
-    def evaluate(self, inputs: Batch | None = None, *, target: Batch | None = None) -> StepResult:
+    def evaluate(
+        self,
+        inputs: Batch | None = None,
+        *,
+        target: Batch | None = None,
+        stage_inputs: Mapping[int, Batch] | None = None,
+        loss_kwargs: Batch | None = None,
+        outputs: bool = False,
+    ) -> StepResult:
         """The loss of a batch at the present weights: the list's forwards, and nothing else.
 
         The modules are in eval mode meanwhile. No gradient, statistic or weight changes, and no
@@ -206,31 +250,60 @@ class Executor:
 
         Raises ExecutionError, which names the action that failed.
         """
+        self._state.wants_outputs = outputs
+        return self._forwards(_Given(inputs, target, stage_inputs or {}, loss_kwargs))
+
+    def infer(
+        self,
+        inputs: Batch | None = None,
+        *,
+        stage_inputs: Mapping[int, Batch] | None = None,
+    ) -> list[Any] | None:
+        """What the last stage returns, microbatch by microbatch, as `evaluate` but without a loss.
+
+        On the rank of the last stage; None elsewhere. Every rank calls it.
+
+        Raises ExecutionError, which names the action that failed.
+        """
+        self._state.wants_outputs, self._state.wants_loss = True, False
+        try:
+            return self._forwards(_Given(inputs, None, stage_inputs or {})).outputs
+        finally:
+            self._state.wants_loss = True
+
+    def _forwards(self, given: _Given) -> StepResult:
+        """Run the forwards alone, in eval mode."""
         torch.clear_autocast_cache()  # it may hold casts of earlier weights
         modes = [(m, m.training) for s in self._stages.values() for m in s.module.modules()]
         try:
             for module, _ in modes:
                 module.training = False
             with torch.no_grad():
-                return self._pass(self._evaluation, inputs, target)
+                return self._pass(self._evaluation, given)
         finally:
             for module, training in modes:
                 module.training = training
 
-    def _pass(self, runner: _Runner, inputs: Batch | None, target: Batch | None) -> StepResult:
+    def _pass(self, runner: _Runner, given: _Given) -> StepResult:
         started = perf_counter()
         self._state.busy = 0.0
-        counts = self._fill(runner.cells, inputs, target)
+        counts, extras = self._fill(runner.cells, given)
         saved = SavedRng()
+        loss: Callable[[], float] | None = None
+        outputs = None
         try:
-            number = runner.wirings.apply(runner.cells, inputs)
+            number = runner.wirings.apply(runner.cells, given.inputs, extras)
             if number not in runner.programs:
                 runner.programs[number] = self._compile(runner)
             if runner is self._training:
                 for stage in self._stages.values():
                     stage.weights.begin(0)
             self._run(runner.programs[number], runner.cells)
-            loss = self._share_loss(runner.cells, counts)
+            if self._state.wants_loss:
+                loss = self._share_loss(runner.cells, counts)
+            if self._state.wants_outputs and self._last in self._stages:
+                number = self.schedule.microbatches
+                outputs = [runner.cells[self._last, m].result for m in range(number)]
         except BaseException:
             # Nobody may be left to take what is under way; within one process the next step is new.
             self._under_way.clear()
@@ -244,7 +317,7 @@ class Executor:
             for cell in runner.cells.values():
                 cell.clear()
             saved.restore()
-        return StepResult(loss, self._state.busy, perf_counter() - started)
+        return StepResult(loss, outputs, self._state.busy, perf_counter() - started)
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
@@ -274,25 +347,59 @@ class Executor:
         if error is None:
             self.close()
 
-    def _fill(self, cells: Cells, inputs: Batch | None, target: Batch | None) -> list[int]:
-        """Put the microbatches into their cells; the sample counts on the rank of the loss."""
+    def _fill(self, cells: Cells, given: _Given) -> tuple[list[float], dict[int, list[Microbatch]]]:
+        """Put the microbatches into their cells.
+
+        Returns the sample counts on the rank of the loss, and what stages get beside their input.
+        """
         number = self.schedule.microbatches
-        for stage, given, what in ((0, inputs, "inputs"), (self._last, target, "target")):
-            if stage in self._stages and given is None:
+        needs = [(0, given.inputs, "inputs")]
+        if self._state.wants_loss:
+            needs.append((self._last, given.target, "target"))
+        for stage, batch, what in needs:
+            if stage in self._stages and batch is None:
                 raise ExecutionError(f"rank {self.rank} holds stage {stage} and needs {what}")
-        if 0 in self._stages and inputs is not None:
-            for m, piece in enumerate(split(inputs, number, "inputs")):
+        if 0 in self._stages and given.inputs is not None:
+            for m, piece in enumerate(split(given.inputs, number, "inputs")):
                 cells[0, m].batch = piece
-        if self._last not in self._stages or target is None:
-            return []
-        pieces = split(target, number, "target")
-        counts = [rows(piece) for piece in pieces]
+        extras = self._extras(cells, given.stage_inputs)
+        if self._last not in self._stages or given.target is None:
+            return [], extras
+        pieces = split(given.target, number, "target")
+        counts = [samples(self._count, piece) for piece in pieces]
         # Without its updates a step is one group of microbatches.
         groups = self._groups if self._state.update else [list(range(number))]
         for m, (piece, weight) in enumerate(zip(pieces, weights(counts, groups), strict=True)):
             cell = cells[self._last, m]
             cell.target, cell.weight = piece, weight
-        return counts
+        if given.loss_kwargs is not None:
+            for m, keywords in enumerate(split(given.loss_kwargs, number, "loss_kwargs")):
+                if not isinstance(keywords, Mapping):
+                    raise ExecutionError(
+                        "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
+                        f"{type(keywords).__name__}"
+                    )
+                cells[self._last, m].loss_keywords = keywords
+        return counts, extras
+
+    def _extras(
+        self, cells: Cells, stage_inputs: Mapping[int, Batch]
+    ) -> dict[int, list[Microbatch]]:
+        """Put what stages get beside their input into their cells; those of other ranks are not
+        looked at, but on the rank that has the first stage."""
+        number = self.schedule.microbatches
+        extras = {}
+        for stage, batch in stage_inputs.items():
+            if stage not in range(self.schedule.stages):
+                raise ExecutionError(
+                    f"stage_inputs: there is no stage {stage!r}, only 0..{self._last}"
+                )
+            if stage in self._stages or 0 in self._stages:
+                extras[stage] = split(batch, number, f"stage_inputs[{stage}]")
+            if stage in self._stages:
+                for m, piece in enumerate(extras[stage]):
+                    cells[stage, m].extra = piece
+        return extras
 
     def _compile(self, runner: _Runner) -> list[list[Instruction]]:
         """The ranks' instructions for the boundaries that the cells have now."""
@@ -356,7 +463,7 @@ class Executor:
                     action=program[at].action,
                 )
 
-    def _share_loss(self, cells: Cells, counts: list[int]) -> Callable[[], float]:
+    def _share_loss(self, cells: Cells, counts: list[float]) -> Callable[[], float]:
         """The step's mean loss, on its way to every rank."""
         source = self.schedule.placement[self._last][0]
         loss = None
@@ -477,6 +584,16 @@ def _check_stages(
                 f"stage {stage} is on {_device(module)}; the executor moves tensors with gloo, on "
                 "the CPU only, as yet"
             )
+
+
+def _recomputed(recompute: bool | Collection[int], stages: int) -> Collection[int]:
+    """The stages whose forwards are run again."""
+    if isinstance(recompute, bool):
+        return range(stages) if recompute else ()
+    unknown = [stage for stage in recompute if stage not in range(stages)]
+    if unknown:
+        raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")
+    return recompute
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -13,9 +14,10 @@ from torch.autograd import backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.runtime.boundary import empty, payload
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.rng import seed_generators
-from schedir.runtime.shapes import Boundary, boundary_of, call, empty, meta_of, payload
+from schedir.runtime.statistics import Statistics
 from schedir.runtime.transport import Transport, Work
 from schedir.runtime.weights import StageWeights
 
@@ -31,10 +33,15 @@ class StepState:
         self.step = 0
         self.busy = 0.0
         self.update = True
+        self.wants_loss = True
+        self.wants_outputs = False
 
 
 class Stage:
-    """One local stage: its module, its weights, and what the last stage needs for the loss."""
+    """One local stage: its module, its weights, and what the last stage needs for the loss.
+
+    With `recompute` a forward keeps its input alone, and the backward runs it again.
+    """
 
     def __init__(
         self,
@@ -42,7 +49,8 @@ class Stage:
         module: nn.Module,
         weights: StageWeights,
         device: torch.device,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        loss_fn: Callable[..., Tensor] | None,
+        recompute: bool,
         state: StepState,
     ) -> None:
         self.index = index
@@ -50,7 +58,44 @@ class Stage:
         self.weights = weights
         self.device = device
         self.loss_fn = loss_fn
+        self.recompute = recompute
+        self.statistics = Statistics(module)
         self.state = state
+
+    def output(self, cell: Cell, keep_input: bool) -> Any:
+        """Run the module on the cell's input; `keep_input` if it will be run again."""
+        state = self.state
+        seed_generators(state.seed, state.step, self.index, cell.microbatch)
+        if self.index == 0:
+            given = cell.batch
+            if any(cell.wiring.mutates):
+                given = tree_map_only(Tensor, torch.clone, given)
+        else:
+            given = cell.wiring.before.structure(_arguments(cell))
+            if not keep_input:
+                cell.inputs = ()
+        return cell.wiring.call(self.module, given, cell.extra)
+
+    def loss(self, cell: Cell, output: Any) -> Tensor:
+        """The last stage's loss."""
+        assert self.loss_fn is not None  # asked of the last stage
+        loss = self.loss_fn(output, cell.target, **cell.loss_keywords)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ExecutionError("loss_fn must return a scalar tensor: the microbatch's mean")
+        return loss
+
+
+def _arguments(cell: Cell) -> list[Tensor]:
+    """The inputs as leaves that a backward can stop at."""
+    leaves, arguments = [], []
+    wiring = cell.wiring
+    for tensor, meta, mutated in zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True):
+        leaf = tensor.detach().requires_grad_(meta.requires_grad)
+        leaves.append(leaf)
+        # A leaf can't be changed in place, and a neighbour's output must not be.
+        arguments.append(leaf.clone() if mutated else leaf)
+    cell.leaves = tuple(leaves)
+    return arguments
 
 
 class Forward:
@@ -71,54 +116,35 @@ class Forward:
                 wait(works)
         started = perf_counter()
         stage.weights.install(self.version)
-        state = stage.state
-        seed_generators(state.seed, state.step, stage.index, cell.microbatch)
-        if stage.index == 0:
-            batch = cell.batch
-            if any(cell.wiring.mutates):
-                batch = tree_map_only(Tensor, torch.clone, batch)
-            output = call(stage.module, batch)
+        if not torch.is_grad_enabled():
+            self._run(with_graph=False, keep_input=False)
+        elif stage.recompute:
+            with _no_graph(), stage.statistics.keeping() as cell.statistics:
+                self._run(with_graph=False, keep_input=True)
         else:
-            output = stage.module(*self._arguments())
-        if stage.loss_fn is None:
-            outputs = (output,) if isinstance(output, Tensor) else boundary_of(output, stage.index)
-            agreed = cell.wiring.after
-            if len(outputs) != len(agreed):
-                raise _disagreement(outputs, agreed)
-            for tensor, meta in zip(outputs, agreed, strict=True):
-                if not meta.describes(tensor):
-                    raise _disagreement(outputs, agreed)
-            cell.outputs = outputs
-            if cell.following is not None:
-                cell.following.inputs = outputs
-        else:
-            loss = stage.loss_fn(output, cell.target)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ExecutionError("loss_fn must return a scalar tensor: the microbatch's mean")
-            cell.loss = loss.detach()
-            cell.outputs = (loss * cell.weight,)
+            self._run(with_graph=True, keep_input=False)
         if self.last_read:
             stage.weights.release(self.version)
-        if not torch.is_grad_enabled():  # no backward will ask for them
+        stage.state.busy += perf_counter() - started
+
+    def _run(self, with_graph: bool, keep_input: bool) -> None:
+        cell, stage = self.cell, self.stage
+        output = stage.output(cell, keep_input)
+        if stage.loss_fn is None:
+            cell.outputs = cell.wiring.after.tensors(output, with_graph)
+            if cell.following is not None:
+                cell.following.inputs = cell.outputs
+        else:
+            if stage.state.wants_outputs:
+                cell.result = tree_map_only(Tensor, torch.detach, output)
+            if stage.state.wants_loss:
+                loss = stage.loss(cell, output)
+                cell.loss = loss.detach()
+                cell.outputs = (loss * cell.weight,)
+        if not with_graph:  # no backward will ask for them
             cell.leaves = ()
             if stage.loss_fn is not None or cell.following is not None:
                 cell.outputs = ()
-        state.busy += perf_counter() - started
-
-    def _arguments(self) -> list[Tensor]:
-        """The inputs as leaves that a backward can stop at."""
-        cell = self.cell
-        leaves, arguments = [], []
-        for tensor, meta, mutated in zip(
-            cell.inputs, cell.wiring.before, cell.wiring.mutates, strict=True
-        ):
-            leaf = tensor.detach().requires_grad_(meta.requires_grad)
-            leaves.append(leaf)
-            # A leaf can't be changed in place, and a neighbour's output must not be.
-            arguments.append(leaf.clone() if mutated else leaf)
-        cell.leaves = tuple(leaves)
-        cell.inputs = ()
-        return arguments
 
 
 class Backward:
@@ -146,6 +172,8 @@ class Backward:
                 wait(works)
         started = perf_counter()
         parameters = stage.weights.install(self.version)
+        if stage.recompute and self.part != "weight":
+            self._run_again()
         roots, grads = self._roots()
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
         if self.part == "input":
@@ -169,6 +197,17 @@ class Backward:
         if self.last_read:
             stage.weights.release(self.version)
         stage.state.busy += perf_counter() - started
+
+    def _run_again(self) -> None:
+        """The forward, this time with its graph, on the buffers and random numbers that it had."""
+        cell, stage = self.cell, self.stage
+        with stage.statistics.as_kept(cell.statistics):
+            output = stage.output(cell, keep_input=False)
+            if stage.loss_fn is None:
+                cell.outputs = cell.wiring.after.tensors(output)
+            else:
+                cell.outputs = (stage.loss(cell, output) * cell.weight,)
+        cell.statistics = ()
 
     def _roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs to start from, and their gradients; the loss's own is one."""
@@ -208,35 +247,35 @@ class Send:
     """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
 
     def __init__(
-        self, cell: Cell, transport: Transport, peer: int, grads: bool, device: torch.device
+        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.device = device
+        self.stage = stage
 
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
         tensors: tuple[Tensor | None, ...]
         if self.grads:
-            tensors, boundary, going = cell.input_grads, wiring.before, cell.grads_going
+            tensors, boundary, going = cell.input_grads, wiring.before.metas, cell.grads_going
             cell.input_grads = ()
             if wiring.grads_out is None:
                 mask = torch.tensor([tensor is not None for tensor in tensors])
                 going.append(self.transport.send(mask, self.peer))
                 tensors = tuple(
-                    empty(meta, self.device).zero_()
+                    empty(meta, self.stage.device).zero_()
                     if tensor is None and meta.requires_grad
                     else tensor
                     for tensor, meta in zip(tensors, boundary, strict=True)
                 )
         else:
-            tensors, boundary, going = cell.outputs, wiring.after, cell.outputs_going
+            tensors, boundary, going = cell.outputs, wiring.after.metas, cell.outputs_going
             # What the stage has not made itself, its owner may change before it has arrived.
             tensors = tuple(
                 tensor.clone() if not tensor.requires_grad or _is_shared(tensor) else tensor
                 for tensor in cell.outputs
             )
-            if not torch.is_grad_enabled():
+            if self.stage.recompute or not torch.is_grad_enabled():
                 cell.outputs = ()  # no backward will ask for them
         for tensor, meta in zip(tensors, boundary, strict=True):
             if tensor is not None:
@@ -247,17 +286,17 @@ class Receive:
     """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
 
     def __init__(
-        self, cell: Cell, transport: Transport, peer: int, grads: bool, device: torch.device
+        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.device = device
+        self.device = stage.device
 
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
         buffers: tuple[Tensor | None, ...]
         if self.grads:
-            boundary, coming = wiring.after, cell.grads_coming
+            boundary, coming = wiring.after.metas, cell.grads_coming
             expected = wiring.grads_in
             if expected is None:
                 expected = tuple(meta.requires_grad for meta in boundary)
@@ -268,7 +307,7 @@ class Receive:
                 for meta, comes in zip(boundary, expected, strict=True)
             )
         else:
-            boundary, coming = wiring.before, cell.inputs_coming
+            boundary, coming = wiring.before.metas, cell.inputs_coming
             buffers = cell.inputs = tuple(empty(meta, self.device) for meta in boundary)
         for buffer, meta in zip(buffers, boundary, strict=True):
             if buffer is not None:
@@ -298,15 +337,16 @@ def _is_shared(tensor: Tensor) -> bool:
     return tensor.is_leaf or tensor._base is not None
 
 
-def _disagreement(outputs: tuple[Tensor, ...], agreed: Boundary) -> ExecutionError:
-    """What a stage made is not what its neighbour was told, and no payload has moved."""
-    found = [meta_of(output) for output in outputs]
-    return ExecutionError(
-        f"the stage returned ({', '.join(map(str, found))}), but "
-        f"({', '.join(map(str, agreed))}) was agreed with the next stage; declare the former "
-        "with boundaries= if it depends on data, and make a new Executor if parameters have "
-        "been frozen or thawed"
-    )
+@contextmanager
+def _no_graph() -> Iterator[None]:
+    """No gradients, and no cast of a weight for autocast's cache, which would lack them too."""
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
 
 
 def _yes_no(flags: tuple[bool, ...]) -> str:

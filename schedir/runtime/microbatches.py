@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,27 +13,35 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 
-Microbatch: TypeAlias = Tensor | tuple["Microbatch", ...] | Mapping[str, "Microbatch"]
-Batch: TypeAlias = Microbatch | Iterable[Microbatch]
+Microbatch: TypeAlias = Any
+"""One microbatch's tensors, in any structure, with constants among them."""
+
+Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Microbatch]
+"""A whole batch, or a list or iterator of ready microbatches."""
 
 
 def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
     """The microbatches of a whole batch, or of a list or iterator that holds them ready-made.
 
     A tensor, or a tuple or dict of tensors, is a whole batch: `torch.tensor_split` cuts each of
-    its tensors along dim 0. Raises ExecutionError where the numbers don't fit; `what` names the
-    argument.
+    its tensors along dim 0. What is no tensor goes to every microbatch. Raises ExecutionError
+    where the numbers don't fit; `what` names the argument.
     """
     if isinstance(batch, (Tensor, tuple, Mapping)):
         leaves, spec = pytree.tree_flatten(batch)
-        rows = {_rows(leaf, what) for leaf in leaves}
-        if len(rows) != 1:
+        rows = {_rows(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
+        if len(rows) > 1:
             raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
-        if min(rows) < microbatches:
+        if rows and min(rows) < microbatches:
             raise ExecutionError(
                 f"{what}: {min(rows)} rows can't be split into {microbatches} microbatches"
             )
-        pieces = [torch.tensor_split(leaf, microbatches) for leaf in leaves]
+        pieces = [
+            torch.tensor_split(leaf, microbatches)
+            if isinstance(leaf, Tensor)
+            else (leaf,) * microbatches
+            for leaf in leaves
+        ]
         return [pytree.tree_unflatten(piece, spec) for piece in zip(*pieces, strict=True)]
     if not isinstance(batch, Iterable):
         raise ExecutionError(
@@ -57,7 +66,15 @@ def rows(target: Microbatch) -> int:
     raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")
 
 
-def weights(counts: Sequence[int], groups: Sequence[Sequence[int]]) -> list[float]:
+def samples(count: Callable[[Any], float | Tensor], target: Microbatch) -> float:
+    """How many samples a microbatch's mean loss is over, as `count` says."""
+    found = float(count(target))
+    if not 0 <= found < math.inf:
+        raise ExecutionError(f"count says {found:g} of a microbatch; it must be 0 or more")
+    return found
+
+
+def weights(counts: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
     """Each microbatch's share of the samples of its group, the microbatches of one OPTIM_STEP."""
     shares = [0.0] * len(counts)
     for group in groups:
@@ -69,8 +86,9 @@ def weights(counts: Sequence[int], groups: Sequence[Sequence[int]]) -> list[floa
     return shares
 
 
-def _rows(leaf: object, what: str) -> int:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        found = "a tensor without dimensions" if isinstance(leaf, Tensor) else type(leaf).__name__
-        raise ExecutionError(f"{what}: a batch is made of tensors split along dim 0, not {found}")
+def _rows(leaf: Tensor, what: str) -> int:
+    if not leaf.dim():
+        raise ExecutionError(
+            f"{what}: a batch is split along dim 0, but one of its tensors has no dimensions"
+        )
     return leaf.shape[0]

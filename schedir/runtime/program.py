@@ -97,7 +97,7 @@ class Compiler:
                 raise ExecutionError(f"{action} has no peer", rank=rank, index=index)
             grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
             end = Send if action.kind in SENDS else Receive
-            return end(cell, transport, peer, grads, stage.device)
+            return end(cell, transport, peer, grads, stage)
         read = self.versions[action.stage]
         version = read.reads[cell.microbatch]
         last_read = read.last_read[version] == index

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from schedir.errors import ExecutionError
 
 
 class StepResult:
     """The result of one step, on every rank.
 
-    `busy` is the time that this rank spent in compute, `elapsed` that of the whole step, both in
-    seconds.
+    `outputs` is what the last stage returned, by microbatch, without its graph: where that was
+    asked for, on the rank of the last stage; else None. `busy` is the time that this rank spent
+    in compute, `elapsed` that of the whole step, both in seconds.
     """
 
-    def __init__(self, loss: Callable[[], float], busy: float, elapsed: float) -> None:
+    def __init__(
+        self,
+        loss: Callable[[], float] | None,
+        outputs: list[Any] | None,
+        busy: float,
+        elapsed: float,
+    ) -> None:
         self._fetch = loss
+        self.outputs = outputs
         self._loss: float | None = None
         self.busy = busy
         self.elapsed = elapsed
@@ -22,5 +33,7 @@ class StepResult:
     def loss(self) -> float:
         """The mean loss over the samples of the step; reading it waits for it to arrive."""
         if self._loss is None:
+            if self._fetch is None:
+                raise ExecutionError("inference has no loss")
             self._loss = self._fetch()
         return self._loss

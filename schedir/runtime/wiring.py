@@ -9,7 +9,7 @@ so it announces at every step which of the agreed wirings applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,19 +19,19 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.cells import Cell, Wiring
-from schedir.runtime.control import Control
-from schedir.runtime.microbatches import Batch, Microbatch
-from schedir.runtime.shapes import (
+from schedir.runtime.boundary import (
+    NOTHING,
     Boundary,
     Declared,
-    FirstInput,
-    Given,
-    Trace,
     boundary_of,
     declared,
     meta_of,
 )
+from schedir.runtime.calls import Call, call_of
+from schedir.runtime.cells import Cell, Wiring
+from schedir.runtime.control import Control
+from schedir.runtime.microbatches import Batch, Microbatch
+from schedir.runtime.shapes import FirstInput, Given, Trace
 
 
 class Wirings:
@@ -43,13 +43,14 @@ class Wirings:
         here: Sequence[int],
         stages: Mapping[int, nn.Module],
         devices: Mapping[int, torch.device],
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[..., Tensor],
         boundaries: Mapping[int, Declared],
         control: Control | None,
         trains: bool,
     ) -> None:
         self._last = schedule.stages - 1
-        self._owner = [held[0] for held in schedule.placement]
+        # Of the ranks that hold a stage the first speaks for all.
+        self._holders = schedule.placement
         self._here = frozenset(here)
         self._stages = stages
         self._devices = devices
@@ -61,27 +62,34 @@ class Wirings:
         self._agreed: list[dict[tuple[int, int], Wiring]] = []
         self._current = -1
 
-    def apply(self, cells: Mapping[tuple[int, int], Cell], inputs: Batch | None) -> int:
+    def apply(
+        self,
+        cells: Mapping[tuple[int, int], Cell],
+        inputs: Batch | None,
+        extras: Mapping[int, Sequence[Microbatch]],
+    ) -> int:
         """Set every cell's wiring for the microbatches that the cells hold now.
 
-        `inputs` is what they were cut from, where the first stage is here. Returns the number of
-        the agreement, the same as long as nothing changes.
+        `inputs` is what they were cut from, where the first stage is here; `extras` are the
+        microbatches that any stages are given beside their input, as far as they were passed here.
+        Returns the number of the agreement, the same as long as nothing changes.
         """
         number, signature = None, None
-        if self._owner[0] in self._here:
+        first = self._holders[0][0]
+        if first in self._here:
             shapes: object
-            if isinstance(inputs, Tensor):  # which says it for all of its pieces
+            if isinstance(inputs, Tensor) and not extras:  # which says it for all of its pieces
                 shapes = (meta_of(inputs), inputs.stride())
             else:
-                shapes = tuple(_signature(cell.batch) for (s, _), cell in cells.items() if s == 0)
+                shapes = tuple(_signatures(cells, extras))
             signature = (shapes, _autocast(self._devices[0].type))
             number = self._numbers.get(signature, len(self._agreed))
         if self._control is not None:
-            number = self._control.announce(self._owner[0], number)
+            number = self._control.announce(first, number)
         if number is None:
             raise ExecutionError("no rank announced the step")
         if number == len(self._agreed):
-            self._agreed.append(self._agree(cells))
+            self._agreed.append(self._agree(cells, extras))
             if signature is not None:
                 self._numbers[signature] = number
         if number != self._current:
@@ -90,7 +98,9 @@ class Wirings:
             self._current = number
         return number
 
-    def _agree(self, cells: Mapping[tuple[int, int], Cell]) -> dict[tuple[int, int], Wiring]:
+    def _agree(
+        self, cells: Mapping[tuple[int, int], Cell], extras: Mapping[int, Sequence[Microbatch]]
+    ) -> dict[tuple[int, int], Wiring]:
         # Microbatches of one shape are of one kind, and wired alike.
         kinds: list[int] = []
         local: dict[int, Any] = {}
@@ -98,14 +108,17 @@ class Wirings:
         for stage in sorted(self._stages):
             inputs: Sequence[Given]
             if stage == 0:
-                batches = [cell.batch for (s, _), cell in sorted(cells.items()) if s == 0]
-                signatures = [_signature(batch) for batch in batches]
+                signatures = list(_signatures(cells, extras))
                 distinct = list(dict.fromkeys(signatures))
                 kinds = [distinct.index(signature) for signature in signatures]
-                inputs = [FirstInput(batches[signatures.index(kind)]) for kind in distinct]
+                inputs = [FirstInput(cells[0, signatures.index(kind)].batch) for kind in distinct]
             else:
                 kinds, inputs = self._take(local, stage, stage - 1)
-            found[stage] = [self._trace(stage, given) for given in inputs]
+            beside = [cells[stage, kinds.index(kind)].extra for kind in range(len(inputs))]
+            found[stage] = [
+                self._trace(stage, given, extra)
+                for given, extra in zip(inputs, beside, strict=True)
+            ]
             if stage < self._last:
                 message = (kinds, [half.after for half in found[stage]])
                 self._pass(local, stage, stage + 1, message)
@@ -114,7 +127,7 @@ class Wirings:
             halves = found[stage]
             if stage == self._last:
                 for kind, half in enumerate(halves):
-                    half.end(self._loss_fn, cells[stage, kinds.index(kind)].target)
+                    half.end(self._loss_fn, cells[stage, kinds.index(kind)])
             else:
                 for half, grads_in in zip(halves, self._take(local, stage, stage + 1), strict=True):
                     half.flow(grads_in)
@@ -123,41 +136,46 @@ class Wirings:
         wirings = {stage: [half.wiring() for half in halves] for stage, halves in found.items()}
         return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
 
-    def _trace(self, stage: int, given: Given) -> _Half:
+    def _trace(self, stage: int, given: Given, extra: Any) -> _Half:
         module = self._stages[stage]
+        call = call_of(module, given.tree, extra)
         if stage in self._boundaries:
             trained = self._trains and (
                 any(parameter.requires_grad for parameter in module.parameters())
-                or (not isinstance(given, FirstInput) and any(m.requires_grad for m in given))
+                or (isinstance(given, Boundary) and any(m.requires_grad for m in given.metas))
             )
-            return _Half(stage, given, declared(self._boundaries[stage], stage, trained), None)
+            return _Half(given, call, declared(self._boundaries[stage], trained), None)
         try:
-            trace = Trace(module, self._devices[stage], given, self._trains)
+            trace = Trace(module, self._devices[stage], given, call, extra, self._trains)
         except Exception as error:
             if stage == self._last:
-                return _Half(stage, given, (), None)  # nothing behind it needs the shape
+                return _Half(given, call, NOTHING, None)  # nothing behind it needs the shape
             raise ExecutionError(
                 f"stage {stage} fails on fake tensors, which is how shapes are found "
                 f"({type(error).__name__}: {error}); if it is right, and its output's shape "
                 f"depends on data, declare that with boundaries={{{stage}: torch.empty(...)}}",
-                rank=self._owner[stage],
+                rank=self._holders[stage][0],
                 cause=error,
             ) from error
-        after = () if stage == self._last else tuple(map(meta_of, boundary_of(trace.output, stage)))
-        return _Half(stage, given, after, trace)
+        after = NOTHING if stage == self._last else boundary_of(trace.output)
+        return _Half(given, call, after, trace)
 
     def _pass(self, local: dict[int, Any], stage: int, to: int, message: object) -> None:
-        if self._owner[to] in self._here:
-            local[to] = message
-        elif self._control is not None:
-            self._control.send(message, self._owner[to])
+        if self._holders[stage][0] not in self._here:
+            return
+        local[to] = message
+        if self._control is not None:
+            for rank in self._holders[to]:
+                if rank not in self._here:
+                    self._control.send(message, rank)
 
     def _take(self, local: dict[int, Any], stage: int, source: int) -> Any:
-        if self._owner[source] in self._here:
+        speaker = self._holders[source][0]
+        if speaker in self._here:
             return local.pop(stage)
         if self._control is None:
             raise ExecutionError(f"stage {source} is on no rank that can be reached")
-        return self._control.receive(self._owner[source])
+        return self._control.receive(speaker)
 
 
 class _Half:
@@ -167,29 +185,31 @@ class _Half:
     changed in place.
     """
 
-    def __init__(self, stage: int, given: Given, after: Boundary, trace: Trace | None) -> None:
-        self._before: Boundary = () if isinstance(given, FirstInput) else given
+    def __init__(self, given: Given, call: Call, after: Boundary, trace: Trace | None) -> None:
+        self._before = given if isinstance(given, Boundary) else NOTHING
+        self._call = call
         # The first stage's microbatch counts as a whole: it has no boundary to count by.
-        untraced = (True,) if isinstance(given, FirstInput) else tuple(True for _ in given)
+        untraced = (True,) * (len(given.metas) if isinstance(given, Boundary) else 1)
         self._mutates: tuple[bool, ...] = untraced if trace is None else trace.mutates
-        self._stage = stage
         self._trace = trace
         self.after = after
         self.grads_in: tuple[bool, ...] | None = ()
         self.grads_out: tuple[bool, ...] | None = None
 
-    def end(self, loss_fn: Callable[[Any, Any], Tensor], target: Microbatch) -> None:
+    def end(self, loss_fn: Callable[..., Tensor], cell: Cell) -> None:
         """This is the last stage: its gradients come from the loss."""
         trace = self._trace
         if trace is not None:
-            self._resolve(lambda: trace.gradients([trace.loss(loss_fn, target)]))
+            self._resolve(
+                lambda: trace.gradients([trace.loss(loss_fn, cell.target, cell.loss_keywords)])
+            )
 
     def flow(self, grads_in: tuple[bool, ...] | None) -> None:
         """The next stage has said for which outputs it sends a gradient, if it can tell."""
         self.grads_in = grads_in
         trace = self._trace
         if trace is not None and grads_in is not None:
-            outputs = boundary_of(trace.output, self._stage)
+            outputs = [x for x in pytree.tree_leaves(trace.output) if isinstance(x, Tensor)]
             arriving = [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
             self._resolve(lambda: trace.gradients(arriving))
 
@@ -201,15 +221,23 @@ class _Half:
 
     def wiring(self) -> Wiring:
         """The wiring, once the gradients are known."""
-        return Wiring(self._before, self.after, self.grads_in, self.grads_out, self._mutates)
+        return Wiring(
+            self._before, self.after, self.grads_in, self.grads_out, self._mutates, self._call
+        )
 
 
-def _signature(batch: Microbatch) -> object:
-    leaves, spec = pytree.tree_flatten(batch)
-    return (
-        tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
-        spec,
-    )
+def _signatures(
+    cells: Mapping[tuple[int, int], Cell], extras: Mapping[int, Sequence[Microbatch]]
+) -> Iterator[object]:
+    """What the wiring of each microbatch depends on, as far as the first stage's rank can see."""
+    for m in range(1 + max(m for _, m in cells)):
+        leaves, spec = pytree.tree_flatten(cells[0, m].batch)
+        beside = [leaf for stage in sorted(extras) for leaf in pytree.tree_leaves(extras[stage][m])]
+        yield (
+            tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+            spec,
+            tuple(meta_of(leaf) for leaf in beside if isinstance(leaf, Tensor)),
+        )
 
 
 def _autocast(device_type: str) -> object:

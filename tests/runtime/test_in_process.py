@@ -59,7 +59,7 @@ def test_a_shape_that_was_not_agreed_is_said_with_both_sides() -> None:
     stages = {0: Grows(), 1: nn.Linear(2, 2)}
     with (
         Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned \(float32"),
+        pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned float32"),
     ):
         executor.step(torch.randn(2, 2), target=torch.randn(2, 2))
 

@@ -1,0 +1,181 @@
+"""What crosses the boundary between two stages: tensors, in whatever structure a stage returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+
+Declared: TypeAlias = Any
+"""A boundary by example: a tensor, or a structure of tensors and constants."""
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
+
+
+@attrs.frozen
+class TensorMeta:
+    """What is known of a tensor that crosses a boundary before it does.
+
+    `stride` is the layout that it arrives in: the sender's own where that is dense (channels last,
+    say, or transposed), since kernels round differently for another one, and else the nearest.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def describes(self, tensor: Tensor, with_graph: bool = True) -> bool:
+        """Whether it is this tensor's metadata. At every boundary of every microbatch, so quick."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and (tensor.requires_grad is self.requires_grad or not with_graph)
+            and (tensor.stride() == self.stride or meta_of(tensor).stride == self.stride)
+        )
+
+    def __repr__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        grad = " requires grad" if self.requires_grad else ""
+        return f"{name}{list(self.shape)}{grad}"
+
+
+@attrs.frozen(repr=False)
+class Boundary:
+    """What one microbatch sends across one boundary: any pytree of tensors and constants.
+
+    Only tensors travel. Numbers, strings and None are agreed with the structure, once.
+    """
+
+    leaves: tuple[object, ...]  # a TensorMeta where a tensor stands, else the constant
+    spec: pytree.TreeSpec
+    metas: tuple[TensorMeta, ...] = attrs.field(init=False)
+    single: bool = attrs.field(init=False)  # one tensor and nothing around it
+
+    @metas.default
+    def _metas(self) -> tuple[TensorMeta, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
+
+    @single.default
+    def _single(self) -> bool:
+        return self.spec.is_leaf() and bool(self.metas)
+
+    @property
+    def tree(self) -> Any:
+        """Its structure, with metadata where tensors stand."""
+        return pytree.tree_unflatten(list(self.leaves), self.spec)
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take."""
+        return sum(meta.nbytes for meta in self.metas)
+
+    def tensors(self, output: Any, with_graph: bool = True) -> tuple[Tensor, ...]:
+        """The tensors of a stage's output, which must be what was agreed.
+
+        `with_graph` is False where gradients are off, or come later, by recomputation. Raises
+        ExecutionError, with what came and what was agreed; no payload has moved then.
+        """
+        if self.single and isinstance(output, Tensor):
+            found: tuple[Tensor, ...] = (output,)
+            agreed = True
+        else:
+            leaves, spec = pytree.tree_flatten(output)
+            found = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            agreed = spec == self.spec and all(
+                isinstance(agreed, TensorMeta)
+                if isinstance(leaf, Tensor)
+                else leaf == agreed and type(leaf) is type(agreed)
+                for leaf, agreed in zip(leaves, self.leaves, strict=True)
+            )
+        if agreed:
+            for tensor, meta in zip(found, self.metas, strict=True):
+                agreed = agreed and meta.describes(tensor, with_graph)
+        if not agreed:
+            raise ExecutionError(
+                f"the stage returned {boundary_of(output)}, but {self} was agreed with the next "
+                "stage; declare the former with boundaries= if it depends on data, and make a new "
+                "Executor if parameters have been frozen or thawed"
+            )
+        return found
+
+    def structure(self, tensors: Sequence[Tensor]) -> Any:
+        """The tensors where they belong, with the constants."""
+        if self.single:
+            return tensors[0]
+        coming = iter(tensors)
+        leaves = [next(coming) if isinstance(x, TensorMeta) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __repr__(self) -> str:
+        return repr(self.tree)
+
+
+def boundary_of(output: Any) -> Boundary:
+    """What a stage's output is: raises ExecutionError for what can't be sent."""
+    leaves, spec = pytree.tree_flatten(output)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            raise ExecutionError(
+                "a stage returns tensors to the next one, in tuples, lists and dicts, with "
+                f"numbers, strings and None among them, but no {type(leaf).__name__}"
+            )
+    return Boundary(
+        tuple(meta_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec
+    )
+
+
+def declared(output: Declared, trained: bool) -> Boundary:
+    """A boundary that the user declared by example; if `trained`, floating point requires grad."""
+    found = boundary_of(output)
+    return Boundary(
+        tuple(
+            attrs.evolve(leaf, requires_grad=trained and leaf.dtype.is_floating_point)
+            if isinstance(leaf, TensorMeta)
+            else leaf
+            for leaf in found.leaves
+        ),
+        found.spec,
+    )
+
+
+NOTHING = Boundary((), pytree.tree_flatten(())[1])
+"""Before the first stage and after the last."""
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """A tensor's metadata."""
+    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    return TensorMeta(
+        tuple(tensor.shape), tuple(dense.stride()), tensor.dtype, tensor.requires_grad
+    )
+
+
+def empty(meta: TensorMeta, device: torch.device) -> Tensor:
+    """A buffer for a tensor to come."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+
+def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    """The tensor's elements as they lie in memory in the agreed layout, one-dimensional.
+
+    Of a buffer made by `empty` it is a view; a tensor in another layout is copied.
+    """
+    tensor = tensor.detach()
+    if tensor.stride() != meta.stride:
+        tensor = torch.empty_strided(
+            meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device
+        ).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,60 @@
+"""How what comes in goes into a stage's forward.
+
+A tuple's entries go in as positional arguments and a dict's as keywords, where forward takes them
+so; else the whole goes in as one argument, as in `nn.Sequential`. What the stage is given beside
+that (`stage_inputs`) follows: a tuple or a single tensor by position, a dict by keyword.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+
+@attrs.frozen
+class Call:
+    """How one stage is called; `spread` where the entries of its input go in one by one."""
+
+    spread: bool = False
+
+    def __call__(self, module: nn.Module, given: Any, extra: Any = None) -> Any:
+        """Run the module."""
+        if extra is None and not self.spread:
+            return module(given)
+        positional, keywords = _arguments(given, extra, self.spread)
+        return module(*positional, **keywords)
+
+
+def call_of(module: nn.Module, given: Any, extra: Any) -> Call:
+    """How a module takes its input: as its forward's signature says."""
+    if not isinstance(given, (tuple, list, Mapping)):
+        return Call()
+    if isinstance(given, Mapping) and not all(isinstance(key, str) for key in given):
+        return Call()
+    positional, keywords = _arguments(given, extra, spread=True)
+    try:
+        inspect.signature(module.forward).bind(*positional, **keywords)
+    except TypeError:
+        return Call()
+    except ValueError:  # a forward without a signature
+        pass
+    return Call(spread=True)
+
+
+def _arguments(given: Any, extra: Any, spread: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positional: tuple[Any, ...] = (given,)
+    keywords: dict[str, Any] = {}
+    if spread:
+        positional = () if isinstance(given, Mapping) else tuple(given)
+        keywords = dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(extra, Mapping):
+        keywords = {**keywords, **extra}
+    elif isinstance(extra, (tuple, list)):
+        positional = (*positional, *extra)
+    elif extra is not None:
+        positional = (*positional, extra)
+    return positional, keywords
