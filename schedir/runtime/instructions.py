@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import repeat
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -119,7 +118,7 @@ class Forward:
         if not torch.is_grad_enabled():
             self._run(with_graph=False, keep_input=False)
         elif stage.recompute:
-            with _no_graph(), stage.statistics.keeping() as cell.statistics:
+            with torch.no_grad(), stage.statistics.keeping() as cell.statistics:
                 self._run(with_graph=False, keep_input=True)
         else:
             self._run(with_graph=True, keep_input=False)
@@ -335,18 +334,6 @@ class OptimStep:
 def _is_shared(tensor: Tensor) -> bool:
     """Whether a tensor that requires grad may be a parameter, or a view of one."""
     return tensor.is_leaf or tensor._base is not None
-
-
-@contextmanager
-def _no_graph() -> Iterator[None]:
-    """No gradients, and no cast of a weight for autocast's cache, which would lack them too."""
-    caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(caching)
 
 
 def _yes_no(flags: tuple[bool, ...]) -> str:

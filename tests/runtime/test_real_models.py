@@ -233,13 +233,17 @@ def test_a_later_stages_inputs_may_change_their_shape() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor, more: Tensor) -> Tensor:
-            return self.linear(torch.cat([x, more], dim=1).mean(1))  # type: ignore[no-any-return]
+            return self.linear(torch.cat([x, more], dim=1))  # type: ignore[no-any-return]
 
     class Widens(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.unsqueeze(1)
 
-    stages = [Widens(), Appends(), nn.Linear(4, 4)]
+    class Narrows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(1)
+
+    stages = [Widens(), Appends(), Narrows()]
     batches = data(3)
     more = [torch.randn(8, length, 4) for length in (1, 3, 2)]
 
