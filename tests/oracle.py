@@ -7,11 +7,15 @@ say what was computed from what, so that wrong data shows.
     completes  every action ran, and each stage applied the right gradients once
     wrong      every action ran, but some payload or gradient was not what it should be
     blocks     some action can never run
+
+Stages that share parameters (`ties`) sum their gradients before any of them steps: an OPTIM_STEP
+waits until each rank has what it gives to that sum.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import attrs
@@ -35,12 +39,16 @@ class Rank:
     steps: dict[int, int] = attrs.field(factory=dict)
     accumulated: dict[int, list[Any]] = attrs.field(factory=dict)
     applied: dict[int, list[list[Any]]] = attrs.field(factory=dict)
+    read: dict[tuple[int, int], int] = attrs.field(factory=dict)  # weight versions
     faults: list[str] = attrs.field(factory=list)
 
 
 class Oracle:
-    def __init__(self, schedule: Schedule, channel: str, seed: int = 0) -> None:
+    def __init__(
+        self, schedule: Schedule, channel: str, seed: int = 0, ties: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         self.schedule = schedule
+        self.ties = tuple(ties)
         self.channel = channel
         self.random = random.Random(seed)
         self.ranks = [Rank(a, [False] * len(a)) for a in schedule.actions]
@@ -149,6 +157,8 @@ class Oracle:
                 if self.consumes(me.actions[index], other):
                     return False
         action = me.actions[index]
+        if action.kind is Kind.OPTIM_STEP and not self.summed_over_ties(rank, index):
+            return False
         if action.microbatch is not None and action in me.actions[:index]:
             me.faults.append(f"{action} runs again")
         sums = [a for a, done in zip(me.actions[:index], me.done, strict=False) if not done]
@@ -158,6 +168,42 @@ class Oracle:
             me.faults.append(f"{action} does not wait for its receive")
         self.run_compute(rank, action)
         me.done[index] = True
+        return True
+
+    def summed_over_ties(self, rank: int, index: int) -> bool:
+        """Whether all that share parameters with a stage have reached the step of the same number.
+
+        Those that do through a third stage wait for each other's sums too.
+        """
+        stage = self.ranks[rank].actions[index].stage
+        turn = self.steps_of(rank, stage).index(index)
+        tied = {stage}
+        for _ in self.ties:
+            tied |= {s for tie in self.ties if tied & set(tie) for s in tie}
+        return len(tied) == 1 or all(
+            self.reached(held, index)
+            for other in tied
+            for held in self.schedule.placement[other]
+            for index in self.steps_of(held, other)[turn : turn + 1]
+        )
+
+    def steps_of(self, rank: int, stage: int) -> list[int]:
+        return [
+            i
+            for i, a in enumerate(self.ranks[rank].actions)
+            if a.kind is Kind.OPTIM_STEP and a.stage == stage
+        ]
+
+    def reached(self, rank: int, index: int) -> bool:
+        """Whether nothing but other steps stands before a step: its gradients are there."""
+        me = self.ranks[rank]
+        for earlier, done in zip(me.actions[:index], me.done, strict=False):
+            if done or earlier.kind is Kind.OPTIM_STEP:
+                continue
+            if earlier.kind in COMPUTE or self.channel == "host":
+                return False
+            if self.consumes(me.actions[index], earlier):
+                return False
         return True
 
     def races(self, rank: int, index: int) -> bool:
@@ -240,6 +286,7 @@ class Oracle:
             newest = me.steps.get(stage, 0)
             if action.version is not None and action.version > newest:
                 me.faults.append(f"{action} reads a version to come")
+            me.read[stage, m] = newest if action.version is None else action.version
             local = self.runs.get((stage - 1, m)) == rank
             source = me.outputs.get((stage - 1, m)) if local else me.inputs.get((stage, m))
             me.outputs[stage, m] = (m if stage == 0 else source, f"F{stage}")
@@ -311,6 +358,13 @@ class Oracle:
                 groups.append(by_rank[0])
                 if any(not step for step in by_rank[0]):
                     faults.append(f"stage {stage}: an empty step")
+        for tie in self.ties:
+            read = [
+                {m: v for me in self.ranks for (s, m), v in me.read.items() if s == stage}
+                for stage in tie
+            ]
+            if any(one != read[0] for one in read):
+                faults.append(f"stages {tie} share parameters, but read versions {read}")
         if self.summed and self.not_summed:
             faults.append(f"stages {self.summed} are summed, {self.not_summed} are not")
         if any(group != groups[0] for group in groups):
@@ -318,6 +372,8 @@ class Oracle:
         return faults
 
 
-def happens(schedule: Schedule, channel: str, seed: int = 0) -> Outcome:
+def happens(
+    schedule: Schedule, channel: str, seed: int = 0, ties: Iterable[tuple[int, ...]] = ()
+) -> Outcome:
     """What running the schedule under a channel model comes to."""
-    return Oracle(schedule, channel, seed).run()
+    return Oracle(schedule, channel, seed, ties).run()

@@ -12,42 +12,51 @@ from schedir.check.channels import CHANNELS
 from schedir.check.diagnostics import Diagnostic, Excerpt, Move, locate, move
 from schedir.check.rules.communication import MEETS, WaitCycle
 from schedir.check.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
-from schedir.ir import COMPUTE, RECEIVES, Bools, Schedule
+from schedir.ir import COMPUTE, RECEIVES, Bools, Schedule, Ties
 
 _AROUND = 2
 
 
-def clean_channels(schedule: Schedule) -> tuple[str, ...]:
+def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     """The channel models under which the schedule runs to its end, strictest first.
 
     Expects matched communication.
     """
-    if host_order(schedule):
+    if not ties and host_order(schedule):
         return CHANNELS
     for strictest, channel in enumerate(CHANNELS):
-        if channel != "host" and _has_no_cycle(schedule, channel):
+        if (ties or channel != "host") and _has_no_cycle(schedule, channel, ties):
             return CHANNELS[strictest:]  # each enforces a part of the one before
     return ()
 
 
-def runs(schedule: Schedule, channel: str) -> bool:
+def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """Whether the schedule runs to its end under a channel model."""
-    return host_order(schedule) or (channel != "host" and _has_no_cycle(schedule, channel))
+    # The walk in the order of `host` knows no ties, but all else.
+    in_order = not ties and host_order(schedule)
+    return in_order or (
+        (bool(ties) or channel != "host") and _has_no_cycle(schedule, channel, ties)
+    )
 
 
-def _has_no_cycle(schedule: Schedule, channel: str) -> bool:
-    return not stuck(waits(schedule, channel)).any()
+def _has_no_cycle(schedule: Schedule, channel: str, ties: Ties) -> bool:
+    return not stuck(waits(schedule, channel, ties)).any()
 
 
 def deadlock(
-    schedule: Schedule, channel: str, clean: tuple[str, ...], inserted: bool = False
+    schedule: Schedule,
+    channel: str,
+    clean: tuple[str, ...],
+    ties: Ties = (),
+    *,
+    inserted: bool = False,
 ) -> Iterator[Diagnostic]:
     """The shortest wait cycle under `channel`, if there is one; `clean` are the models without.
 
-    A compute-only schedule is judged by its compute and collectives: a cycle of these exists under
-    every model. `inserted` says that the schedule is not as its author gave it.
+    A compute-only schedule is judged by its compute, collectives and ties: a cycle of these exists
+    under every model. `inserted` says that the schedule is not as its author gave it.
     """
-    waiting = waits(schedule, channel)
+    waiting = waits(schedule, channel, ties)
     never = stuck(waiting)
     if not never.any():
         return

@@ -9,7 +9,7 @@ import numpy as np
 
 from schedir.check.diagnostics import Diagnostic, locate
 from schedir.check.rules import memory as rules
-from schedir.ir import Kind, Schedule, peak_activations, weight_versions
+from schedir.ir import Kind, Schedule, Ties, peak_activations, weight_versions
 
 
 @attrs.frozen
@@ -32,10 +32,11 @@ class Limits:
                 raise ValueError(f"{name} must be an int >= {least} or None, not {value!r}")
 
 
-def memory(schedule: Schedule, limits: Limits) -> Iterator[Diagnostic]:
+def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Diagnostic]:
     """What is wrong with versions and activations. Expects a sound structure."""
     yield from _versions_exist(schedule)
-    yield from _versions_agree(schedule)
+    # What tied stages may not do, others may: the note would only echo the error.
+    yield from list(_tied_versions_agree(schedule, ties)) or _versions_agree(schedule)
     if limits.max_delay is not None:
         yield from _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
@@ -77,6 +78,25 @@ def _versions_agree(schedule: Schedule) -> Iterator[Diagnostic]:
             many=len(microbatches),
             microbatches=schedule.microbatches,
         )
+
+
+def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Diagnostic]:
+    """The stages of a tie read one version of what they share; one finding for each tie."""
+    flow = schedule.dataflow
+    for tie in ties:
+        reads = flow.reads[list(tie)]
+        differ = reads != reads[0]
+        microbatches = np.flatnonzero(differ.any(axis=0))
+        if len(microbatches):
+            first = int(microbatches[0])
+            other = int(np.flatnonzero(differ[:, first])[0])
+            forward = flow.of(Kind.FORWARD)[:, first]
+            yield rules.TiedVersionsDisagree(
+                locations=tuple(locate(schedule, int(forward[tie[at]])) for at in (0, other)),
+                versions=(int(reads[0, first]), int(reads[other, first])),
+                many=len(microbatches),
+                microbatches=schedule.microbatches,
+            )
 
 
 def _delays(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from schedir.check.ordering import ordering
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
 from schedir.errors import ScheduleError
-from schedir.ir import COMMUNICATION, Schedule, collective_turns
+from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, ties_of
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
@@ -28,6 +28,15 @@ _MOST_TRIALS = 12
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
 
 
+@attrs.frozen
+class _Terms:
+    """What a schedule is judged by."""
+
+    channel: str
+    limits: Limits
+    ties: Ties
+
+
 def check(
     schedule: Schedule,
     channel: str = _DEFAULT,
@@ -35,6 +44,7 @@ def check(
     max_delay: int | None = None,
     max_versions: int | None = None,
     max_activations: int | None = None,
+    ties: Iterable[Iterable[int]] = (),
 ) -> Report:
     """Everything that is wrong with a schedule, errors judged under a channel model.
 
@@ -42,34 +52,37 @@ def check(
     communication is inserted and proved as well. `max_delay` limits the updates between the
     version that a gradient is computed at and the one that it is applied to; `max_versions` the
     weight versions of a stage alive at once, the newest included; `max_activations` the (stage,
-    microbatch) activations of a rank. Raises ValueError for an unknown channel or a bad limit.
+    microbatch) activations of a rank. `ties` are groups of stages that share parameters, whose
+    gradients are summed before any of them steps: so the k-th OPTIM_STEPs of a group happen
+    together. Raises ValueError for an unknown channel, a bad limit or a bad tie.
     """
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
     limits = Limits(max_delay, max_versions, max_activations)
-    found, complete = _findings(schedule, channel, limits)
+    terms = _Terms(channel, limits, ties_of(schedule, ties))
+    found, complete = _findings(schedule, terms)
     clean: tuple[str, ...] = ()
     if complete is not None:
-        clean = clean_channels(complete)
+        clean = clean_channels(complete, terms.ties)
         if channel not in clean:
-            found += deadlock(complete, channel, clean, inserted=complete is not schedule)
+            inserted = complete is not schedule
+            found += deadlock(complete, channel, clean, terms.ties, inserted=inserted)
         elif not _errors(found):
             found += _lints(schedule, complete, channel)
-    return Report(channel, _sorted(_mended(schedule, channel, limits, found)), clean)
+    return Report(channel, _sorted(_mended(schedule, terms, found)), clean)
 
 
 def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
     """What is wrong with a schedule before its communication is looked at."""
-    found, _ = _compute(schedule, channel, Limits())
-    return Report(channel, _sorted(_mended(schedule, channel, Limits(), found)))
+    terms = _Terms(channel, Limits(), ())
+    found, _ = _compute(schedule, terms)
+    return Report(channel, _sorted(_mended(schedule, terms, found)))
 
 
-def _findings(
-    schedule: Schedule, channel: str, limits: Limits
-) -> tuple[list[Diagnostic], Schedule | None]:
+def _findings(schedule: Schedule, terms: _Terms) -> tuple[list[Diagnostic], Schedule | None]:
     """What is wrong with a schedule but for deadlock, and its complete form to look for that in;
     None where a wait has no meaning yet."""
-    found, complete = _compute(schedule, channel, limits)
+    found, complete = _compute(schedule, terms)
     if complete is not None:
         mismatched = list(communication(complete))
         if mismatched:
@@ -77,16 +90,14 @@ def _findings(
     return found, complete
 
 
-def _compute(
-    schedule: Schedule, channel: str, limits: Limits
-) -> tuple[list[Diagnostic], Schedule | None]:
+def _compute(schedule: Schedule, terms: _Terms) -> tuple[list[Diagnostic], Schedule | None]:
     """What is wrong with the compute, and the schedule with its communication; None where that
     can't be inserted, or where what its check would find were an echo."""
     found = list(structure(schedule))
     if found:
         return found, None
     found += ordering(schedule)
-    found += memory(schedule, limits)
+    found += memory(schedule, terms.limits, terms.ties)
     if any(isinstance(finding, _OWN_LIST) for finding in found):
         return found, None
     if schedule.is_complete:
@@ -96,11 +107,11 @@ def _compute(
         try:
             complete = insert_communication(schedule)
         except ScheduleError:
-            blocking = list(deadlock(schedule, _DEFAULT, ()))
+            blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
         else:
-            # The collectives that the author has placed are the one thing left that can block.
-            if any(len(places) > 1 for places in collective_turns(schedule)):
-                blocking = list(deadlock(schedule, _DEFAULT, ()))
+            # The collectives that the author has placed, and ties, are all that can block still.
+            if terms.ties or any(len(places) > 1 for places in collective_turns(schedule)):
+                blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
     return (found + blocking, None) if blocking else (found, complete)
 
 
@@ -126,9 +137,7 @@ def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
     return attrs.evolve(finding, locations=tuple(map(without, finding.locations)), moves=())
 
 
-def _mended(
-    schedule: Schedule, channel: str, limits: Limits, found: list[Diagnostic]
-) -> list[Diagnostic]:
+def _mended(schedule: Schedule, terms: _Terms, found: list[Diagnostic]) -> list[Diagnostic]:
     """The findings with the first of their moves that mends them and brings nothing new."""
     everything = Counter(map(_said, found))
     errors = Counter(map(_said, _errors(found)))
@@ -141,7 +150,7 @@ def _mended(
             allowed = (errors if errors_only else everything) - Counter([_said(finding)])
             for change in finding.moves:
                 trials += 1
-                if _mends(moved(schedule, change), channel, limits, errors_only, allowed):
+                if _mends(moved(schedule, change), terms, errors_only, allowed):
                     best = change
                     break
         mended.append(attrs.evolve(finding, moves=() if best is None else (best,)))
@@ -150,19 +159,18 @@ def _mended(
 
 def _mends(
     changed: Schedule,
-    channel: str,
-    limits: Limits,
+    terms: _Terms,
     errors_only: bool,
     allowed: Counter[tuple[str, str]],
 ) -> bool:
     """Whether a changed schedule has nothing wrong but what is allowed."""
-    found, complete = _findings(changed, channel, limits)
-    if complete is not None and not runs(complete, channel):
+    found, complete = _findings(changed, terms)
+    if complete is not None and not runs(complete, terms.channel, terms.ties):
         return False
     if errors_only:
         found = _errors(found)
     elif complete is not None and not _errors(found):
-        found += _lints(changed, complete, channel)
+        found += _lints(changed, complete, terms.channel)
     return Counter(map(_said, found)) <= allowed
 
 

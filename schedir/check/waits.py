@@ -4,6 +4,14 @@ Merge each send with its receive (and the k-th REDUCE_GRADs of a stage) into one
 channel model keeps of the lists' order as edges: the schedule deadlocks exactly if there is a
 cycle. One pass decides for every interleaving, because each channel has one writer and one reader
 and control flow is fixed (Kahn networks; Siegel & Avrunin 2003; Liao et al., arXiv 0709.3693).
+
+The k-th OPTIM_STEPs of tied stages are one node too, under every model: none is done before the
+gradients of all are there. A rank may hold several tied stages, whose OPTIM_STEPs stand one behind
+the other. So where there are ties, OPTIM_STEPs with no compute between them (under `host`, with
+nothing between them) are reached together, at the first: each waits for the compute before them and
+for its own REDUCE_GRADs, not for the other OPTIM_STEPs; and whatever is listed behind waits for all
+of them. All else stays in list order: with compute between two tied OPTIM_STEPs of a rank, or a
+REDUCE_GRAD of the second one's stage, the first could never be done, and that is a deadlock.
 """
 
 from __future__ import annotations
@@ -18,11 +26,15 @@ from schedir.ir import (
     COMPUTE,
     RECEIVES,
     Bools,
+    Columns,
     Ints,
+    Kind,
     Schedule,
+    Ties,
     Time,
     collective_turns,
     sums_of_steps,
+    tied_steps,
 )
 
 REASONS = ("comes after", "needs", "queued behind")
@@ -34,7 +46,7 @@ class Waits:
     """What must happen before what: place `later[i]` waits for place `earlier[i]`.
 
     `why` indexes REASONS. `node[place]` is the node that a place belongs to, itself a place: the
-    first end of its transfer or collective.
+    first end of its transfer or collective, or the first of the OPTIM_STEPs tied to it.
     """
 
     later: Ints
@@ -43,21 +55,22 @@ class Waits:
     node: Ints
 
 
-def waits(schedule: Schedule, channel: str) -> Waits:
+def waits(schedule: Schedule, channel: str, ties: Ties = ()) -> Waits:
     """Every wait under a channel model. A compute-only schedule has those of its compute."""
-    edges = [*_order(schedule, channel), *_inputs(schedule)]
+    edges = [*_order(schedule, channel, bool(ties)), *_inputs(schedule)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     in_lists = np.lexsort((why, later))
-    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule))
+    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule, ties))
 
 
 def host_order(schedule: Schedule) -> bool:
     """Whether every action happens under `host`, the strictest model, and so under each.
 
     Each rank goes through the transfers and collectives of its list in order, and stands at each
-    until all its ends do. Compute holds nobody up, as its receive is listed before it.
+    until all its ends do. Compute holds nobody up, as its receive is listed before it and nothing
+    is tied.
     """
-    node = _nodes(schedule)
+    node = _nodes(schedule, ())
     columns = schedule.columns
     meets = np.flatnonzero(~columns.is_kind(*COMPUTE))
     bounds = np.searchsorted(meets, columns.starts).tolist()
@@ -80,12 +93,12 @@ def host_order(schedule: Schedule) -> bool:
     return not any(absent)
 
 
-def _nodes(schedule: Schedule) -> Ints:
+def _nodes(schedule: Schedule, ties: Ties) -> Ints:
     node = np.arange(len(schedule.columns))
     transfers = schedule.dataflow.transfers
     send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
     node[send] = node[receive] = np.minimum(send, receive)
-    for places in collective_turns(schedule):
+    for places in (*collective_turns(schedule), *tied_steps(schedule, ties)):
         node[list(places)] = min(places)
     return node
 
@@ -98,27 +111,52 @@ def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
     return later[there], earlier[there], np.full(int(there.sum()), why)
 
 
-def _order(schedule: Schedule, channel: str) -> Iterator[_Edges]:
+def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
     """The waits within each list: for the compute before, and for what is queued before."""
     columns = schedule.columns
-    places = np.arange(len(columns))
     computes = columns.is_kind(*COMPUTE)
-    behind = _previous_of_queue(queues(channel, schedule))
     if channel == "host":
         # The whole list is one queue, which says all that compute's order could.
-        after = computes | computes[behind]
-        yield _edges(places[after], behind[after], AFTER)
-        yield _edges(places[~after], behind[~after], QUEUED)
+        later, earlier = _behind(columns, np.ones(len(columns), np.bool_), tied)
+        after = computes[later] | computes[earlier]
+        yield _edges(later[after], earlier[after], AFTER)
+        yield _edges(later[~after], earlier[~after], QUEUED)
         return
-    start = columns.starts[columns.rank]
-    last = np.maximum.accumulate(np.where(computes, places, -1)) if len(places) else places
-    before = np.concatenate(([-1], last[:-1]))[: len(places)]
-    before = np.where(before >= start, before, -1)
-    held = ~columns.is_kind(*RECEIVES) if channel == "async" else np.ones(len(places), np.bool_)
-    yield _edges(places[held], before[held], AFTER)
-    yield _edges(places, behind, QUEUED)
+    later, earlier = _behind(columns, computes, tied)
+    if channel == "async":
+        held = ~columns.is_kind(*RECEIVES)[later]
+        later, earlier = later[held], earlier[held]
+    yield _edges(later, earlier, AFTER)
+    yield _edges(np.arange(len(columns)), _previous_of_queue(queues(channel, schedule)), QUEUED)
     sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
+
+
+def _behind(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
+    """Every place, and the last one before it on its rank that `holds`; -1 for none.
+
+    Where stages are `tied`, OPTIM_STEPs don't hold each other, and all since that last one hold
+    what is behind them.
+    """
+    places = np.arange(len(columns))
+    start = columns.starts[columns.rank]
+    steps = columns.is_kind(Kind.OPTIM_STEP) & tied
+    last = np.maximum.accumulate(np.where(holds & ~steps, places, -1)) if len(places) else places
+    before = np.concatenate(([-1], last[:-1]))[: len(places)]
+    before = np.where(before >= start, before, -1)
+    if not tied:
+        return places, before
+    # How many OPTIM_STEPs stand before each place, and how many of those hold it.
+    number: Ints = np.cumsum(steps) - steps
+    first: Ints = number[np.maximum(before, start)]
+    many = np.where(steps, 0, number - first)
+    within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+    held = np.flatnonzero(steps)[np.repeat(first, many) + within]
+    free = many == 0
+    return (
+        np.concatenate((places[free], np.repeat(places, many))),
+        np.concatenate((before[free], held)),
+    )
 
 
 def _previous_of_queue(queue: Ints) -> Ints:

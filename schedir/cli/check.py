@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from schedir.check import CHANNELS, check
 from schedir.cli.target import add_target, load_target, subject_of
-from schedir.cli.terminal import has_colour
+from schedir.cli.terminal import fail, has_colour
+from schedir.ir import ties_of
 from schedir.render import OUTPUT_FORMATS
 from schedir.render.diagnostics import full
 
@@ -40,6 +41,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             option, type=_at_least(least), metavar="N", help=f"error above N {text}"
         )
     parser.add_argument(
+        "--tie",
+        type=_tie,
+        action="append",
+        default=[],
+        metavar="STAGE,STAGE",
+        help="stages that share parameters, so that they step together; repeat for more ties",
+    )
+    parser.add_argument(
         "--output-format",
         choices=OUTPUT_FORMATS,
         default="full",
@@ -54,12 +63,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     schedule = load_target(args)
+    try:
+        ties = ties_of(schedule, args.tie)
+    except ValueError as error:
+        return fail(f"--tie: {error}")
     report = check(
         schedule,
         args.channel,
         max_delay=args.max_delay,
         max_versions=args.max_versions,
         max_activations=args.max_activations,
+        ties=ties,
     )
     subject = subject_of(args, schedule)
     if args.output_format == "full":
@@ -77,3 +91,9 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _tie(text: str) -> tuple[int, ...]:
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} does not name two or more stages: 0,3")
+    return tuple(map(int, text.split(",")))

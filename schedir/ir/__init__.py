@@ -34,6 +34,7 @@ from schedir.ir.dataflow import (
 from schedir.ir.plan import Plan, plan
 from schedir.ir.schedule import Placement, Schedule, Source, Sources, starts_of
 from schedir.ir.text import decode, dumps, loads, parse_action
+from schedir.ir.ties import Ties, tied_steps, ties_of
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
 from schedir.ir.versions import StageVersions, weight_versions
 
@@ -59,6 +60,7 @@ __all__ = [
     "Source",
     "Sources",
     "StageVersions",
+    "Ties",
     "Time",
     "Times",
     "Transfers",
@@ -87,6 +89,8 @@ __all__ = [
     "send_grad",
     "starts_of",
     "sums_of_steps",
+    "tied_steps",
+    "ties_of",
     "trace",
     "weight_versions",
 ]

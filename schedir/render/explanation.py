@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import starmap
+from typing import Any
 
 from schedir.check import Diagnostic, check
 from schedir.ir import loads
@@ -44,4 +46,10 @@ def _fill(text: str) -> str:
 
 def command_options(rule: type[Diagnostic]) -> str:
     """The options of `schedir check` that the rule's example needs."""
-    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in rule.options)
+    return "".join(starmap(_option, rule.options))
+
+
+def _option(name: str, value: Any) -> str:
+    if name == "ties":
+        return "".join(f" --tie {','.join(map(str, tie))}" for tie in value)
+    return f" --{name.replace('_', '-')} {value}"

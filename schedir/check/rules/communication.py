@@ -20,8 +20,9 @@ class WaitCycle(Diagnostic):
     code = "S301"
     name = "wait-cycle"
     why = (
-        "None of them can ever run. A transfer needs both ends posted, and a transport keeps a "
-        "part of each list's order (`--channel`), so an action can be stuck behind another one."
+        "None of them can ever run. A transfer needs both ends posted, stages that share "
+        "parameters (`--tie`) step together, and a transport keeps a part of each list's order "
+        "(`--channel`), so an action can be stuck behind another one."
     )
     mend = "Post one of the actions of the cycle earlier, or use a transport that keeps less order."
     example = example(
@@ -84,6 +85,11 @@ class WaitCycle(Diagnostic):
     @property
     def advice(self) -> str | None:
         """What to do."""
+        if any(
+            why == MEETS and place.action.kind is Kind.OPTIM_STEP
+            for place, why in zip(self.locations, self.reasons, strict=True)
+        ):
+            return "list the OPTIM_STEPs of tied stages behind the last backward of all of them"
         if not self.complete or self.inserted:
             return None
         return "no single move mends it; leave the communication out, and schedir inserts it"

@@ -186,3 +186,58 @@ class VersionsDisagree(Diagnostic):
             f"{self.many} of the {self.microbatches} microbatches {run} at versions that differ "
             "between stages",
         )
+
+
+@attrs.frozen(kw_only=True)
+class TiedVersionsDisagree(Diagnostic):
+    """Stages that share parameters run a microbatch at different versions of them."""
+
+    code = "S407"
+    name = "tied-versions-disagree"
+    why = (
+        "A tied parameter is one parameter: two of its versions in one forward pass are no model, "
+        "and the sum of their gradients is the gradient of none."
+    )
+    mend = (
+        "Name the version that the tied stages share (`0F4@1`, as in vertical sync), update after "
+        "all microbatches, or leave the parameter untied."
+    )
+    example = example(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0OPTIM_STEP 0RECV_GRAD1 0B1 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+    )
+    options = (("ties", ((0, 1),)),)
+    labels = ("reads one version", "reads another")
+
+    versions: tuple[int, int]
+    many: int
+    microbatches: int
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in one line."""
+        here, there = (place.action for place in self.locations)
+        return (
+            f"stages {here.stage} and {there.stage} share parameters, but run microbatch "
+            f"{here.microbatch} at versions {self.versions[0]} and {self.versions[1]}"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How many there are."""
+        run = "runs" if self.many == 1 else "run"
+        return (
+            f"{self.many} of the {self.microbatches} microbatches {run} at versions that differ "
+            "between the tied stages",
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        microbatch = self.locations[0].action.microbatch
+        forwards = " and ".join(
+            f"{place.action.stage}F{microbatch}@{min(self.versions)}" for place in self.locations
+        )
+        return f"name one version on both: {forwards}"

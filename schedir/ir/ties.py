@@ -1,0 +1,65 @@
+"""Ties: groups of stages that share parameters, such as the embeddings of the first and the last.
+
+A tied parameter's gradient is the sum over its stages, taken before any of them steps. So the k-th
+OPTIM_STEPs of all stages of a group happen together, on every rank that holds one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from schedir.ir.actions import Kind, is_number
+from schedir.ir.schedule import Schedule
+
+Ties: TypeAlias = tuple[tuple[int, ...], ...]
+"""The groups, each of two or more different stages; a stage may be in several."""
+
+
+def ties_of(schedule: Schedule, groups: Iterable[Iterable[int]]) -> Ties:
+    """The groups of stages as ties of the schedule. Raises ValueError for what is none."""
+    return tuple(_tie(schedule.stages, group) for group in groups)
+
+
+def _tie(stages: int, group: Iterable[int]) -> tuple[int, ...]:
+    tie = tuple(group) if isinstance(group, Iterable) else ()
+    if len(tie) < 2 or not all(map(is_number, tie)):
+        raise ValueError(f"a tie is a group of two or more stages, such as (0, 3), not {group!r}")
+    for stage in tie:
+        if stage >= stages:
+            raise ValueError(f"the tie {tie} names stage {stage}; the stages are 0..{stages - 1}")
+    if len(set(tie)) < len(tie):
+        raise ValueError(f"the tie {tie} names a stage twice")
+    return tie
+
+
+def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
+    """The places of the OPTIM_STEPs that belong together: the k-th ones of the stages of a tie, on
+    all their ranks. Ties that share a stage are one.
+
+    Turns that some of them lack are left out.
+    """
+    if not ties:
+        return []
+    columns = schedule.columns
+    steps: dict[tuple[int, int], list[int]] = {holding: [] for holding in schedule.holdings}
+    for place in columns.where(Kind.OPTIM_STEP).tolist():
+        steps[int(columns.stage[place]), int(columns.rank[place])].append(place)
+    return [
+        turn
+        for group in _joined(ties)
+        for turn in zip(
+            *(steps[stage, rank] for stage in group for rank in schedule.placement[stage]),
+            strict=False,
+        )
+    ]
+
+
+def _joined(ties: Ties) -> list[list[int]]:
+    """The groups of stages that are tied to each other, directly or through others."""
+    groups: list[set[int]] = []
+    for tie in ties:
+        joins = [group for group in groups if not group.isdisjoint(tie)]
+        groups = [group for group in groups if group.isdisjoint(tie)]
+        groups.append(set(tie).union(*joins))
+    return [sorted(group) for group in groups]

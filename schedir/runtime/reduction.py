@@ -1,0 +1,97 @@
+"""REDUCE_GRAD: a stage's gradients, summed over all processes that run the stage.
+
+The sums are on their way, bucket by bucket, while the rank goes on with its list, and are waited
+for where the gradients are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
+
+
+class Reduction:
+    """The sums of one stage's gradients.
+
+    `keeps_earlier` where gradients of earlier calls may be there: those have been summed already
+    and are set aside meanwhile.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, keeps_earlier: bool
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._group = group
+        self._keeps_earlier = keeps_earlier
+        self._earlier: list[Tensor | None] = []
+        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self._present: Tensor | None = None
+
+    def begin(self) -> None:
+        """Set aside what earlier calls have left, before this one adds to it."""
+        self._under_way.clear()
+        if not self._keeps_earlier:
+            return
+        self._earlier = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def post(self) -> None:
+        """Post the sums of what is there now."""
+        self.finish()
+        present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        self._present = present
+        self._under_way.append((self._sum(present), present, []))
+        for bucket in _buckets(self._parameters):
+            flat = torch.cat(
+                [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
+            )
+            self._under_way.append((self._sum(flat), flat, bucket))
+
+    def _sum(self, tensor: Tensor) -> dist.Work:
+        return self._group.allreduce([tensor])
+
+    def finish(self) -> None:
+        """Wait for the sums, and make them the gradients; without a sum under way, do nothing."""
+        if not self._under_way:
+            return
+        for work, _, _ in self._under_way:
+            work.wait()
+        assert self._present is not None  # set with the first
+        # What no process has a gradient of keeps none: AdamW would decay it on zeros.
+        absent = {p for p, n in zip(self._parameters, self._present.tolist(), strict=True) if not n}
+        for _, flat, bucket in self._under_way:
+            pieces = flat.split([p.numel() for p in bucket]) if bucket else ()
+            for parameter, piece in zip(bucket, pieces, strict=True):
+                if parameter not in absent:
+                    parameter.grad = piece.view_as(parameter)
+        self._under_way.clear()
+
+    def restore(self) -> None:
+        """Add what was set aside."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier = []
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one type, together at most a bucket's bytes, or one that is larger."""
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in parameters:
+            if parameter.dtype is not dtype:
+                continue
+            if bucket and size + parameter.nbytes > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.nbytes
+        if bucket:
+            yield bucket
