@@ -2,5 +2,6 @@
 
 from schedir.passes.communication import insert_communication, strip_communication
 from schedir.passes.forward import forward_only
+from schedir.passes.reduction import insert_reductions
 
-__all__ = ["forward_only", "insert_communication", "strip_communication"]
+__all__ = ["forward_only", "insert_communication", "insert_reductions", "strip_communication"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -121,6 +121,15 @@ class Boundary:
 
     def __repr__(self) -> str:
         return repr(self.tree)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Boundary], tuple[Any]]:
+        # Sent as the structure itself: torch's description of it warns when it is unpickled.
+        return _of_tree, (self.tree,)
+
+
+def _of_tree(tree: Any) -> Boundary:
+    leaves, spec = pytree.tree_flatten(tree)
+    return Boundary(tuple(leaves), spec)
 
 
 def boundary_of(output: Any) -> Boundary:

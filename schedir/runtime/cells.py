@@ -47,6 +47,7 @@ class Cell:
 
     stage: int
     microbatch: int
+    draw: int  # the microbatch's number over all pipelines, which seeds its random numbers
     wiring: Wiring = Wiring()
     batch: Any = None  # the first stage's microbatch
     extra: Any = None  # what the stage is given beside its input

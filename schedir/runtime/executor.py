@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import count
 from time import perf_counter
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -16,21 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.device_mesh import DeviceMesh
 
-from schedir.check import check
-from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions, weight_versions
-from schedir.passes import forward_only, insert_communication
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule, StageVersions, weight_versions
+from schedir.passes import forward_only, insert_reductions
 from schedir.runtime.boundary import Declared
 from schedir.runtime.cells import Cell, wait
-from schedir.runtime.control import Control
+from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control
+from schedir.runtime.fitting import (
+    check_clipping,
+    check_stages,
+    check_stepping,
+    device_of,
+    loss_groups,
+    proved,
+    recomputed_stages,
+)
+from schedir.runtime.grid import Grid, grid, init_process_group
 from schedir.runtime.instructions import Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
 from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
+from schedir.runtime.sharing import Shared
 from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
 from schedir.runtime.wiring import Wirings
@@ -110,28 +117,40 @@ class Executor:
         boundaries: Mapping[int, Declared] | None = None,
         recompute: bool | Collection[int] = False,
         count: Callable[[Any], float | Tensor] = rows,
+        clip_grad_norm: float | None = None,
+        ties: Sequence[Sequence[tuple[int, str]]] = (),
+        mesh: DeviceMesh | None = None,
         seed: int = 0,
         in_process: bool = False,
     ) -> None:
-        schedule = _proved(schedule)
+        schedule = proved(schedule, [[stage for stage, _ in tie] for tie in ties])
+        self._grid = Grid(((0,) * schedule.ranks,)) if in_process else grid(schedule.ranks, mesh)
+        if self._grid.pipelines > 1:
+            schedule = insert_reductions(schedule)
         self.schedule = schedule
         versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
-        _check_stepping(schedule, versions, optimizer is not None)
-        self.rank = 0 if in_process else _rank(schedule.ranks)
+        check_stepping(schedule, versions, optimizer is not None)
+        if clip_grad_norm is not None:
+            check_clipping(schedule)
+        if optimizer is None and (ties or clip_grad_norm is not None):
+            raise ExecutionError(
+                "ties= and clip_grad_norm= act between the gradients and the step, so they need an "
+                "optimizer"
+            )
+        self.rank = self._grid.rank
         here = tuple(range(schedule.ranks)) if in_process else (self.rank,)
         local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
-        _check_stages(stages, local, None if in_process else self.rank)
+        check_stages(schedule, stages, local, None if in_process else self.rank)
 
-        talks = schedule.ranks > len(here)
+        talks = not in_process and len(self._grid.everyone) > 1
         self._made_group = talks and not dist.is_initialized()
         if self._made_group:
-            _init_process_group()
+            init_process_group()
         self._transport: GlooTransport | None = None
         self._control: Control | None = None
         if talks:
-            self._transport = GlooTransport()
-            self._control = Control(self.rank, schedule.ranks)
-            self._control.compare(schedule)
+            self._transport = GlooTransport(self._grid.processes[self._grid.pipeline])
+            self._control = Control(self._grid)
 
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         if optimizer is not None:
@@ -142,10 +161,11 @@ class Executor:
 
         self._state = StepState(seed)
         self._last = schedule.stages - 1
-        self._devices = {stage: _device(stages[stage]) for stage in local}
+        self._devices = {stage: device_of(stages[stage]) for stage in local}
         self._boundaries = boundaries or {}
         self._count = count
-        recomputed = _recomputed(recompute, schedule.stages)
+        recomputed = recomputed_stages(recompute, schedule.stages)
+        shared = Shared(schedule, self._grid, stages, ties, self._control)
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {
@@ -156,11 +176,15 @@ class Executor:
                 self._devices[stage],
                 loss_fn if stage == self._last else None,
                 stage in recomputed,
+                shared.reduction(stage, keeps_earlier=optimizer is None),
                 self._state,
             )
             for stage in local
         }
-        self._groups = _groups(schedule)
+        self._reductions = [s.reduction for s in self._stages.values() if s.reduction is not None]
+        self._clipping = None if clip_grad_norm is None else shared.clipping(clip_grad_norm)
+        self._meetings = shared.meetings(here, self._clipping)
+        self._groups = loss_groups(schedule)
         self._under_way: list[Work] = []
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
@@ -185,7 +209,8 @@ class Executor:
         trains: bool,
     ) -> _Runner:
         modules = {index: stage.module for index, stage in self._stages.items()}
-        cells = _cells(schedule, tuple(modules))
+        first_draw = self._grid.pipeline * schedule.microbatches
+        cells = _cells(schedule, tuple(modules), first_draw)
         wirings = Wirings(
             schedule,
             tuple(self._transports),
@@ -196,7 +221,9 @@ class Executor:
             self._control,
             trains,
         )
-        compiler = Compiler(schedule, self._stages, cells, versions, self.optimizers)
+        compiler = Compiler(
+            schedule, self._stages, cells, versions, self.optimizers, self._meetings
+        )
         return _Runner(cells, wirings, compiler)
 
     def step(
@@ -287,7 +314,8 @@ class Executor:
     def _pass(self, runner: _Runner, given: _Given) -> StepResult:
         started = perf_counter()
         self._state.busy = 0.0
-        counts, extras = self._fill(runner.cells, given)
+        trains = runner is self._training
+        counts, extras = self._fill(runner.cells, given, trains)
         saved = SavedRng()
         loss: Callable[[], float] | None = None
         outputs = None
@@ -295,10 +323,15 @@ class Executor:
             number = runner.wirings.apply(runner.cells, given.inputs, extras)
             if number not in runner.programs:
                 runner.programs[number] = self._compile(runner)
-            if runner is self._training:
+            if trains:
                 for stage in self._stages.values():
                     stage.weights.begin(0)
+                for reduction in self._reductions:
+                    reduction.begin()
             self._run(runner.programs[number], runner.cells)
+            if trains:
+                for reduction in self._reductions:
+                    reduction.finish()
             if self._state.wants_loss:
                 loss = self._share_loss(runner.cells, counts)
             if self._state.wants_outputs and self._last in self._stages:
@@ -310,14 +343,20 @@ class Executor:
             self._hub.clear()
             for cell in runner.cells.values():
                 cell.drop()
+            runner.programs.clear()
+            for meeting in self._meetings.all:
+                meeting.reset()
             raise
         finally:
             for stage in self._stages.values():
                 stage.weights.restore()
+            for reduction in self._reductions:
+                reduction.restore()
             for cell in runner.cells.values():
                 cell.clear()
             saved.restore()
-        return StepResult(loss, outputs, self._state.busy, perf_counter() - started)
+        norm = self._clipping.norm if self._clipping and trains and self._state.update else None
+        return StepResult(loss, norm, outputs, self._state.busy, perf_counter() - started)
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
@@ -347,7 +386,9 @@ class Executor:
         if error is None:
             self.close()
 
-    def _fill(self, cells: Cells, given: _Given) -> tuple[list[float], dict[int, list[Microbatch]]]:
+    def _fill(
+        self, cells: Cells, given: _Given, trains: bool
+    ) -> tuple[list[float], dict[int, list[Microbatch]]]:
         """Put the microbatches into their cells.
 
         Returns the sample counts on the rank of the loss, and what stages get beside their input.
@@ -369,7 +410,12 @@ class Executor:
         counts = [samples(self._count, piece) for piece in pieces]
         # Without its updates a step is one group of microbatches.
         groups = self._groups if self._state.update else [list(range(number))]
-        for m, (piece, weight) in enumerate(zip(pieces, weights(counts, groups), strict=True)):
+        totals = [sum(counts[m] for m in group) for group in groups]
+        if trains:
+            totals = self._over_pipelines(totals)
+        for m, (piece, weight) in enumerate(
+            zip(pieces, weights(counts, groups, totals), strict=True)
+        ):
             cell = cells[self._last, m]
             cell.target, cell.weight = piece, weight
         if given.loss_kwargs is not None:
@@ -381,6 +427,17 @@ class Executor:
                     )
                 cells[self._last, m].loss_keywords = keywords
         return counts, extras
+
+    def _over_pipelines(self, totals: list[float]) -> list[float]:
+        """The sums of `totals` over all pipelines, on the ranks that have them."""
+        if self._control is None or self._grid.pipelines == 1:
+            return totals
+        numbers = [self._grid.number(self.rank, line) for line in range(self._grid.pipelines)]
+        own = torch.tensor(totals, dtype=torch.float64)
+        sizes = dict.fromkeys(numbers, len(totals))
+        heard = self._control.exchange(own, sizes, numbers, COUNT_TAG)()
+        found: list[float] = torch.stack(heard).sum(0).tolist()
+        return found
 
     def _extras(
         self, cells: Cells, stage_inputs: Mapping[int, Batch]
@@ -464,20 +521,34 @@ class Executor:
                 )
 
     def _share_loss(self, cells: Cells, counts: list[float]) -> Callable[[], float]:
-        """The step's mean loss, on its way to every rank."""
-        source = self.schedule.placement[self._last][0]
-        loss = None
+        """The step's mean loss, on its way to every process."""
+        holders = self.schedule.placement[self._last]
+        own = None
         if self._last in self._stages:
             # By microbatch, not by order of arrival.
             losses = [cells[self._last, m].loss for m in range(len(counts))]
-            total = sum(n * float(x) for n, x in zip(counts, losses, strict=True) if x is not None)
-            loss = total / sum(counts)
-        if self._control is not None:
-            self._control.settle()
-            return self._control.share_loss(source, loss)
-        if loss is None:
-            raise ExecutionError("no rank has the loss")
-        return lambda: loss
+            ran = [(n, x) for n, x in zip(counts, losses, strict=True) if x is not None]
+            own = torch.tensor(
+                [sum(n * float(x) for n, x in ran), sum(n for n, _ in ran)], dtype=torch.float64
+            )
+        if self._control is None:
+            heard = [own] if own is not None else []
+            return lambda: _mean(heard)
+        self._control.settle()
+        sources = [
+            self._grid.number(rank, line)
+            for line in range(self._grid.pipelines)
+            for rank in holders
+        ]
+        everyone = range(len(self._grid.everyone))
+        arrived = self._control.exchange(own, dict.fromkeys(sources, 2), everyone, LOSS_TAG)
+        return lambda: _mean(arrived())
+
+
+def _mean(shares: Sequence[Tensor]) -> float:
+    """The mean loss, of the sums of the losses and of the samples."""
+    total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
+    return float(total / samples)
 
 
 def _arrive(works: list[Work]) -> None:
@@ -485,143 +556,18 @@ def _arrive(works: list[Work]) -> None:
         wait(works)
 
 
-def _proved(schedule: Schedule) -> Schedule:
-    """The complete schedule, checked; no process group is touched before."""
-    report = check(schedule)
-    if not report.ok:
-        if os.environ.get("RANK", "0") == "0":
-            report.raise_if_errors()
-        # Rank 0 says what is wrong; the others need not repeat it.
-        raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
-    replicated = [s for s, held in enumerate(schedule.placement) if len(held) > 1]
-    if replicated:
-        raise ExecutionError(
-            f"stage {replicated[0]} lives on several ranks; the executor can't run replicated "
-            "stages yet"
-        )
-    return insert_communication(schedule)
-
-
-def _check_stepping(
-    schedule: Schedule, versions: list[dict[int, StageVersions]], has_optimizer: bool
-) -> None:
-    """An optimiser and the schedule's OPTIM_STEPs must go together."""
-    steps = {stage: len(v.steps) for by_stage in versions for stage, v in by_stage.items()}
-    if has_optimizer and not any(steps.values()):
-        raise ExecutionError(
-            f"{schedule.name} has no OPTIM_STEP, so the optimizer would never step; pass "
-            "optimizer=None and step yourself"
-        )
-    if has_optimizer:
-        return
-    for stage, number in sorted(steps.items()):
-        if number > 1:
-            raise ExecutionError(
-                f"{schedule.name} steps stage {stage} {number} times a call, so it needs an "
-                "optimizer"
-            )
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if action.version is not None:
-                raise ExecutionError(
-                    "a named weight version needs an optimizer",
-                    rank=rank,
-                    index=index,
-                    action=action,
-                )
-
-
-def _rank(ranks: int) -> int:
-    """This process's rank, from the process group or torchrun's environment."""
-    if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-    elif ranks == 1:
-        return 0
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    else:
-        raise ExecutionError(
-            f"the schedule has {ranks} ranks, but this process has no rank; start it with "
-            f"torchrun --nproc-per-node {ranks}, or pass in_process=True and all stages"
-        )
-    if world != ranks:
-        raise ExecutionError(f"the schedule has {ranks} ranks, but {world} processes run")
-    return rank
-
-
-_groups_made = count()
-
-
-def _init_process_group() -> None:
-    """Join the ranks that torchrun has started, on keys of the store that no group has used.
-
-    gloo would find the addresses of an earlier group of this job, or of the run before a restart.
-    """
-    store, rank, world = next(rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"schedir/{attempt}/{next(_groups_made)}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
-
-
-def _check_stages(
-    stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None
-) -> None:
-    if rank is None and set(stages) != set(local):
-        raise ExecutionError(
-            f"in one process all stages are needed, 0..{len(local) - 1}, but modules were given "
-            f"for {sorted(stages)}"
-        )
-    if set(stages) != set(local):
-        raise ExecutionError(
-            f"rank {rank} holds stages {list(local)}, but modules were given for "
-            f"{sorted(stages)}; pass stages={{i: module for i in schedule.stages_of(rank)}}"
-        )
-    for stage, module in stages.items():
-        if not isinstance(module, nn.Module):
-            raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
-        if _device(module).type != "cpu":
-            raise ExecutionError(
-                f"stage {stage} is on {_device(module)}; the executor moves tensors with gloo, on "
-                "the CPU only, as yet"
-            )
-
-
-def _recomputed(recompute: bool | Collection[int], stages: int) -> Collection[int]:
-    """The stages whose forwards are run again."""
-    if isinstance(recompute, bool):
-        return range(stages) if recompute else ()
-    unknown = [stage for stage in recompute if stage not in range(stages)]
-    if unknown:
-        raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")
-    return recompute
-
-
-def _device(module: nn.Module) -> torch.device:
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _cells(schedule: Schedule, local: tuple[int, ...]) -> Cells:
-    cells = {(s, m): Cell(s, m) for s in sorted(local) for m in range(schedule.microbatches)}
+def _cells(schedule: Schedule, local: tuple[int, ...], first_draw: int) -> Cells:
+    cells = {
+        (s, m): Cell(s, m, first_draw + m)
+        for s in sorted(local)
+        for m in range(schedule.microbatches)
+    }
+    rank = schedule.dataflow.runs
     for (stage, m), cell in cells.items():
         following = cells.get((stage + 1, m))
-        if following is not None and schedule.placement[stage] == schedule.placement[stage + 1]:
+        if following is not None and rank[stage, m] == rank[stage + 1, m]:
             cell.following, following.previous = following, cell
     return cells
-
-
-def _groups(schedule: Schedule) -> list[list[int]]:
-    """The microbatches that the loss stage accumulates into each of its OPTIM_STEPs."""
-    last = schedule.stages - 1
-    groups: list[list[int]] = [[]]
-    for action in schedule.actions[schedule.placement[last][0]]:
-        if action.stage != last:
-            continue
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.microbatch is not None:
-            groups[-1].append(action.microbatch)
-        elif action.kind is Kind.OPTIM_STEP:
-            groups.append([])
-    return [group for group in groups if group]
 
 
 def _describe(error: Exception) -> str:

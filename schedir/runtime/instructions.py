@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.runtime.boundary import empty, payload
 from schedir.runtime.cells import Cell, wait
+from schedir.runtime.reduction import Reduction
 from schedir.runtime.rng import seed_generators
 from schedir.runtime.statistics import Statistics
 from schedir.runtime.transport import Transport, Work
@@ -50,6 +51,7 @@ class Stage:
         device: torch.device,
         loss_fn: Callable[..., Tensor] | None,
         recompute: bool,
+        reduction: Reduction | None,
         state: StepState,
     ) -> None:
         self.index = index
@@ -58,13 +60,14 @@ class Stage:
         self.device = device
         self.loss_fn = loss_fn
         self.recompute = recompute
+        self.reduction = reduction
         self.statistics = Statistics(module)
         self.state = state
 
     def output(self, cell: Cell, keep_input: bool) -> Any:
         """Run the module on the cell's input; `keep_input` if it will be run again."""
         state = self.state
-        seed_generators(state.seed, state.step, self.index, cell.microbatch)
+        seed_generators(state.seed, state.step, self.index, cell.draw)
         if self.index == 0:
             given = cell.batch
             if any(cell.wiring.mutates):
@@ -311,6 +314,19 @@ class Receive:
         for buffer, meta in zip(buffers, boundary, strict=True):
             if buffer is not None:
                 coming.append(self.transport.receive(payload(buffer, meta), self.peer))
+
+
+class ReduceGrad:
+    """REDUCE_GRAD: posts the sums of the gradients over all processes that run the stage."""
+
+    def __init__(self, reduction: Reduction, state: StepState) -> None:
+        self.reduction, self.state = reduction, state
+
+    def __call__(self) -> None:
+        """Run the action."""
+        # Without an update the sum can wait: gradients add up here until there is one.
+        if self.state.update or self.reduction.keeps_earlier:
+            self.reduction.post()
 
 
 class OptimStep:

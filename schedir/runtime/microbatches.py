@@ -74,11 +74,12 @@ def samples(count: Callable[[Any], float | Tensor], target: Microbatch) -> float
     return found
 
 
-def weights(counts: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
-    """Each microbatch's share of the samples of its group, the microbatches of one OPTIM_STEP."""
+def weights(
+    counts: Sequence[float], groups: Sequence[Sequence[int]], totals: Sequence[float]
+) -> list[float]:
+    """Each microbatch's share of the `totals` samples of its group, those of one OPTIM_STEP."""
     shares = [0.0] * len(counts)
-    for group in groups:
-        total = sum(counts[m] for m in group)
+    for group, total in zip(groups, totals, strict=True):
         if not total:
             raise ExecutionError(f"target: microbatches {list(group)} hold no samples at all")
         for m in group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 
 import attrs
 import torch
@@ -10,8 +11,17 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.ir import RECEIVES, SENDS, Action, Kind, Schedule, StageVersions
 from schedir.runtime.cells import Cell
-from schedir.runtime.instructions import Backward, Forward, OptimStep, Receive, Send, Stage
+from schedir.runtime.instructions import (
+    Backward,
+    Forward,
+    OptimStep,
+    Receive,
+    ReduceGrad,
+    Send,
+    Stage,
+)
 from schedir.runtime.posting import arrivals, posting_order
+from schedir.runtime.stepping import Meet, Meetings
 from schedir.runtime.transport import End, Transport, Work
 
 _SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}
@@ -28,7 +38,9 @@ class Instruction:
     coming: list[Work]
 
     def waits(self) -> bool:
-        """Whether a receive is not over that it needs; asked of transfers within a process."""
+        """Whether it has to wait for another rank; asked where all are in one process."""
+        if isinstance(self.run, Meet):
+            return self.run.waits()
         return any(not end.done for end in self.coming if isinstance(end, End))
 
 
@@ -41,6 +53,7 @@ class Compiler:
     cells: Mapping[tuple[int, int], Cell]
     versions: Mapping[int, StageVersions]
     optimizers: Mapping[int, torch.optim.Optimizer]
+    meetings: Meetings
 
     def compile(
         self, rank: int, transport: Transport | None, more_buffers: int
@@ -55,6 +68,9 @@ class Compiler:
         arrived = arrivals(self.schedule, rank)
         for index in posting_order(self.schedule, rank, more_buffers):
             action = actions[index]
+            meet = self._meet(rank, index)
+            if meet is not None:
+                program.append(Instruction(rank, index, action, meet, []))
             sends = [self._going(actions[send]) for send in arrived.get(index, ())]
             run = self._resolve(rank, index, action, steps, sends, transport)
             if run is not None:
@@ -63,6 +79,23 @@ class Compiler:
                     coming = run.coming
                 program.append(Instruction(rank, index, action, run, coming))
         return program
+
+    def _meet(self, rank: int, index: int) -> Meet | None:
+        """What comes before the first of a rank's consecutive OPTIM_STEPs."""
+        actions = self.schedule.actions[rank]
+        if actions[index].kind is not Kind.OPTIM_STEP or not self.optimizers:
+            return None
+        if index and actions[index - 1].kind is Kind.OPTIM_STEP:
+            return None
+        following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[index:])
+        stages = [action.stage for action in following]
+        reductions = [self.stages[s].reduction for s in stages]
+        state = self.stages[stages[0]].state
+        return Meet(
+            lambda: state.update,
+            [reduction for reduction in reductions if reduction is not None],
+            self.meetings.before(stages),
+        )
 
     def _going(self, send: Action) -> list[Work]:
         """Where the works of a send are."""
@@ -84,7 +117,7 @@ class Compiler:
     ) -> Callable[[], None] | None:
         stage = self.stages[action.stage]
         if action.kind is Kind.REDUCE_GRAD:
-            return None  # every stage lives on one rank, so there is nothing to sum
+            return None if stage.reduction is None else ReduceGrad(stage.reduction, stage.state)
         if action.kind is Kind.OPTIM_STEP:
             steps[action.stage] += 1
             if not self.optimizers:

@@ -27,7 +27,7 @@ class Reduction:
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._group = group
-        self._keeps_earlier = keeps_earlier
+        self.keeps_earlier = keeps_earlier
         self._earlier: list[Tensor | None] = []
         self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
         self._present: Tensor | None = None
@@ -35,7 +35,7 @@ class Reduction:
     def begin(self) -> None:
         """Set aside what earlier calls have left, before this one adds to it."""
         self._under_way.clear()
-        if not self._keeps_earlier:
+        if not self.keeps_earlier:
             return
         self._earlier = [p.grad for p in self._parameters]
         for parameter in self._parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.runtime.grid import new_group
 
 
 class Work(Protocol):
@@ -30,19 +32,24 @@ class Transport(Protocol):
 
 
 class GlooTransport:
-    """Between processes, on a process group of its own, apart from all collectives."""
+    """Between the processes of a pipeline, on a group of its own, apart from all collectives.
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    `processes[rank]` runs a rank.
+    """
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        ordered = tuple(sorted(processes))
+        self._numbers = [ordered.index(process) for process in processes]
+        self._group = new_group(ordered)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        work: Work = self._group.send([tensor], peer, 0)
+        work: Work = self._group.send([tensor], self._numbers[peer], 0)
         return work
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        work: Work = self._group.recv([buffer], peer, 0)
+        work: Work = self._group.recv([buffer], self._numbers[peer], 0)
         return work
 
     def close(self) -> None:

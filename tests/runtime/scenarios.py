@@ -758,12 +758,12 @@ def wrong_batches_are_refused(rank: int) -> list[str]:
         ]
 
 
-def main() -> None:
+def main(scenarios: dict[str, tuple[int, Callable[[int], list[str]]]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     wanted = sys.argv[1:]
-    for name, (ranks, function) in SCENARIOS.items():
+    for name, (ranks, function) in scenarios.items():
         if ranks != dist.get_world_size() or (wanted and name not in wanted):
             continue
         try:
@@ -776,4 +776,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(SCENARIOS)

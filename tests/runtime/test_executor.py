@@ -11,20 +11,25 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.runtime import scenarios, shared_scenarios
 from tests.runtime.launch import json_lines, merged, torchrun
-from tests.runtime.scenarios import SCENARIOS
+
+RANKS = {
+    (module.__name__, name): ranks
+    for module in (scenarios, shared_scenarios)
+    for name, (ranks, _) in module.SCENARIOS.items()
+}
 
 
 @cache
-def faults(ranks: int) -> dict[str, list[str]]:
-    lines = json_lines(torchrun(ranks, "-m", "tests.runtime.scenarios"))
+def faults(module: str, ranks: int) -> dict[str, list[str]]:
+    lines = json_lines(torchrun(ranks, "-m", module))
     return merged(ranks, lines, "scenario", "faults")
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(name: str) -> None:
-    ranks, _ = SCENARIOS[name]
-    assert faults(ranks)[name] == []
+@pytest.mark.parametrize(("module", "name"), RANKS)
+def test_scenario(module: str, name: str) -> None:
+    assert faults(module, RANKS[module, name])[name] == []
 
 
 def test_a_failing_module_is_named_with_its_action() -> None:
@@ -65,12 +70,3 @@ def test_one_rank_needs_no_process_group() -> None:
         assert executor.step(x, target=y).loss < first.loss
         assert 0 < first.busy <= first.elapsed
     assert not dist.is_initialized()
-
-
-def test_replicated_stages_are_refused() -> None:
-    replicated = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\nrank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP\n"
-    )
-    with pytest.raises(schedir.ExecutionError, match="stage 0 lives on several ranks"):
-        Executor(replicated, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, torch.optim.SGD)

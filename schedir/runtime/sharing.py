@@ -1,0 +1,145 @@
+"""Parameters that exist more than once: in replicas of a stage, in pipelines that train alike, in
+tied stages. All copies start equal, get equal gradients, and so stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from schedir.errors import ExecutionError
+from schedir.ir import Kind, Schedule
+from schedir.runtime.control import NORM_TAG, Control
+from schedir.runtime.fitting import Claim, compare, digest
+from schedir.runtime.grid import Grid, new_group
+from schedir.runtime.reduction import Reduction
+from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
+
+TieOf = Sequence[tuple[int, str]]
+"""The copies of one shared parameter: by stage, and by name in the stage's module."""
+
+
+class Shared:
+    """What this process shares with others of the parameters of its `stages`.
+
+    Raises ExecutionError, on all processes, where copies are not equal or schedules differ.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        grid: Grid,
+        stages: Mapping[int, nn.Module],
+        ties: Sequence[TieOf],
+        control: Control | None,
+    ) -> None:
+        self._schedule, self._grid, self._stages = schedule, grid, stages
+        self._ties = [(tie, _copies(schedule, stages, tie)) for tie in ties]
+        # Of the copies of a tied parameter the first one's gradient counts.
+        self._skipped = {
+            copy for tie, held in self._ties for stage, copy in held.items() if stage != tie[0][0]
+        }
+        copies = {
+            f"stage {stage}": tuple(map(digest, module.parameters()))
+            for stage, module in stages.items()
+            if len(self._processes(stage)) > 1
+        }
+        for tie, held in self._ties:
+            for stage, copy in held.items():
+                label = "the parameter tied as " + " and ".join(f"{s}:{name}" for s, name in tie)
+                if copies.setdefault(label, (digest(copy),)) != (digest(copy),):
+                    raise ExecutionError(f"{label} differs in stage {stage}; load the same values")
+        sizes = {stage: len(self._counted(stage)) for stage in stages}
+        mine = Claim(schedule.content_hash, schedule.name, copies, sizes)
+        claims = [mine] if control is None else control.gather(mine)
+        compare(claims)
+        self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
+        self._control = control
+
+    def _processes(self, stage: int) -> tuple[int, ...]:
+        return self._grid.holders(self._schedule.placement[stage])
+
+    def _counted(self, stage: int) -> list[nn.Parameter]:
+        return [
+            p
+            for p in self._stages[stage].parameters()
+            if p.requires_grad and p not in self._skipped
+        ]
+
+    def reduction(self, stage: int, keeps_earlier: bool) -> Reduction | None:
+        """The sums that the stage's REDUCE_GRADs are, if several processes run it."""
+        processes = self._processes(stage)
+        if self._control is None or len(processes) == 1:
+            return None
+        # A group for each stage: two stages' replicas may reach their sums in another order.
+        parameters = list(self._stages[stage].parameters())
+        return Reduction(parameters, new_group(processes), keeps_earlier)
+
+    def clipping(self, max_norm: float) -> Clipping:
+        """Clipping by the norm over all stages."""
+        trained = {
+            stage: [p for p in module.parameters() if p.requires_grad]
+            for stage, module in self._stages.items()
+        }
+        return Clipping(max_norm, trained, self._skipped, self._gather)
+
+    def _gather(self, own: Norms) -> Norms:
+        if self._control is None:
+            return own
+        speaks: dict[int, list[int]] = {rank: [] for rank in range(self._schedule.ranks)}
+        for stage, held in enumerate(self._schedule.placement):
+            speaks[held[0]].append(stage)
+        numbers = {self._grid.number(rank): stages for rank, stages in speaks.items()}
+        said = [norm for stage in speaks[self._grid.rank] for norm in own[stage]]
+        heard = self._control.exchange(
+            torch.tensor(said, dtype=torch.float64),
+            {n: sum(self._sizes[s] for s in stages) for n, stages in numbers.items()},
+            numbers,
+            NORM_TAG,
+        )()
+        found: Norms = {}
+        for stages, vector in zip(numbers.values(), heard, strict=True):
+            parts = vector.split([self._sizes[stage] for stage in stages])
+            found.update({s: part.tolist() for s, part in zip(stages, parts, strict=True)})
+        return found
+
+    def meetings(self, here: Sequence[int], clipping: Clipping | None) -> Meetings:
+        """The meetings of the ranks here."""
+        placement, actions = self._schedule.placement, self._schedule.actions
+        tied = []
+        for tie, held in self._ties:
+            ranks = {placement[stage][0] for stage, _ in tie}
+            row = self._grid.processes[self._grid.pipeline]
+            group = None
+            if self._control is not None and len(ranks) > 1 and held:
+                group = new_group(tuple(sorted(row[rank] for rank in ranks)))
+            if held:
+                act = Tie(list(held.values()), group).sum
+                meeting = Meeting(len(ranks.intersection(here)), act)
+                tied.append(({stage for stage, _ in tie}, meeting))
+        clips = []
+        if clipping is not None:
+            steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in here]
+            clips.append(Meeting(sum(steps), clipping.clip))
+        return Meetings(tied, clips)
+
+
+def _copies(
+    schedule: Schedule, stages: Mapping[int, nn.Module], tie: TieOf
+) -> dict[int, nn.Parameter]:
+    """The copies here of a tied parameter."""
+    found = {}
+    for stage, name in tie:
+        if len(schedule.placement[stage]) > 1:
+            raise ExecutionError(f"ties: stage {stage} has replicas; tie stages of one rank only")
+        if stage not in stages:
+            continue
+        parameters = dict(stages[stage].named_parameters(remove_duplicate=False))
+        if name not in parameters:
+            raise ExecutionError(
+                f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
+            )
+        found[stage] = parameters[name]
+    return found
