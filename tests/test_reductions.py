@@ -38,18 +38,18 @@ def test_a_sum_stands_behind_what_its_gradient_sends() -> None:
         "0OPTIM_STEP\n"
         "rank 1: 1RECV_ACT0 1F0 1SEND_ACT0 1RECV_GRAD0 1B0 1SEND_GRAD0 1OPTIM_STEP\n"
     )
-    assert [str(a) for a in insert_reductions(schedule).actions[0]] == (
+    assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
         "0F0 0SEND_ACT0 2RECV_ACT0 2F0 2W0 2REDUCE_GRAD 2I0 2SEND_GRAD0 0RECV_GRAD0 0B0 "
         "0REDUCE_GRAD 2OPTIM_STEP 0OPTIM_STEP"
-    ).split()
+    )
 
 
 def test_without_a_step_the_last_gradient_has_the_sum() -> None:
     schedule = schedir.loads(
         "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0B0 0F1 0B1\n"
     )
-    assert [str(a) for a in insert_reductions(schedule).actions[0]] == (
-        "0F0 0B0 0F1 0B1 0REDUCE_GRAD".split()
+    assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
+        "0F0 0B0 0F1 0B1 0REDUCE_GRAD"
     )
 
 
@@ -58,6 +58,6 @@ def test_a_stage_that_has_sums_is_left_alone() -> None:
         "schedir 1\nname x\nmicrobatches 1\nplacement 0 0\n"
         "rank 0: 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP\n"
     )
-    assert [str(a) for a in insert_reductions(schedule).actions[0]] == (
-        "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP".split()
+    assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
+        "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP"
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from schedir.runtime.boundary import NOTHING, Boundary
 from schedir.runtime.calls import Call
+from schedir.runtime.split import WeightPart
 from schedir.runtime.transport import Work
 
 
@@ -59,6 +60,7 @@ class Cell:
     outputs: tuple[Tensor, ...] = ()
     result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
+    weight_part: WeightPart | None = None  # what I has left to W
     statistics: Sequence[Tensor | None] = ()  # the buffers before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
     mask: Tensor | None = None  # which of `output_grads` are there, once they have come
@@ -75,6 +77,7 @@ class Cell:
         """Forget all tensors."""
         self.batch = self.extra = self.target = self.result = self.loss = self.mask = None
         self.loss_keywords = {}
+        self.weight_part = None
         self.inputs = self.leaves = self.outputs = self.statistics = ()
         self.output_grads = self.input_grads = ()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ from schedir.runtime.boundary import empty, payload
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.rng import seed_generators
+from schedir.runtime.split import input_part
 from schedir.runtime.statistics import Statistics
 from schedir.runtime.transport import Transport, Work
 from schedir.runtime.weights import StageWeights
@@ -173,32 +173,38 @@ class Backward:
             for works in self.arrived:
                 wait(works)
         started = perf_counter()
-        parameters = stage.weights.install(self.version)
-        if stage.recompute and self.part != "weight":
-            self._run_again()
-        roots, grads = self._roots()
-        wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
-        if self.part == "input":
-            found: Iterator[Tensor | None] = repeat(None)
-            if roots and wanted:
-                found = iter(
-                    torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
-                )
-            self._hand_on(tuple(next(found) if t.requires_grad else None for t in cell.leaves))
-        elif self.part == "weight":
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            if roots and trained:
-                backward(roots, grads, inputs=trained)
+        stage.weights.install(self.version)
+        if self.part == "weight":
+            self._weights()
         else:
-            if roots:
-                backward(roots, grads)
-            self._hand_on(tuple(leaf.grad for leaf in cell.leaves))
-        if self.part != "input":
+            if stage.recompute:
+                self._run_again()
+            roots, grads = self._roots()
+            if self.part == "input":
+                self._inputs(roots, grads)
+            else:
+                if roots:
+                    backward(roots, grads)
+                self._hand_on(tuple(leaf.grad for leaf in cell.leaves))
             cell.leaves = cell.outputs = cell.output_grads = ()
+        if self.part != "input":
             stage.weights.collect(self.version)
         if self.last_read:
             stage.weights.release(self.version)
         stage.state.busy += perf_counter() - started
+
+    def _inputs(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+        cell = self.cell
+        wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
+        found, cell.weight_part = input_part(roots, grads, wanted)
+        in_order = iter(found)
+        self._hand_on(tuple(next(in_order) if t.requires_grad else None for t in cell.leaves))
+
+    def _weights(self) -> None:
+        part = self.cell.weight_part
+        if part is not None:
+            self.cell.weight_part = None
+            part.run()
 
     def _run_again(self) -> None:
         """The forward, this time with its graph, on the buffers and random numbers that it had."""
