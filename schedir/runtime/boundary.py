@@ -177,11 +177,30 @@ def empty(meta: TensorMeta, device: torch.device) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
+_HEADER = 8  # bytes, of one integer
+
+
+def empty_with_header(meta: TensorMeta | None, device: torch.device) -> tuple[Tensor, ...]:
+    """A buffer for a tensor to come (or for none) with an integer behind it.
+
+    Returns its bytes, a view of the integer, and one of the tensor.
+    """
+    nbytes = 0 if meta is None else meta.nbytes
+    aligned = (nbytes + _HEADER - 1) // _HEADER * _HEADER
+    content = torch.empty(aligned + _HEADER, dtype=torch.uint8, device=device)
+    header = content[-_HEADER:].view(torch.int64)
+    if meta is None:
+        return content, header
+    return content, header, content[:nbytes].view(meta.dtype).as_strided(meta.shape, meta.stride)
+
+
 def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
-    """The tensor's elements as they lie in memory in the agreed layout, one-dimensional.
+    """The tensor's elements as they lie in memory in the agreed layout, contiguous.
 
     Of a buffer made by `empty` it is a view; a tensor in another layout is copied.
     """
+    if tensor.stride() == meta.stride and tensor.is_contiguous():
+        return tensor
     tensor = tensor.detach()
     if tensor.stride() != meta.stride:
         tensor = torch.empty_strided(

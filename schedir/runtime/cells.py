@@ -63,6 +63,7 @@ class Cell:
     weight_part: WeightPart | None = None  # what I has left to W
     statistics: Sequence[Tensor | None] = ()  # the buffers before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
+    header: Tensor | None = None  # beside the inputs: the agreement that they were sent under
     mask: Tensor | None = None  # which of `output_grads` are there, once they have come
     input_grads: tuple[Tensor | None, ...] = ()
     inputs_coming: list[Work] = attrs.field(factory=list)
@@ -73,9 +74,15 @@ class Cell:
     previous: Cell | None = None
     following: Cell | None = None
 
+    def withdraw(self) -> None:
+        """Forget what was received too early."""
+        self.inputs = self.output_grads = ()
+        self.header = self.mask = None
+
     def clear(self) -> None:
         """Forget all tensors."""
-        self.batch = self.extra = self.target = self.result = self.loss = self.mask = None
+        self.batch = self.extra = self.target = self.result = self.loss = None
+        self.header = self.mask = None
         self.loss_keywords = {}
         self.weight_part = None
         self.inputs = self.leaves = self.outputs = self.statistics = ()

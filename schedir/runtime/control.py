@@ -5,7 +5,7 @@ It has a gloo group of its own, on CUDA too, so that it never meets the pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,27 @@ class _Posted:
         return self._value
 
 
+class Exchange:
+    """Vectors that processes give each other; the receives are posted."""
+
+    def __init__(self, control: Control, tag: int, coming: Sequence[_Posted | None]) -> None:
+        self._control = control
+        self._tag = tag
+        self._coming = coming
+        self._own: Tensor | None = None
+
+    def give(self, own: Tensor, listeners: Iterable[int]) -> Exchange:
+        """Send `own` on its way to these numbers."""
+        self._own = own
+        self._control.tell(own, listeners, self._tag)
+        return self
+
+    def result(self) -> list[Tensor]:
+        """Wait for all that is expected, and give it in that order, one's own among it."""
+        found = (self._own if posted is None else posted.wait() for posted in self._coming)
+        return [vector for vector in found if vector is not None]
+
+
 class Control:
     """The control group of the processes of one executor.
 
@@ -47,6 +68,7 @@ class Control:
         self._own = grid.number(grid.rank)
         self._all = len(grid.everyone)
         self._group = new_group(grid.everyone)
+        self._earlier: list[_Posted] = []  # by the steps before
         self._posted: list[_Posted] = []
 
     def gather(self, value: Any) -> list[Any]:
@@ -79,36 +101,22 @@ class Control:
         return value[0]
 
     def announce(self, source: int, number: int | None) -> int:
-        """Give `number` from rank `source` to all ranks of the pipeline, once per step."""
-        if number is not None:
-            self._tell(torch.tensor([number]), self._numbers, _STEP_TAG)
+        """Give `number` from rank `source` to all ranks of the pipeline."""
+        if source == self._grid.rank and number is not None:
+            self.tell(torch.tensor([number]), self._numbers, _STEP_TAG)
             return number
         heard = torch.empty(1, dtype=torch.int64)
         self._group.recv([heard], self._numbers[source], _STEP_TAG).wait()
         return int(heard)
 
-    def exchange(
-        self, own: Tensor | None, sizes: Mapping[int, int], listeners: Iterable[int], tag: int
-    ) -> Callable[[], list[Tensor]]:
-        """Send `own`, a vector of float64, on its way to the numbers `listeners`.
-
-        The result waits for the vectors of the numbers in `sizes`, which says how long they are,
-        and gives them in that order.
-        """
-        if own is not None:
-            self._tell(own, listeners, tag)
-        coming = {
-            number: self._hear(size, number, tag)
-            for number, size in sizes.items()
-            if number != self._own
-        }
+    def expect(self, sizes: Mapping[int, int], tag: int) -> Exchange:
+        """Post receives of vectors of float64, from these numbers and of these sizes."""
+        coming = {n: self._hear(size, n, tag) for n, size in sizes.items() if n != self._own}
         self._posted += coming.values()
-        return lambda: [
-            own if number == self._own and own is not None else coming[number].wait()
-            for number in sizes
-        ]
+        return Exchange(self, tag, [coming.get(number) for number in sizes])
 
-    def _tell(self, value: torch.Tensor, numbers: Iterable[int], tag: int) -> None:
+    def tell(self, value: Tensor, numbers: Iterable[int], tag: int) -> None:
+        """Send a vector on its way to these numbers."""
         for number in numbers:
             if number != self._own:
                 self._posted.append(_Posted(self._group.send([value], number, tag), value))
@@ -118,10 +126,10 @@ class Control:
         return _Posted(self._group.recv([heard], number, tag), heard)
 
     def settle(self) -> None:
-        """Wait for what earlier steps have posted, so that nothing piles up."""
-        for posted in self._posted:
+        """Wait for what the steps before this one have posted, so that nothing piles up."""
+        for posted in self._earlier:
             posted.wait()
-        self._posted.clear()
+        self._earlier, self._posted = self._posted, []
 
     def close(self) -> None:
         """Give the process group back."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -17,11 +18,11 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
-from schedir.ir import Schedule, StageVersions, weight_versions
+from schedir.ir import Action, Schedule, StageVersions, weight_versions
 from schedir.passes import forward_only, insert_reductions
 from schedir.runtime.boundary import Declared
 from schedir.runtime.cells import Cell, wait
-from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control
+from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control, Exchange
 from schedir.runtime.fitting import (
     check_clipping,
     check_stages,
@@ -32,8 +33,9 @@ from schedir.runtime.fitting import (
     recomputed_stages,
 )
 from schedir.runtime.grid import Grid, grid, init_process_group
-from schedir.runtime.instructions import Stage, StepState
+from schedir.runtime.instructions import Forward, Send, Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
+from schedir.runtime.posting import leading, matching_send, openings
 from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
@@ -45,7 +47,7 @@ from schedir.runtime.wiring import Wirings
 LossFunction = Callable[..., Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_NO_RANGE = nullcontext()
+_NO_AGREEMENT = -1
 _SMALL_CHANGE = 1 << 20
 """Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,
 which would wait for a timer tick rather than for data, are all posted ahead."""
@@ -64,17 +66,22 @@ class _Given:
     loss_kwargs: Batch | None = None
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Runner:
     """A list that is run again and again: for training, or its forwards for evaluation.
 
-    `programs` holds the compiled lists by the number of the agreement on the boundaries.
+    `programs` holds the compiled lists by the number of the agreement on the boundaries, of which
+    `current` is that of the step before. `early` receives of this rank are posted before it knows
+    this step's; `awaited` are its sends that others may have posted such receives for.
     """
 
     cells: Cells
     wirings: Wirings
     compiler: Compiler
+    early: int
+    awaited: Sequence[Action]
     programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
+    current: int | None = None
 
 
 class Executor:
@@ -221,10 +228,24 @@ class Executor:
             self._control,
             trains,
         )
+        talks = self._transport is not None
         compiler = Compiler(
-            schedule, self._stages, cells, versions, self.optimizers, self._meetings
+            schedule,
+            self._stages,
+            cells,
+            versions,
+            self.optimizers,
+            self._meetings,
+            openings(schedule) if talks else (),
         )
-        return _Runner(cells, wirings, compiler)
+        early: dict[int, list[Action]] = {}
+        if talks:
+            ranks = [rank for rank in range(schedule.ranks) if rank not in schedule.placement[0]]
+            early = {rank: leading(schedule, rank) for rank in ranks}
+        own = set(schedule.actions[self.rank])
+        sends = (matching_send(receive) for posted in early.values() for receive in posted)
+        awaited = [send for send in sends if send in own]
+        return _Runner(cells, wirings, compiler, len(early.get(self.rank, ())), awaited)
 
     def step(
         self,
@@ -320,20 +341,19 @@ class Executor:
         loss: Callable[[], float] | None = None
         outputs = None
         try:
-            number = runner.wirings.apply(runner.cells, given.inputs, extras)
-            if number not in runner.programs:
-                runner.programs[number] = self._compile(runner)
+            losses = self._expect_losses() if self._state.wants_loss else None
+            programs, done = self._programs(runner, given, extras)
             if trains:
                 for stage in self._stages.values():
                     stage.weights.begin(0)
                 for reduction in self._reductions:
                     reduction.begin()
-            self._run(runner.programs[number], runner.cells)
+            self._run(programs, runner.cells, done)
             if trains:
                 for reduction in self._reductions:
                     reduction.finish()
             if self._state.wants_loss:
-                loss = self._share_loss(runner.cells, counts)
+                loss = self._share_loss(runner.cells, counts, losses)
             if self._state.wants_outputs and self._last in self._stages:
                 number = self.schedule.microbatches
                 outputs = [runner.cells[self._last, m].result for m in range(number)]
@@ -344,6 +364,7 @@ class Executor:
             for cell in runner.cells.values():
                 cell.drop()
             runner.programs.clear()
+            runner.current = None
             for meeting in self._meetings.all:
                 meeting.reset()
             raise
@@ -362,7 +383,8 @@ class Executor:
         """Give back the process groups that this executor made; safe to call twice."""
         if self._control is not None and self._transport is not None:
             wait(self._under_way)
-            self._control.settle()
+            for _ in range(2):  # what the step before the last one has posted, and what it has
+                self._control.settle()
             self._control.close()
             self._transport.close()
             self._control = self._transport = None
@@ -435,7 +457,7 @@ class Executor:
         numbers = [self._grid.number(self.rank, line) for line in range(self._grid.pipelines)]
         own = torch.tensor(totals, dtype=torch.float64)
         sizes = dict.fromkeys(numbers, len(totals))
-        heard = self._control.exchange(own, sizes, numbers, COUNT_TAG)()
+        heard = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
         found: list[float] = torch.stack(heard).sum(0).tolist()
         return found
 
@@ -467,9 +489,57 @@ class Executor:
             for rank, transport in self._transports.items()
         ]
 
-    def _run(self, programs: list[list[Instruction]], cells: Cells) -> None:
+    def _programs(
+        self, runner: _Runner, given: _Given, extras: Mapping[int, Sequence[Microbatch]]
+    ) -> tuple[list[list[Instruction]], int]:
+        """The programs for this step's boundaries, and how far they have been run already.
+
+        Taken to be those of the step before, until the first payload says that they are not.
+        """
+        cells, wirings = runner.cells, runner.wirings
+        seen = number = wirings.number(cells, given.inputs, extras)
+        if runner.current is not None:
+            programs = runner.programs[runner.current]
+            done = 0
+            if number is None:
+                done = runner.early
+                self._advance(programs[0][:done])
+                number = self._opened(programs[0][done:], runner)
+            if number == runner.current:
+                self._state.agreement = number
+                return programs, done
+            self._withdraw(programs[0], runner)
+        number = runner.current = wirings.agree(seen, cells, extras)
+        self._state.agreement = number
+        if number not in runner.programs:
+            runner.programs[number] = self._compile(runner)
+        return runner.programs[number], 0
+
+    def _opened(self, program: Sequence[Instruction], runner: _Runner) -> int:
+        """The number that comes with the payload that the first compute waits for."""
+        first = next(x for x in program if isinstance(x.run, Forward))
+        self._advance([attrs.evolve(first, run=partial(wait, first.coming))])
+        header = runner.cells[first.action.stage, first.action.microbatch or 0].header
+        assert header is not None  # the receive was an opening
+        return int(header)
+
+    def _withdraw(self, program: Sequence[Instruction], runner: _Runner) -> None:
+        """End the receives that were posted for a step such as the one before."""
+        sends = {x.action: x.run for x in program if isinstance(x.run, Send)}
+        self._state.agreement = _NO_AGREEMENT
+        for action in runner.awaited:
+            sends[action].empty()
+        for cell in runner.cells.values():
+            for works in (cell.inputs_coming, cell.grads_coming):
+                wait(works)
+            for works in (cell.outputs_going, cell.grads_going):
+                wait(works)
+            cell.withdraw()
+
+    def _run(self, programs: list[list[Instruction]], cells: Cells, done: int) -> None:
+        """Run the programs, of the first of which `done` instructions have been run."""
         if len(programs) == 1:
-            self._advance(programs[0])
+            self._advance(programs[0][done:] if done else programs[0])
         else:
             self._take_turns(programs)
         # What was sent last may still be under way; by the end of the next step it has arrived.
@@ -483,10 +553,13 @@ class Executor:
     def _advance(self, program: Sequence[Instruction]) -> None:
         """Run a rank's instructions, or as many as are given."""
         instruction = None
-        profiled = torch.autograd.profiler._is_profiler_enabled  # a range costs what a send does
         try:
-            for instruction in program:
-                with record_function(str(instruction.action)) if profiled else _NO_RANGE:
+            if torch.autograd.profiler._is_profiler_enabled:  # a range costs what a send does
+                for instruction in program:
+                    with record_function(str(instruction.action)):
+                        instruction.run()
+            else:
+                for instruction in program:
                     instruction.run()
         except Exception as error:
             if instruction is None:
@@ -520,29 +593,34 @@ class Executor:
                     action=program[at].action,
                 )
 
-    def _share_loss(self, cells: Cells, counts: list[float]) -> Callable[[], float]:
-        """The step's mean loss, on its way to every process."""
+    def _expect_losses(self) -> Exchange | None:
+        """Post the receives of the step's loss, long before it is sent."""
+        if self._control is None:
+            return None
         holders = self.schedule.placement[self._last]
+        lines = range(self._grid.pipelines)
+        sources = [self._grid.number(rank, line) for line in lines for rank in holders]
+        return self._control.expect(dict.fromkeys(sources, 2), LOSS_TAG)
+
+    def _share_loss(
+        self, cells: Cells, counts: list[float], losses: Exchange | None
+    ) -> Callable[[], float]:
+        """The step's mean loss, on its way to every process."""
+        if self._control is not None:
+            self._control.settle()
         own = None
         if self._last in self._stages:
             # By microbatch, not by order of arrival.
-            losses = [cells[self._last, m].loss for m in range(len(counts))]
-            ran = [(n, x) for n, x in zip(counts, losses, strict=True) if x is not None]
+            found = [cells[self._last, m].loss for m in range(len(counts))]
+            ran = [(n, x) for n, x in zip(counts, found, strict=True) if x is not None]
             own = torch.tensor(
                 [sum(n * float(x) for n, x in ran), sum(n for n, _ in ran)], dtype=torch.float64
             )
-        if self._control is None:
-            heard = [own] if own is not None else []
-            return lambda: _mean(heard)
-        self._control.settle()
-        sources = [
-            self._grid.number(rank, line)
-            for line in range(self._grid.pipelines)
-            for rank in holders
-        ]
-        everyone = range(len(self._grid.everyone))
-        arrived = self._control.exchange(own, dict.fromkeys(sources, 2), everyone, LOSS_TAG)
-        return lambda: _mean(arrived())
+            if losses is not None:
+                losses.give(own, range(len(self._grid.everyone)))
+        if losses is None:
+            return partial(_mean, [] if own is None else [own])
+        return lambda: _mean(losses.result())
 
 
 def _mean(shares: Sequence[Tensor]) -> float:

@@ -12,7 +12,7 @@ from torch.autograd import backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.boundary import empty, payload
+from schedir.runtime.boundary import TensorMeta, empty, empty_with_header, payload
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.rng import seed_generators
@@ -35,6 +35,7 @@ class StepState:
         self.update = True
         self.wants_loss = True
         self.wants_outputs = False
+        self.agreement = 0  # the number of what this step's boundaries are
 
 
 class Stage:
@@ -252,74 +253,132 @@ class Backward:
 
 
 class Send:
-    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
+    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs.
+
+    With `opens` the receiver learns from it which agreement the step is under.
+    """
 
     def __init__(
-        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
+        self,
+        cell: Cell,
+        transport: Transport,
+        peer: int,
+        grads: bool,
+        stage: Stage,
+        opens: bool = False,
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.stage = stage
+        self.stage, self.opens = stage, opens
 
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
-        tensors: tuple[Tensor | None, ...]
         if self.grads:
-            tensors, boundary, going = cell.input_grads, wiring.before.metas, cell.grads_going
+            grads = cell.input_grads
             cell.input_grads = ()
             if wiring.grads_out is None:
-                mask = torch.tensor([tensor is not None for tensor in tensors])
-                going.append(self.transport.send(mask, self.peer))
-                tensors = tuple(
+                self._post(torch.tensor([grad is not None for grad in grads]))
+                grads = tuple(
                     empty(meta, self.stage.device).zero_()
-                    if tensor is None and meta.requires_grad
-                    else tensor
-                    for tensor, meta in zip(tensors, boundary, strict=True)
+                    if grad is None and meta.requires_grad
+                    else grad
+                    for grad, meta in zip(grads, wiring.before.metas, strict=True)
                 )
-        else:
-            tensors, boundary, going = cell.outputs, wiring.after.metas, cell.outputs_going
+            for grad, meta in zip(grads, wiring.before.metas, strict=True):
+                if grad is not None:
+                    self._post(payload(grad, meta))
+            return
+        opens = self.opens
+        if opens and not cell.outputs:
+            self._post(self._with_header(None, None))
+        for tensor, meta in zip(cell.outputs, wiring.after.metas, strict=True):
+            if opens:
+                self._post(self._with_header(tensor, meta))
+                opens = False
             # What the stage has not made itself, its owner may change before it has arrived.
-            tensors = tuple(
-                tensor.clone() if not tensor.requires_grad or _is_shared(tensor) else tensor
-                for tensor in cell.outputs
-            )
-            if self.stage.recompute or not torch.is_grad_enabled():
-                cell.outputs = ()  # no backward will ask for them
-        for tensor, meta in zip(tensors, boundary, strict=True):
-            if tensor is not None:
-                going.append(self.transport.send(payload(tensor, meta), self.peer))
+            elif not tensor.requires_grad or _is_shared(tensor):
+                self._post(payload(tensor.clone(), meta))
+            else:
+                self._post(payload(tensor, meta))
+        if self.stage.recompute or not torch.is_grad_enabled():
+            cell.outputs = ()  # no backward will ask for them
+
+    def _post(self, content: Tensor) -> None:
+        going = self.cell.grads_going if self.grads else self.cell.outputs_going
+        going.append(self.transport.send(content, self.peer))
+
+    def _with_header(self, tensor: Tensor | None, meta: TensorMeta | None) -> Tensor:
+        content, header, *views = empty_with_header(meta, self.stage.device)
+        header.fill_(self.stage.state.agreement)
+        if tensor is not None:
+            views[0].copy_(tensor.detach())
+        return content
+
+    def empty(self) -> None:
+        """Send nothing of that size, to a receive that was posted for what does not come."""
+        wiring = self.cell.wiring
+        if self.grads:
+            if wiring.grads_out is None:
+                self._post(torch.zeros(len(wiring.before.metas), dtype=torch.bool))
+            comes = wiring.grads_out or tuple(m.requires_grad for m in wiring.before.metas)
+            metas = [m for m, there in zip(wiring.before.metas, comes, strict=True) if there]
+        else:
+            metas = list(wiring.after.metas)
+        if self.opens:
+            self._post(self._with_header(None, metas.pop(0) if metas else None))
+        for meta in metas:
+            self._post(payload(empty(meta, self.stage.device), meta))
 
 
 class Receive:
-    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
+    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come.
+
+    With `opens` the sender says with it which agreement the step is under.
+    """
 
     def __init__(
-        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
+        self,
+        cell: Cell,
+        transport: Transport,
+        peer: int,
+        grads: bool,
+        stage: Stage,
+        opens: bool = False,
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.device = stage.device
+        self.device, self.opens = stage.device, opens
 
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
-        buffers: tuple[Tensor | None, ...]
         if self.grads:
-            boundary, coming = wiring.after.metas, cell.grads_coming
+            metas = wiring.after.metas
             expected = wiring.grads_in
             if expected is None:
-                expected = tuple(meta.requires_grad for meta in boundary)
-                cell.mask = torch.empty(len(boundary), dtype=torch.bool)
-                coming.append(self.transport.receive(cell.mask, self.peer))
-            buffers = cell.output_grads = tuple(
-                empty(meta, self.device) if comes else None
-                for meta, comes in zip(boundary, expected, strict=True)
+                expected = tuple(meta.requires_grad for meta in metas)
+                cell.mask = torch.empty(len(metas), dtype=torch.bool)
+                self._post(cell.mask)
+            cell.output_grads = tuple(
+                self._buffer(meta) if comes else None
+                for meta, comes in zip(metas, expected, strict=True)
             )
+        elif self.opens:
+            first, *others = wiring.before.metas or (None,)
+            content, cell.header, *views = empty_with_header(first, self.device)
+            self._post(content)
+            rest = [self._buffer(meta) for meta in others if meta is not None]
+            cell.inputs = (*views, *rest)
         else:
-            boundary, coming = wiring.before.metas, cell.inputs_coming
-            buffers = cell.inputs = tuple(empty(meta, self.device) for meta in boundary)
-        for buffer, meta in zip(buffers, boundary, strict=True):
-            if buffer is not None:
-                coming.append(self.transport.receive(payload(buffer, meta), self.peer))
+            cell.inputs = tuple(self._buffer(meta) for meta in wiring.before.metas)
+
+    def _buffer(self, meta: TensorMeta) -> Tensor:
+        buffer = empty(meta, self.device)
+        self._post(payload(buffer, meta))
+        return buffer
+
+    def _post(self, buffer: Tensor) -> None:
+        coming = self.cell.grads_coming if self.grads else self.cell.inputs_coming
+        coming.append(self.transport.receive(buffer, self.peer))
 
 
 class ReduceGrad:

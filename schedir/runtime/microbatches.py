@@ -27,6 +27,8 @@ def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
     its tensors along dim 0. What is no tensor goes to every microbatch. Raises ExecutionError
     where the numbers don't fit; `what` names the argument.
     """
+    if isinstance(batch, Tensor) and batch.dim() and len(batch) >= microbatches:
+        return list(torch.tensor_split(batch, microbatches))
     if isinstance(batch, (Tensor, tuple, Mapping)):
         leaves, spec = pytree.tree_flatten(batch)
         rows = {_rows(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -59,8 +61,7 @@ def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
 
 def rows(target: Microbatch) -> int:
     """The number of samples in a microbatch: dim 0 of the target's first tensor."""
-    leaves = pytree.tree_leaves(target)
-    for leaf in leaves:
+    for leaf in (target,) if isinstance(target, Tensor) else pytree.tree_leaves(target):
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.dim() else 1
     raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")

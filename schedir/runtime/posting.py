@@ -8,6 +8,11 @@ it last, so receives run ahead only as far as the list itself needs buffers at i
     list      RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        at most 3 buffers
     posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
 
+Of the receives that come before all else so many are posted as the list alone has room for, before
+the rank knows that this step's shapes are those of the last: which they are is said by the payload
+that its first compute waits for, and so costs no message. If they are not, every receive posted
+too early gets an empty payload, and the ranks agree anew.
+
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.
 """
@@ -15,10 +20,11 @@ tensor that it holds can go.
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
 import numpy as np
 
-from schedir.ir import RECEIVES, Schedule
+from schedir.ir import COMPUTE, RECEIVES, Action, Kind, Schedule
 
 
 def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
@@ -58,6 +64,33 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
             order.append(index)
         room += frees.get(index, 0)
     return order
+
+
+def leading(schedule: Schedule, rank: int) -> list[Action]:
+    """The receives of a rank that come before all else, whatever the sizes."""
+    actions = schedule.actions[rank]
+    order = (actions[index] for index in posting_order(schedule, rank))
+    return list(takewhile(lambda action: action.kind in RECEIVES, order))
+
+
+def openings(schedule: Schedule) -> set[tuple[int, int]]:
+    """The (stage, microbatch) whose input is the first that a rank waits for, by those ranks that
+    do not see the step's input themselves."""
+    columns = schedule.columns
+    computes = columns.where(*COMPUTE)
+    first = computes[np.unique(columns.rank[computes], return_index=True)[1]]
+    return {
+        (int(columns.stage[place]), int(columns.microbatch[place]))
+        for place in first.tolist()
+        if int(columns.rank[place]) not in schedule.placement[0]
+    }
+
+
+def matching_send(receive: Action) -> Action:
+    """The send that a receive meets."""
+    if receive.kind is Kind.RECV_ACT:
+        return Action(Kind.SEND_ACT, receive.stage - 1, receive.microbatch)
+    return Action(Kind.SEND_GRAD, receive.stage + 1, receive.microbatch)
 
 
 def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:

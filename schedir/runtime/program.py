@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
 
 import attrs
@@ -54,6 +54,7 @@ class Compiler:
     versions: Mapping[int, StageVersions]
     optimizers: Mapping[int, torch.optim.Optimizer]
     meetings: Meetings
+    openings: Collection[tuple[int, int]]
 
     def compile(
         self, rank: int, transport: Transport | None, more_buffers: int
@@ -97,6 +98,14 @@ class Compiler:
             self.meetings.before(stages),
         )
 
+    def _opens(self, action: Action) -> bool:
+        """Whether a rank learns from a transfer which agreement the step is under."""
+        if action.kind is Kind.RECV_ACT:
+            return (action.stage, action.microbatch) in self.openings
+        return action.kind is Kind.SEND_ACT and (
+            (action.stage + 1, action.microbatch) in self.openings
+        )
+
     def _going(self, send: Action) -> list[Work]:
         """Where the works of a send are."""
         cell = self._cell(send)
@@ -130,7 +139,7 @@ class Compiler:
                 raise ExecutionError(f"{action} has no peer", rank=rank, index=index)
             grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
             end = Send if action.kind in SENDS else Receive
-            return end(cell, transport, peer, grads, stage)
+            return end(cell, transport, peer, grads, stage, self._opens(action))
         read = self.versions[action.stage]
         version = read.reads[cell.microbatch]
         last_read = read.last_read[version] == index

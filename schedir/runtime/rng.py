@@ -52,9 +52,7 @@ class SavedRng:
 
 def seed_generators(seed: int, step: int, stage: int, microbatch: int) -> None:
     """Seed torch's default generators from the four numbers."""
-    mixed = seed & _MASK
-    for number in (step, stage, microbatch):
-        mixed = _mix(mixed ^ _spread(number + 1))
+    mixed = _mix(_of_stage(seed, step, stage) ^ _mix(microbatch + 1))
     # The generators directly: torch.manual_seed costs a hundred times as much.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
@@ -62,10 +60,10 @@ def seed_generators(seed: int, step: int, stage: int, microbatch: int) -> None:
             generator.manual_seed(mixed)
 
 
-@lru_cache(maxsize=1 << 14)
-def _spread(number: int) -> int:
-    """What a step, stage or microbatch adds to the mix; there are few."""
-    return _mix(number)
+@lru_cache(maxsize=1 << 10)
+def _of_stage(seed: int, step: int, stage: int) -> int:
+    """What all microbatches of a stage's step begin with."""
+    return _mix(_mix((seed & _MASK) ^ _mix(step + 1)) ^ _mix(stage + 1))
 
 
 def _mix(number: int) -> int:

@@ -93,12 +93,9 @@ class Shared:
             speaks[held[0]].append(stage)
         numbers = {self._grid.number(rank): stages for rank, stages in speaks.items()}
         said = [norm for stage in speaks[self._grid.rank] for norm in own[stage]]
-        heard = self._control.exchange(
-            torch.tensor(said, dtype=torch.float64),
-            {n: sum(self._sizes[s] for s in stages) for n, stages in numbers.items()},
-            numbers,
-            NORM_TAG,
-        )()
+        sizes = {n: sum(self._sizes[s] for s in stages) for n, stages in numbers.items()}
+        exchange = self._control.expect(sizes, NORM_TAG)
+        heard = exchange.give(torch.tensor(said, dtype=torch.float64), numbers).result()
         found: Norms = {}
         for stages, vector in zip(numbers.values(), heard, strict=True):
             parts = vector.split([self._sizes[stage] for stage in stages])

@@ -3,8 +3,8 @@
     stage 0  ── shapes ──▶  stage 1  ── shapes ──▶  stage 2
              ◀── grads ───           ◀── grads ───
 
-It happens at the first step of each new input shape. Only the first stage's rank sees the input,
-so it announces at every step which of the agreed wirings applies.
+It happens at the first step of each new input shape. Only the first stage's rank sees the input;
+where its shape is not that of the step before, it announces which of the agreements applies.
 """
 
 from __future__ import annotations
@@ -60,42 +60,50 @@ class Wirings:
         self._trains = trains
         self._numbers: dict[object, int] = {}
         self._agreed: list[dict[tuple[int, int], Wiring]] = []
-        self._current = -1
+        self._signature: object = None
 
-    def apply(
+    def number(
         self,
         cells: Mapping[tuple[int, int], Cell],
         inputs: Batch | None,
         extras: Mapping[int, Sequence[Microbatch]],
-    ) -> int:
-        """Set every cell's wiring for the microbatches that the cells hold now.
+    ) -> int | None:
+        """The number of the agreement that the microbatches in the cells fall under.
 
-        `inputs` is what they were cut from, where the first stage is here; `extras` are the
-        microbatches that any stages are given beside their input, as far as they were passed here.
-        Returns the number of the agreement, the same as long as nothing changes.
+        A new one if there is none yet; None where the first stage is not here, so that the inputs
+        are not seen. `inputs` is what the microbatches were cut from; `extras` are those that any
+        stages are given beside their input, as far as they were passed here.
         """
-        number, signature = None, None
-        first = self._holders[0][0]
-        if first in self._here:
-            shapes: object
-            if isinstance(inputs, Tensor) and not extras:  # which says it for all of its pieces
-                shapes = (meta_of(inputs), inputs.stride())
-            else:
-                shapes = tuple(_signatures(cells, extras))
-            signature = (shapes, _autocast(self._devices[0].type))
-            number = self._numbers.get(signature, len(self._agreed))
+        if 0 not in self._stages:
+            return None
+        shapes: object
+        if isinstance(inputs, Tensor) and not extras:  # which says it for all of its pieces
+            shapes = (meta_of(inputs), inputs.stride())
+        else:
+            shapes = tuple(_signatures(cells, extras))
+        self._signature = (shapes, _autocast(self._devices[0].type))
+        return self._numbers.get(self._signature, len(self._agreed))
+
+    def agree(
+        self,
+        number: int | None,
+        cells: Mapping[tuple[int, int], Cell],
+        extras: Mapping[int, Sequence[Microbatch]],
+    ) -> int:
+        """Have all ranks set their cells' wirings by one agreement, made now if it is new.
+
+        Every rank calls it, with what `number` gave it. Returns the agreement's number.
+        """
         if self._control is not None:
-            number = self._control.announce(first, number)
+            number = self._control.announce(self._holders[0][0], number)
         if number is None:
             raise ExecutionError("no rank announced the step")
         if number == len(self._agreed):
             self._agreed.append(self._agree(cells, extras))
-            if signature is not None:
-                self._numbers[signature] = number
-        if number != self._current:
-            for key, cell in cells.items():
-                cell.wiring = self._agreed[number][key]
-            self._current = number
+            if 0 in self._stages:
+                self._numbers[self._signature] = number
+        for key, cell in cells.items():
+            cell.wiring = self._agreed[number][key]
         return number
 
     def _agree(
