@@ -758,6 +758,42 @@ def wrong_batches_are_refused(rank: int) -> list[str]:
         ]
 
 
+def changing_shapes(rank: int, ranks: int) -> list[str]:
+    """Of batches in any order: what is posted for one that does not come does no harm."""
+    faults = []
+    chance = torch.Generator().manual_seed(4)
+    targets = [("fill-drain", {}), ("1f1b", {}), ("interleaved-1f1b", {"chunks": 2})]
+    for target, options in targets:
+        schedule = schedir.build(target, ranks=ranks, microbatches=4, **options)
+        whole = linear_stages(schedule.stages)
+        local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
+        optimizers = [adamw(stage.parameters()) for stage in whole]
+        with Executor(schedule, local, MSE, adamw) as executor:
+            for rows in (8, 8, 9, 8, 8, 10, 10, 4, 9, 9, 8):
+                x = torch.randn(rows, 4, generator=chance)
+                y = torch.randn(rows, 4, generator=chance)
+                result = executor.step(x, target=y)
+                pieces = list(zip(split(x, 4), split(y, 4), strict=True))
+                expected = accumulate(whole, MSE, optimizers, pieces)
+                if result.loss != expected:
+                    faults.append(f"{target}, {rows} rows: {result.loss} != {expected}")
+                if rows == 9:
+                    executor.evaluate(x[:5], target=y[:5])
+        for s, module in local.items():
+            faults += compare(module, whole[s], s)
+    return faults
+
+
+@scenario
+def shapes_that_change_at_any_step(rank: int) -> list[str]:
+    return changing_shapes(rank, 2)
+
+
+@scenario_on_3
+def shapes_that_change_on_three_ranks(rank: int) -> list[str]:
+    return changing_shapes(rank, 3)
+
+
 def main(scenarios: dict[str, tuple[int, Callable[[int], list[str]]]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
