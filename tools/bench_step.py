@@ -9,7 +9,13 @@ schedir against schedir, whose spread is the noise. No optimiser: gradients are 
 
     python tools/bench_step.py --overhead [--json FILE]
 
-times the overhead per compute action over plain autograd, in one process.
+times the overhead per compute action over plain autograd, in one process: beside one backward over
+the whole model, and beside a loop that runs the stages one by one, as a pipeline has to.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py --memory schedir|torch
+
+measures what three steps add to each rank's memory at its peak, on boundaries of 4 MiB; a side has
+its own launch, since a process never gives its peak back.
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +33,6 @@ from time import perf_counter
 from typing import Any
 
 import attrs
-import gpt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,6 +41,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
 from schedir.runtime import Executor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import gpt  # the example's model
 
 MICROBATCHES = 8
 Step = Callable[[], None]
@@ -76,6 +86,8 @@ def gpt_model() -> Model:
 
     return Model("gpt", lambda s, n: gpt.build_stage(config, s, n), batch, gpt.loss_fn)
 
+
+WIDE = linear("wide", 1024, 1024)  # of which a boundary takes 4 MiB
 
 MODELS = {m.name: m for m in (linear("tiny", 16, 2), linear("middle", 256, 32), gpt_model())}
 
@@ -187,19 +199,33 @@ def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]
     }
 
 
-def overhead(blocks: int = 10, steps: int = 50) -> dict[str, float]:
+def overhead(chunks: int, blocks: int = 10, steps: int = 50) -> dict[str, Any]:
     """Microseconds per compute action over plain autograd, in one process on trivial modules."""
-    chunks = 4
     modules = [nn.Linear(4, 4) for _ in range(chunks)]
     x, y = torch.randn(2, 2 * MICROBATCHES, 4)
     loss_fn = nn.functional.mse_loss
-    schedule = schedir.build("interleaved-1f1b", ranks=1, microbatches=MICROBATCHES, chunks=chunks)
+    name = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    options = {"chunks": chunks} if chunks > 1 else {}
+    schedule = schedir.build(name, ranks=1, microbatches=MICROBATCHES, **options)
 
     def plain() -> None:
         for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
             for module in modules:
                 part = module(part)
             (loss_fn(part, target) / MICROBATCHES).backward()
+        clear(stages)
+
+    def staged() -> None:
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            inputs, outputs = [part], []
+            for module in modules:
+                outputs.append(module(inputs[-1]))
+                inputs.append(outputs[-1].detach().requires_grad_())
+            roots = [*outputs[:-1], loss_fn(outputs[-1], target) / MICROBATCHES]
+            grad = None
+            for given, root in zip(reversed(inputs[:-1]), reversed(roots), strict=True):
+                torch.autograd.backward(root, grad)
+                grad = given.grad
         clear(stages)
 
     stages = dict(enumerate(modules))
@@ -216,15 +242,37 @@ def overhead(blocks: int = 10, steps: int = 50) -> dict[str, float]:
             executor.step(x, target=y)
             clear(stages)
 
-        for step in (ours, plain):
-            per_step(step)
-        differences = []
-        for _ in range(blocks):
-            a, b, c, d = (per_step(step) for step in (ours, plain, plain, ours))
-            differences.append((a + d - b - c) / 2)
-    actions = 2 * chunks * MICROBATCHES
-    in_order = sorted(1e6 * difference / actions for difference in differences)
-    return {"median": statistics.median(in_order), "least": in_order[0], "most": in_order[-1]}
+        found: dict[str, Any] = {"stages": chunks}
+        for label, other in (("over plain autograd", plain), ("over staged autograd", staged)):
+            for step in (ours, other):
+                per_step(step)
+            differences = []
+            for _ in range(blocks):
+                a, b, c, d = (per_step(step) for step in (ours, other, other, ours))
+                differences.append((a + d - b - c) / 2)
+            actions = 2 * chunks * MICROBATCHES
+            in_order = sorted(1e6 * difference / actions for difference in differences)
+            found[label] = [statistics.median(in_order), in_order[0], in_order[-1]]
+    return found
+
+
+def memory(side: str, label: str) -> dict[str, Any]:
+    """What three steps add to the memory of each rank, at its peak, in MiB."""
+    name, theirs, chunks = SCHEDULES[label]
+    executor = None
+    if side == "schedir":
+        step, executor = schedir_step(WIDE, name, chunks)
+    else:
+        step = torch_step(WIDE, theirs, chunks)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        step()
+    added = torch.tensor([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024])
+    everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, added)
+    if executor is not None:
+        executor.close()
+    return {"side": side, "schedule": label, "MiB by rank": [round(float(x)) for x in everyone]}
 
 
 HEAD = (
@@ -249,12 +297,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--overhead", action="store_true", help="per action, in one process")
+    parser.add_argument("--memory", choices=["schedir", "torch"], help="at its peak, by rank")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     found: Any
     if args.overhead:
-        found = overhead()
-        print("overhead per compute action over plain autograd, µs:", found)
+        found = [overhead(chunks) for chunks in (1, 4)]
+        for line in found:
+            print("µs per compute action, median, least and most:", line)
+    elif args.memory:
+        dist.init_process_group("gloo")
+        found = memory(args.memory, args.schedules[0])  # one: a process keeps its peak
+        if dist.get_rank() == 0:
+            print(found)
     else:
         dist.init_process_group("gloo")
         found = []

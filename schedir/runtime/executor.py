@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -35,6 +35,7 @@ from schedir.runtime.fitting import (
 from schedir.runtime.grid import Grid, grid, init_process_group
 from schedir.runtime.instructions import Forward, Send, Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
+from schedir.runtime.nccl import NcclTransport
 from schedir.runtime.posting import leading, matching_send, openings
 from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.result import StepResult
@@ -153,11 +154,10 @@ class Executor:
         self._made_group = talks and not dist.is_initialized()
         if self._made_group:
             init_process_group()
-        self._transport: GlooTransport | None = None
-        self._control: Control | None = None
-        if talks:
-            self._transport = GlooTransport(self._grid.processes[self._grid.pipeline])
-            self._control = Control(self._grid)
+        self._device = device_of(stages)
+        self._control = Control(self._grid) if talks else None
+        shared = Shared(schedule, self._grid, stages, ties, self._device, self._control)
+        self._transport = self._connect(schedule) if talks else None
 
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         if optimizer is not None:
@@ -168,11 +168,9 @@ class Executor:
 
         self._state = StepState(seed)
         self._last = schedule.stages - 1
-        self._devices = {stage: device_of(stages[stage]) for stage in local}
         self._boundaries = boundaries or {}
         self._count = count
         recomputed = recomputed_stages(recompute, schedule.stages)
-        shared = Shared(schedule, self._grid, stages, ties, self._control)
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {
@@ -180,7 +178,7 @@ class Executor:
                 stage,
                 stages[stage],
                 StageWeights(stages[stage], read.get(stage)),
-                self._devices[stage],
+                self._device,
                 loss_fn if stage == self._last else None,
                 stage in recomputed,
                 shared.reduction(stage, keeps_earlier=optimizer is None),
@@ -196,6 +194,9 @@ class Executor:
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
         self._hub = InProcessTransport()
+        self._streams: list[torch.cuda.Stream] = []
+        if in_process and self._device.type == "cuda":
+            self._streams = [torch.cuda.Stream(self._device) for _ in here]
         self._transports = {
             rank: self._hub.of(rank) if in_process else self._transport for rank in here
         }
@@ -207,6 +208,15 @@ class Executor:
             for stage, v in weight_versions(forwards.columns, rank).items()
         }
         self._evaluation = self._runner(forwards, read_once, loss_fn, trains=False)
+
+    def _connect(self, schedule: Schedule) -> GlooTransport | NcclTransport:
+        """The transport of the device, between the ranks of this pipeline."""
+        processes = self._grid.processes[self._grid.pipeline]
+        if self._device.type == "cpu":
+            return GlooTransport(processes)
+        transfers = schedule.dataflow.transfers
+        channels = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
+        return NcclTransport(processes, self.rank, channels, self._device)
 
     def _runner(
         self,
@@ -222,13 +232,14 @@ class Executor:
             schedule,
             tuple(self._transports),
             modules,
-            self._devices,
+            self._device,
             loss_fn,
             self._boundaries,
             self._control,
             trains,
         )
-        talks = self._transport is not None
+        # On a GPU the host would wait for the payload that it reads; a message costs it nothing.
+        talks = isinstance(self._transport, GlooTransport)
         compiler = Compiler(
             schedule,
             self._stages,
@@ -498,7 +509,7 @@ class Executor:
         """
         cells, wirings = runner.cells, runner.wirings
         seen = number = wirings.number(cells, given.inputs, extras)
-        if runner.current is not None:
+        if runner.current is not None and not isinstance(self._transport, NcclTransport):
             programs = runner.programs[runner.current]
             done = 0
             if number is None:
@@ -573,17 +584,25 @@ class Executor:
             ) from error
 
     def _take_turns(self, programs: list[list[Instruction]]) -> None:
-        """Run the ranks of this process in turn, each as far as it gets until it waits."""
+        """Run the ranks of this process in turn, each as far as it gets until it waits.
+
+        On a GPU each has a stream of its own.
+        """
         reached = [0] * len(programs)
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         progress = True
         while progress:
             progress = False
             for turn, program in enumerate(programs):
                 first = reached[turn]
-                while reached[turn] < len(program) and not program[reached[turn]].waits():
-                    self._advance(program[reached[turn] : reached[turn] + 1])
-                    reached[turn] += 1
+                with torch.cuda.stream(self._streams[turn]) if self._streams else nullcontext():
+                    while reached[turn] < len(program) and not program[reached[turn]].waits():
+                        self._advance(program[reached[turn] : reached[turn] + 1])
+                        reached[turn] += 1
                 progress |= reached[turn] > first
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         for at, program in zip(reached, programs, strict=True):
             if at < len(program):
                 raise ExecutionError(

@@ -100,11 +100,6 @@ def check_stages(
     for stage, module in sorted(stages.items()):
         if not isinstance(module, nn.Module):
             raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
-        if device_of(module).type != "cpu":
-            raise ExecutionError(
-                f"stage {stage} is on {device_of(module)}; the executor moves tensors with gloo, "
-                "on the CPU only, as yet"
-            )
         for name, part in module.named_modules():
             if isinstance(part, (FSDPModule, DistributedDataParallel)):
                 wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__
@@ -133,10 +128,19 @@ def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Collect
     return recompute
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module's tensors are."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")
+def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+    """Where this process's stages are; those without tensors go where the others are."""
+    found: dict[torch.device, int] = {}
+    for stage, module in sorted(stages.items()):
+        for tensor in (*module.parameters(), *module.buffers()):
+            found.setdefault(tensor.device, stage)
+    if len(found) > 1:
+        listed = ", ".join(f"stage {stage} on {device}" for device, stage in found.items())
+        raise ExecutionError(f"the stages of one process must be on one device, but {listed}")
+    device = next(iter(found), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ExecutionError(f"the stages are on {device}; the executor knows cpu and cuda")
+    return device
 
 
 def loss_groups(schedule: Schedule) -> list[list[int]]:
@@ -167,6 +171,7 @@ class Claim:
 
     schedule: str
     name: str
+    device: str
     copies: Mapping[str, tuple[int, ...]]
     sizes: Mapping[int, int]
 
@@ -180,6 +185,11 @@ def compare(claims: Sequence[Claim]) -> None:
         raise ExecutionError(
             f"the ranks hold different schedules ({listed}); build it from the same target "
             "with the same parameters on every rank"
+        )
+    if any(found.device != claims[0].device for found in claims):
+        listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
+        raise ExecutionError(
+            f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
         )
     first: dict[str, int] = {}
     for process, found in enumerate(claims):

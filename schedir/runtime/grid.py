@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from itertools import count
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,12 +111,16 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
     )
 
 
-def new_group(processes: tuple[int, ...]) -> dist.ProcessGroup:
-    """A gloo group of these processes alone, for one purpose."""
+_CPU = torch.device("cpu")
+
+
+def new_group(processes: tuple[int, ...], device: torch.device = _CPU) -> dist.ProcessGroup:
+    """A group of these processes alone, for one purpose: of gloo, or of NCCL for a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if processes == tuple(range(dist.get_world_size())):
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend=backend)
     else:
-        group = dist.new_group(list(processes), backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(list(processes), backend=backend, use_local_synchronization=True)
     if not isinstance(group, dist.ProcessGroup):
         raise ExecutionError(f"this process is none of {processes}")
     return group

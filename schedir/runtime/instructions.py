@@ -277,7 +277,8 @@ class Send:
             grads = cell.input_grads
             cell.input_grads = ()
             if wiring.grads_out is None:
-                self._post(torch.tensor([grad is not None for grad in grads]))
+                there = [grad is not None for grad in grads]
+                self._post(torch.tensor(there, device=self.stage.device))
                 grads = tuple(
                     empty(meta, self.stage.device).zero_()
                     if grad is None and meta.requires_grad
@@ -319,7 +320,8 @@ class Send:
         wiring = self.cell.wiring
         if self.grads:
             if wiring.grads_out is None:
-                self._post(torch.zeros(len(wiring.before.metas), dtype=torch.bool))
+                flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
+                self._post(flags.to(self.stage.device))
             comes = wiring.grads_out or tuple(m.requires_grad for m in wiring.before.metas)
             metas = [m for m, there in zip(wiring.before.metas, comes, strict=True) if there]
         else:
@@ -356,7 +358,7 @@ class Receive:
             expected = wiring.grads_in
             if expected is None:
                 expected = tuple(meta.requires_grad for meta in metas)
-                cell.mask = torch.empty(len(metas), dtype=torch.bool)
+                cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.device)
                 self._post(cell.mask)
             cell.output_grads = tuple(
                 self._buffer(meta) if comes else None

@@ -27,6 +27,7 @@ class Reduction:
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._group = group
+        self._device = parameters[0].device if parameters else torch.device("cpu")
         self.keeps_earlier = keeps_earlier
         self._earlier: list[Tensor | None] = []
         self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
@@ -44,7 +45,8 @@ class Reduction:
     def post(self) -> None:
         """Post the sums of what is there now."""
         self.finish()
-        present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        there = [p.grad is not None for p in self._parameters]
+        present = torch.tensor(there, dtype=torch.int32, device=self._device)
         self._present = present
         self._under_way.append((self._sum(present), present, []))
         for bucket in _buckets(self._parameters):

@@ -33,9 +33,11 @@ class Shared:
         grid: Grid,
         stages: Mapping[int, nn.Module],
         ties: Sequence[TieOf],
+        device: torch.device,
         control: Control | None,
     ) -> None:
         self._schedule, self._grid, self._stages = schedule, grid, stages
+        self._device = device
         self._ties = [(tie, _copies(schedule, stages, tie)) for tie in ties]
         # Of the copies of a tied parameter the first one's gradient counts.
         self._skipped = {
@@ -52,7 +54,7 @@ class Shared:
                 if copies.setdefault(label, (digest(copy),)) != (digest(copy),):
                     raise ExecutionError(f"{label} differs in stage {stage}; load the same values")
         sizes = {stage: len(self._counted(stage)) for stage in stages}
-        mine = Claim(schedule.content_hash, schedule.name, copies, sizes)
+        mine = Claim(schedule.content_hash, schedule.name, device.type, copies, sizes)
         claims = [mine] if control is None else control.gather(mine)
         compare(claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
@@ -75,7 +77,7 @@ class Shared:
             return None
         # A group for each stage: two stages' replicas may reach their sums in another order.
         parameters = list(self._stages[stage].parameters())
-        return Reduction(parameters, new_group(processes), keeps_earlier)
+        return Reduction(parameters, new_group(processes, self._device), keeps_earlier)
 
     def clipping(self, max_norm: float) -> Clipping:
         """Clipping by the norm over all stages."""
@@ -111,7 +113,7 @@ class Shared:
             row = self._grid.processes[self._grid.pipeline]
             group = None
             if self._control is not None and len(ranks) > 1 and held:
-                group = new_group(tuple(sorted(row[rank] for rank in ranks)))
+                group = new_group(tuple(sorted(row[rank] for rank in ranks)), self._device)
             if held:
                 act = Tie(list(held.values()), group).sum
                 meeting = Meeting(len(ranks.intersection(here)), act)

@@ -111,7 +111,7 @@ class Clipping:
     def clip(self) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model, whose order of sums it keeps."""
         own = {
-            stage: [_norm(p.grad) for p in parameters if p not in self._skipped]
+            stage: _norms([p.grad for p in parameters if p not in self._skipped])
             for stage, parameters in self._parameters.items()
         }
         everyone = self._gather(own)
@@ -122,8 +122,10 @@ class Clipping:
         self.norm = float(total)
 
 
-def _norm(grad: Tensor | None) -> float:
-    return -1.0 if grad is None else float(torch.linalg.vector_norm(grad))
+def _norms(grads: Sequence[Tensor | None]) -> list[float]:
+    there = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
+    found = iter(torch.stack(there).tolist() if there else ())  # one wait for a GPU
+    return [-1.0 if grad is None else next(found) for grad in grads]
 
 
 class Meet:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +30,9 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class GlooTransport:
@@ -59,15 +63,22 @@ class GlooTransport:
 
 @attrs.define(eq=False)
 class End:
-    """One end of a transfer within a process: its tensor, and whether both ends have met."""
+    """One end of a transfer within a process: its tensor, and whether both ends have met.
+
+    On a GPU `ready` is when its rank's stream had come to it, and `over` when the copy is done.
+    """
 
     tensor: Tensor
+    ready: torch.cuda.Event | None = None
+    over: torch.cuda.Event | None = None
     done: bool = False
 
     def wait(self) -> bool:
-        """Nothing to wait for: whoever asks before it is done has not looked at `done`."""
+        """Have the current stream wait; whoever asks before it is done has not looked at `done`."""
         if not self.done:
             raise ExecutionError("a transfer is used before it is over")
+        if self.over is not None:
+            self.over.wait()
         return True
 
 
@@ -89,7 +100,7 @@ class InProcessTransport:
 
     def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
-        end = End(tensor)
+        end = End(tensor, _now(tensor))
         own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
         waiting = other.get(channel)
         if not waiting:
@@ -102,9 +113,19 @@ class InProcessTransport:
                 f"rank {channel[0]} sends {source.tensor.dtype}{list(source.tensor.shape)}, but "
                 f"rank {channel[1]} expects {target.tensor.dtype}{list(target.tensor.shape)}"
             )
+        if met.ready is not None:
+            met.ready.wait()
+            # The other rank's stream may free it before this one has come to the copy.
+            met.tensor.record_stream(torch.cuda.current_stream(tensor.device))
         target.tensor.copy_(source.tensor)
+        end.over = met.over = _now(tensor)
         end.done = met.done = True
         return end
+
+
+def _now(tensor: Tensor) -> torch.cuda.Event | None:
+    """An event on the current stream of a tensor's GPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 @attrs.frozen
@@ -121,3 +142,6 @@ class Endpoint:
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.hub.post((peer, self.rank), buffer, sends=False)
+
+    def close(self) -> None:
+        """Nothing is held."""

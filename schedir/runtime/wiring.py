@@ -42,7 +42,7 @@ class Wirings:
         schedule: Schedule,
         here: Sequence[int],
         stages: Mapping[int, nn.Module],
-        devices: Mapping[int, torch.device],
+        device: torch.device,
         loss_fn: Callable[..., Tensor],
         boundaries: Mapping[int, Declared],
         control: Control | None,
@@ -53,7 +53,7 @@ class Wirings:
         self._holders = schedule.placement
         self._here = frozenset(here)
         self._stages = stages
-        self._devices = devices
+        self._device = device
         self._loss_fn = loss_fn
         self._boundaries = boundaries
         self._control = control
@@ -81,7 +81,7 @@ class Wirings:
             shapes = (meta_of(inputs), inputs.stride())
         else:
             shapes = tuple(_signatures(cells, extras))
-        self._signature = (shapes, _autocast(self._devices[0].type))
+        self._signature = (shapes, _autocast(self._device.type))
         return self._numbers.get(self._signature, len(self._agreed))
 
     def agree(
@@ -154,7 +154,7 @@ class Wirings:
             )
             return _Half(given, call, declared(self._boundaries[stage], trained), None)
         try:
-            trace = Trace(module, self._devices[stage], given, call, extra, self._trains)
+            trace = Trace(module, self._device, given, call, extra, self._trains)
         except Exception as error:
             if stage == self._last:
                 return _Half(given, call, NOTHING, None)  # nothing behind it needs the shape

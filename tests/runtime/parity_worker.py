@@ -73,13 +73,14 @@ def differences(
     optimizer: Any,
     reference: str,
     vertical_sync: bool,
+    device: str = "cpu",
 ) -> list[str]:
     """What differs on a rank, or, where that is None, with all ranks in this process."""
-    whole = make_stages(schedule.stages)
+    whole = [stage.to(device) for stage in make_stages(schedule.stages)]
     here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
     local = {s: copy.deepcopy(whole[s]) for s in here}
     found: list[str] = []
-    data = batches(schedule.microbatches)
+    data = [(x.to(device), y.to(device)) for x, y in batches(schedule.microbatches)]
     loss_fn = nn.functional.mse_loss
     with Executor(schedule, local, loss_fn, optimizer, in_process=rank is None) as executor:
         optimizers = [optimizer(stage.parameters()) for stage in whole]
