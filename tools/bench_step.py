@@ -5,7 +5,9 @@
 Both sides run one after the other in the same processes, in blocks A B B A of `--steps` steps each,
 back to back within a block and with a barrier between. The figure of a block is schedir's time
 over torch's; reported are the median over the blocks and its bootstrap interval, after a run of
-schedir against schedir, whose spread is the noise. No optimiser: gradients are cleared by hand.
+schedir against schedir, whose spread is the noise. Also reported: schedir's time over the ideal,
+the busiest rank's compute plus the schedule's bubble at F = 1, B = 2. There is no optimiser:
+gradients are cleared by hand.
 
     python tools/bench_step.py --overhead [--json FILE]
 
@@ -112,7 +114,8 @@ def clear(stages: Mapping[int, nn.Module]) -> None:
             parameter.grad = None
 
 
-def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor]:
+def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor, list[float]]:
+    """A step, its executor, and the seconds of compute in every step so far."""
     schedule = schedir.build(
         name,
         ranks=dist.get_world_size(),
@@ -122,12 +125,13 @@ def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor]:
     stages = local_stages(model, chunks)
     executor = Executor(schedule, stages, model.loss)
     x, y = model.batch()
+    busy: list[float] = []
 
     def step() -> None:
-        executor.step(x, target=y)
+        busy.append(executor.step(x, target=y).busy)
         clear(stages)
 
-    return step, executor
+    return step, executor, busy
 
 
 def torch_step(model: Model, name: str, chunks: int) -> Step:
@@ -185,16 +189,22 @@ def compare(one: Step, other: Step, blocks: int, steps: int) -> dict[str, Any]:
 
 def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]:
     name, theirs, chunks = SCHEDULES[label]
-    ours, executor = schedir_step(model, name, chunks)
-    again, second = schedir_step(model, name, chunks)
+    ours, executor, busy = schedir_step(model, name, chunks)
+    again, second, _ = schedir_step(model, name, chunks)
     noise = compare(ours, again, max(3, blocks // 3), steps)
     found = compare(ours, torch_step(model, theirs, chunks), blocks, steps)
+    # At best the busiest rank computes without a pause but for the schedule's bubble.
+    most = torch.tensor([statistics.median(busy[-2 * blocks * steps :])])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    line = schedir.simulate(executor.schedule)
+    ideal = 1e3 * float(most) * float(line.makespan) / max(float(r.busy) for r in line.ranks)
     executor.close()
     second.close()
     return {
         "model": model.name,
         "schedule": label,
         **found,
+        "over_ideal": found["schedir_ms"] / ideal,
         "noise": [noise["low"], noise["high"]],
     }
 
@@ -261,7 +271,7 @@ def memory(side: str, label: str) -> dict[str, Any]:
     name, theirs, chunks = SCHEDULES[label]
     executor = None
     if side == "schedir":
-        step, executor = schedir_step(WIDE, name, chunks)
+        step, executor, _ = schedir_step(WIDE, name, chunks)
     else:
         step = torch_step(WIDE, theirs, chunks)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -276,8 +286,8 @@ def memory(side: str, label: str) -> dict[str, Any]:
 
 
 HEAD = (
-    "| model | schedule | schedir ms | torch ms | schedir / torch | noise |\n"
-    "| --- | --- | --- | --- | --- | --- |"
+    "| model | schedule | schedir ms | torch ms | schedir / torch | noise | schedir / ideal |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -285,7 +295,7 @@ def row(r: dict[str, Any]) -> str:
     return (
         f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['torch_ms']:.2f} | "
         f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) | "
-        f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} |"
+        f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} | {r['over_ideal']:.2f} |"
     )
 
 

@@ -97,6 +97,12 @@ class Executor:
     says of a microbatch's target how many samples the mean loss is over, where that is not its
     rows: tokens that are not padding, say; microbatches are weighed by it.
 
+    `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
+    at most that. `ties` names copies of one parameter that stages share, each as (stage, name in
+    the stage's module): they get the sum of their gradients and step together, so their optimisers
+    must treat them alike. `mesh`, with dimensions named dp and pp, runs the schedule once for each
+    index of dp, on data of its own, as one training: sums are over all.
+
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
     position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
     travel; None, numbers and strings are agreed at the first step of each input shape.
@@ -150,11 +156,13 @@ class Executor:
         local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
         check_stages(schedule, stages, local, None if in_process else self.rank)
 
+        self._device = device_of(stages)
+        recomputed = recomputed_stages(recompute, schedule.stages)
+
         talks = not in_process and len(self._grid.everyone) > 1
         self._made_group = talks and not dist.is_initialized()
         if self._made_group:
             init_process_group()
-        self._device = device_of(stages)
         self._control = Control(self._grid) if talks else None
         shared = Shared(schedule, self._grid, stages, ties, self._device, self._control)
         self._transport = self._connect(schedule) if talks else None
@@ -170,7 +178,6 @@ class Executor:
         self._last = schedule.stages - 1
         self._boundaries = boundaries or {}
         self._count = count
-        recomputed = recomputed_stages(recompute, schedule.stages)
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {

@@ -16,7 +16,7 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 
 class Reduction:
-    """The sums of one stage's gradients.
+    """The sums of the gradients of one stage's `parameters`, of which there are some.
 
     `keeps_earlier` where gradients of earlier calls may be there: those have been summed already
     and are set aside meanwhile.
@@ -25,9 +25,9 @@ class Reduction:
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, keeps_earlier: bool
     ) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._parameters = parameters
         self._group = group
-        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._device = parameters[0].device
         self.keeps_earlier = keeps_earlier
         self._earlier: list[Tensor | None] = []
         self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []

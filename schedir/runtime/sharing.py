@@ -73,10 +73,10 @@ class Shared:
     def reduction(self, stage: int, keeps_earlier: bool) -> Reduction | None:
         """The sums that the stage's REDUCE_GRADs are, if several processes run it."""
         processes = self._processes(stage)
-        if self._control is None or len(processes) == 1:
+        parameters = [p for p in self._stages[stage].parameters() if p.requires_grad]
+        if self._control is None or len(processes) == 1 or not parameters:
             return None
         # A group for each stage: two stages' replicas may reach their sums in another order.
-        parameters = list(self._stages[stage].parameters())
         return Reduction(parameters, new_group(processes, self._device), keeps_earlier)
 
     def clipping(self, max_norm: float) -> Clipping:
