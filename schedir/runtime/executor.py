@@ -167,6 +167,7 @@ class Executor:
         shared = Shared(schedule, self._grid, stages, ties, self._device, self._control)
         self._transport = self._connect(schedule) if talks else None
 
+        self._updates = optimizer is not None
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         if optimizer is not None:
             for stage in local:
@@ -253,6 +254,7 @@ class Executor:
             cells,
             versions,
             self.optimizers,
+            self._updates,
             self._meetings,
             openings(schedule) if talks else (),
         )

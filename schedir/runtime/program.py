@@ -53,6 +53,7 @@ class Compiler:
     cells: Mapping[tuple[int, int], Cell]
     versions: Mapping[int, StageVersions]
     optimizers: Mapping[int, torch.optim.Optimizer]
+    updates: bool  # whether OPTIM_STEPs are carried out, also by stages without parameters
     meetings: Meetings
     openings: Collection[tuple[int, int]]
 
@@ -84,7 +85,7 @@ class Compiler:
     def _meet(self, rank: int, index: int) -> Meet | None:
         """What comes before the first of a rank's consecutive OPTIM_STEPs."""
         actions = self.schedule.actions[rank]
-        if actions[index].kind is not Kind.OPTIM_STEP or not self.optimizers:
+        if actions[index].kind is not Kind.OPTIM_STEP or not self.updates:
             return None
         if index and actions[index - 1].kind is Kind.OPTIM_STEP:
             return None
@@ -129,7 +130,7 @@ class Compiler:
             return None if stage.reduction is None else ReduceGrad(stage.reduction, stage.state)
         if action.kind is Kind.OPTIM_STEP:
             steps[action.stage] += 1
-            if not self.optimizers:
+            if not self.updates:
                 return None
             return OptimStep(stage, self.optimizers.get(action.stage), steps[action.stage])
         cell = self._cell(action)

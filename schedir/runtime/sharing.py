@@ -5,6 +5,7 @@ tied stages. All copies start equal, get equal gradients, and so stay equal.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -90,18 +91,22 @@ class Shared:
     def _gather(self, own: Norms) -> Norms:
         if self._control is None:
             return own
-        speaks: dict[int, list[int]] = {rank: [] for rank in range(self._schedule.ranks)}
+        speaks: dict[int, list[int]] = {}  # by number, the stages that a process speaks for
         for stage, held in enumerate(self._schedule.placement):
-            speaks[held[0]].append(stage)
-        numbers = {self._grid.number(rank): stages for rank, stages in speaks.items()}
-        said = [norm for stage in speaks[self._grid.rank] for norm in own[stage]]
-        sizes = {n: sum(self._sizes[s] for s in stages) for n, stages in numbers.items()}
-        exchange = self._control.expect(sizes, NORM_TAG)
-        heard = exchange.give(torch.tensor(said, dtype=torch.float64), numbers).result()
+            speaks.setdefault(self._grid.number(held[0]), []).append(stage)
+        sizes = {n: sum(self._sizes[s] for s in stages) for n, stages in speaks.items()}
+        # Who has no gradients says nothing: an empty message is none.
+        exchange = self._control.expect({n: size for n, size in sizes.items() if size}, NORM_TAG)
+        this = self._grid.number(self._grid.rank)
+        said = [norm for stage in speaks.get(this, ()) for norm in own[stage]]
+        if said:
+            everyone = map(self._grid.number, range(self._schedule.ranks))
+            exchange.give(torch.tensor(said, dtype=torch.float64), everyone)
+        heard = iter(exchange.result())
         found: Norms = {}
-        for stages, vector in zip(numbers.values(), heard, strict=True):
-            parts = vector.split([self._sizes[stage] for stage in stages])
-            found.update({s: part.tolist() for s, part in zip(stages, parts, strict=True)})
+        for number, stages in speaks.items():
+            norms = iter(next(heard).tolist() if sizes[number] else ())
+            found.update({s: list(islice(norms, self._sizes[s])) for s in stages})
         return found
 
     def meetings(self, here: Sequence[int], clipping: Clipping | None) -> Meetings:

@@ -399,5 +399,20 @@ def clipping_over_two_ranks(rank: int) -> list[str]:
     return faults
 
 
+@scenario(3)
+def clipping_past_a_stage_without_parameters(rank: int) -> list[str]:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=2)
+    whole = [*linear_stages(), nn.Tanh()]
+    local = copy.deepcopy(whole[rank])
+    model = nn.Sequential(*whole)
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    with Executor(schedule, {rank: local}, MSE, adamw, clip_grad_norm=0.05) as executor:
+        result = executor.step(x, target=y)
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        (MSE(model(a), b) / 2).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+    return [] if result.grad_norm == norm else [f"norm {result.grad_norm} != {norm}"]
+
+
 if __name__ == "__main__":
     main(SCENARIOS)
