@@ -106,8 +106,9 @@ class Boundary:
         if not agreed:
             raise ExecutionError(
                 f"the stage returned {boundary_of(output)}, but {self} was agreed with the next "
-                "stage; declare the former with boundaries= if it depends on data, and make a new "
-                "Executor if parameters have been frozen or thawed"
+                "stage; declare the former with boundaries= if its shape depends on data, return "
+                "what varies as a tensor, keep the order of a dict's keys, and make a new Executor "
+                "if parameters have been frozen or thawed"
             )
         return found
 
@@ -199,6 +200,8 @@ def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
 
     Of a buffer made by `empty` it is a view; a tensor in another layout is copied.
     """
+    if tensor.is_conj() or tensor.is_neg():  # the bytes are not yet the values
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.stride() == meta.stride and tensor.is_contiguous():
         return tensor
     tensor = tensor.detach()

@@ -5,6 +5,7 @@ It has a gloo group of its own, on CUDA too, so that it never meets the pipeline
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.grid import Grid, new_group
+from schedir.runtime.grid import Grid, Groups
 
+_OBJECT_TAG = 0
 _STEP_TAG = 1
 LOSS_TAG = 2
 COUNT_TAG = 3
@@ -62,12 +64,12 @@ class Control:
     all pipelines.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, groups: Groups) -> None:
         self._grid = grid
         self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
         self._own = grid.number(grid.rank)
         self._all = len(grid.everyone)
-        self._group = new_group(grid.everyone)
+        self._group = groups.make("control", grid.everyone)
         self._earlier: list[_Posted] = []  # by the steps before
         self._posted: list[_Posted] = []
 
@@ -93,12 +95,17 @@ class Control:
         return self._receive(self._numbers[rank])
 
     def _send(self, value: object, number: int) -> None:
-        dist.send_object_list([value], group=self._group, group_dst=number)
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        for part in (size, content):
+            self._group.send([part], number, _OBJECT_TAG).wait()
 
     def _receive(self, number: int) -> Any:
-        value: list[Any] = [None]
-        dist.recv_object_list(value, group=self._group, group_src=number)
-        return value[0]
+        size = torch.empty(1, dtype=torch.int64)
+        self._group.recv([size], number, _OBJECT_TAG).wait()
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self._group.recv([content], number, _OBJECT_TAG).wait()
+        return pickle.loads(content.numpy().tobytes())  # from a process of the same job
 
     def announce(self, source: int, number: int | None) -> int:
         """Give `number` from rank `source` to all ranks of the pipeline."""
@@ -130,7 +137,3 @@ class Control:
         for posted in self._earlier:
             posted.wait()
         self._earlier, self._posted = self._posted, []
-
-    def close(self) -> None:
-        """Give the process group back."""
-        dist.destroy_process_group(self._group)

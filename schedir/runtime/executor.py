@@ -32,7 +32,7 @@ from schedir.runtime.fitting import (
     proved,
     recomputed_stages,
 )
-from schedir.runtime.grid import Grid, grid, init_process_group
+from schedir.runtime.grid import Grid, Groups, grid, init_process_group
 from schedir.runtime.instructions import Forward, Send, Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
 from schedir.runtime.nccl import NcclTransport
@@ -63,7 +63,7 @@ class _Given:
 
     inputs: Batch | None
     target: Batch | None = None
-    stage_inputs: Mapping[int, Batch] = {}
+    stage_inputs: Mapping[int, Batch | None] = {}
     loss_kwargs: Batch | None = None
 
 
@@ -72,13 +72,15 @@ class _Runner:
     """A list that is run again and again: for training, or its forwards for evaluation.
 
     `programs` holds the compiled lists by the number of the agreement on the boundaries, of which
-    `current` is that of the step before. `early` receives of this rank are posted before it knows
-    this step's; `awaited` are its sends that others may have posted such receives for.
+    `current` is that of the step before; if it `remembers`, the next step is taken to be under it.
+    `early` receives of this rank are posted before it knows; `awaited` are its sends that others
+    may have posted such receives for.
     """
 
     cells: Cells
     wirings: Wirings
     compiler: Compiler
+    remembers: bool
     early: int
     awaited: Sequence[Action]
     programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
@@ -163,8 +165,9 @@ class Executor:
         self._made_group = talks and not dist.is_initialized()
         if self._made_group:
             init_process_group()
-        self._control = Control(self._grid) if talks else None
-        shared = Shared(schedule, self._grid, stages, ties, self._device, self._control)
+        self._made = Groups(self._grid.everyone)
+        self._control = Control(self._grid, self._made) if talks else None
+        shared = Shared(schedule, self._grid, stages, ties, self._device, self._control, self._made)
         self._transport = self._connect(schedule) if talks else None
 
         self._updates = optimizer is not None
@@ -221,10 +224,10 @@ class Executor:
         """The transport of the device, between the ranks of this pipeline."""
         processes = self._grid.processes[self._grid.pipeline]
         if self._device.type == "cpu":
-            return GlooTransport(processes)
+            return GlooTransport(processes, self._made)
         transfers = schedule.dataflow.transfers
         channels = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
-        return NcclTransport(processes, self.rank, channels, self._device)
+        return NcclTransport(processes, self.rank, channels, self._device, self._made)
 
     def _runner(
         self,
@@ -247,7 +250,11 @@ class Executor:
             trains,
         )
         # On a GPU the host would wait for the payload that it reads; a message costs it nothing.
-        talks = isinstance(self._transport, GlooTransport)
+        # And a rank that runs no forward gets no payload to learn from.
+        ranks_that_run = set(schedule.dataflow.runs.ravel().tolist())
+        talks = isinstance(self._transport, GlooTransport) and (
+            len(ranks_that_run) == schedule.ranks
+        )
         compiler = Compiler(
             schedule,
             self._stages,
@@ -265,14 +272,16 @@ class Executor:
         own = set(schedule.actions[self.rank])
         sends = (matching_send(receive) for posted in early.values() for receive in posted)
         awaited = [send for send in sends if send in own]
-        return _Runner(cells, wirings, compiler, len(early.get(self.rank, ())), awaited)
+        remembers = talks or self._transport is None
+        posted = len(early.get(self.rank, ()))
+        return _Runner(cells, wirings, compiler, remembers, posted, awaited)
 
     def step(
         self,
         inputs: Batch | None = None,
         *,
         target: Batch | None = None,
-        stage_inputs: Mapping[int, Batch] | None = None,
+        stage_inputs: Mapping[int, Batch | None] | None = None,
         loss_kwargs: Batch | None = None,
         update: bool = True,
         outputs: bool = False,
@@ -307,7 +316,7 @@ class Executor:
         inputs: Batch | None = None,
         *,
         target: Batch | None = None,
-        stage_inputs: Mapping[int, Batch] | None = None,
+        stage_inputs: Mapping[int, Batch | None] | None = None,
         loss_kwargs: Batch | None = None,
         outputs: bool = False,
     ) -> StepResult:
@@ -325,7 +334,7 @@ class Executor:
         self,
         inputs: Batch | None = None,
         *,
-        stage_inputs: Mapping[int, Batch] | None = None,
+        stage_inputs: Mapping[int, Batch | None] | None = None,
     ) -> list[Any] | None:
         """What the last stage returns, microbatch by microbatch, as `evaluate` but without a loss.
 
@@ -369,6 +378,8 @@ class Executor:
                 for reduction in self._reductions:
                     reduction.begin()
             self._run(programs, runner.cells, done)
+            if self._control is not None:
+                self._control.settle()
             if trains:
                 for reduction in self._reductions:
                     reduction.finish()
@@ -405,8 +416,7 @@ class Executor:
             wait(self._under_way)
             for _ in range(2):  # what the step before the last one has posted, and what it has
                 self._control.settle()
-            self._control.close()
-            self._transport.close()
+            self._made.close()
             self._control = self._transport = None
         if self._made_group:
             # The ranks leave together: none loses a peer that still talks to it, and gloo's threads
@@ -482,7 +492,7 @@ class Executor:
         return found
 
     def _extras(
-        self, cells: Cells, stage_inputs: Mapping[int, Batch]
+        self, cells: Cells, stage_inputs: Mapping[int, Batch | None]
     ) -> dict[int, list[Microbatch]]:
         """Put what stages get beside their input into their cells; those of other ranks are not
         looked at, but on the rank that has the first stage."""
@@ -493,6 +503,8 @@ class Executor:
                 raise ExecutionError(
                     f"stage_inputs: there is no stage {stage!r}, only 0..{self._last}"
                 )
+            if batch is None:
+                continue
             if stage in self._stages or 0 in self._stages:
                 extras[stage] = split(batch, number, f"stage_inputs[{stage}]")
             if stage in self._stages:
@@ -518,7 +530,7 @@ class Executor:
         """
         cells, wirings = runner.cells, runner.wirings
         seen = number = wirings.number(cells, given.inputs, extras)
-        if runner.current is not None and not isinstance(self._transport, NcclTransport):
+        if runner.current is not None and runner.remembers:
             programs = runner.programs[runner.current]
             done = 0
             if number is None:
@@ -634,13 +646,12 @@ class Executor:
         self, cells: Cells, counts: list[float], losses: Exchange | None
     ) -> Callable[[], float]:
         """The step's mean loss, on its way to every process."""
-        if self._control is not None:
-            self._control.settle()
         own = None
         if self._last in self._stages:
             # By microbatch, not by order of arrival.
             found = [cells[self._last, m].loss for m in range(len(counts))]
-            ran = [(n, x) for n, x in zip(counts, found, strict=True) if x is not None]
+            # One without samples has no mean to count.
+            ran = [(n, x) for n, x in zip(counts, found, strict=True) if x is not None and n]
             own = torch.tensor(
                 [sum(n * float(x) for n, x in ran), sum(n for n, _ in ran)], dtype=torch.float64
             )

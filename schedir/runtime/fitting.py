@@ -166,7 +166,7 @@ class Claim:
     """What a process holds, for all to compare.
 
     `copies` are digests of what must be equal wherever it is held, by what it is called; `sizes`
-    says how many gradients each stage here has.
+    says how many gradients each stage here has, `doubles` whether any is of double precision.
     """
 
     schedule: str
@@ -174,6 +174,7 @@ class Claim:
     device: str
     copies: Mapping[str, tuple[int, ...]]
     sizes: Mapping[int, int]
+    doubles: bool
 
 
 def compare(claims: Sequence[Claim]) -> None:

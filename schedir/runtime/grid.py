@@ -10,14 +10,19 @@ Every pipeline runs the whole schedule on data of its own; REDUCE_GRAD sums over
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Any, ClassVar, Protocol, cast
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from schedir.errors import ExecutionError
@@ -114,16 +119,53 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
 _CPU = torch.device("cpu")
 
 
-def new_group(processes: tuple[int, ...], device: torch.device = _CPU) -> dist.ProcessGroup:
-    """A group of these processes alone, for one purpose: of gloo, or of NCCL for a GPU."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if processes == tuple(range(dist.get_world_size())):
-        group = dist.new_group(backend=backend)
-    else:
-        group = dist.new_group(list(processes), backend=backend, use_local_synchronization=True)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ExecutionError(f"this process is none of {processes}")
-    return group
+class Group(Protocol):
+    """A process group, as gloo and NCCL make it; ranks are positions in its `processes`."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Post a send."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Post a receive."""
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
+        """Post a sum over all of the group."""
+
+
+class Groups:
+    """Makes the process groups of one executor, each of some processes alone, for one purpose.
+
+    Not by torch's new_group: that has all processes make all groups, or names a group by how many
+    its process has made, which hangs where the members have made different numbers.
+    """
+
+    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
+    def __init__(self, everyone: tuple[int, ...]) -> None:
+        # All members have made as many executors together, so they find the same keys.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
+        Groups._made[everyone] += 1
+        self._on_gpus: list[Any] = []
+
+    def make(self, purpose: str, processes: Sequence[int], device: torch.device = _CPU) -> Group:
+        """A group for a purpose that no other one has: of gloo, or of NCCL for a GPU."""
+        store = PrefixStore(f"{self._name}/{purpose}", _get_default_store())
+        position, size = processes.index(dist.get_rank()), len(processes)
+        group: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            group = dist.ProcessGroupNCCL(store, position, size, options)
+            self._on_gpus.append(group)
+        else:
+            group = dist.ProcessGroupGloo(store, position, size, default_pg_timeout)
+        return cast(Group, group)
+
+    def close(self) -> None:
+        """Give back what is held beyond the groups' own life: NCCL's communicators."""
+        for group in self._on_gpus:
+            group.shutdown()
+        self._on_gpus.clear()
 
 
 _groups_made = count()

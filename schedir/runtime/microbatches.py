@@ -38,6 +38,8 @@ def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
             raise ExecutionError(
                 f"{what}: {min(rows)} rows can't be split into {microbatches} microbatches"
             )
+        if not leaves:
+            return [batch] * microbatches
         pieces = [
             torch.tensor_split(leaf, microbatches)
             if isinstance(leaf, Tensor)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.grid import new_group
+from schedir.runtime.grid import Group, Groups
 from schedir.runtime.transport import Work
 
 
@@ -29,16 +28,18 @@ class NcclTransport:
         rank: int,
         channels: Iterable[tuple[int, int]],
         device: torch.device,
+        groups: Groups,
     ) -> None:
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
         self._rank = rank
         self._number = {peer: processes[peer] > processes[rank] for peer in range(len(processes))}
         # In one order on all ranks: communicators that are made in another one wait on each other.
         for source, target in sorted(channels):
             if rank not in (source, target):
                 continue
-            pair = tuple(sorted((processes[source], processes[target])))
-            self._groups[source, target] = new_group(pair, device)
+            pair = sorted((processes[source], processes[target]))
+            purpose = f"channel/{processes[source]}-{processes[target]}"
+            self._groups[source, target] = groups.make(purpose, pair, device)
             # The first transfer makes the communicator.
             warm = torch.zeros(1, device=device)
             if rank == source:
@@ -56,8 +57,3 @@ class NcclTransport:
         """Post a receive; waiting for it has the compute that is queued next wait."""
         work: Work = self._groups[peer, self._rank].recv([buffer], int(self._number[peer]), 0)
         return work
-
-    def close(self) -> None:
-        """Give the process groups back."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.runtime.grid import Group
+
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 
@@ -23,7 +25,7 @@ class Reduction:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, keeps_earlier: bool
+        self, parameters: Sequence[nn.Parameter], group: Group, keeps_earlier: bool
     ) -> None:
         self._parameters = parameters
         self._group = group

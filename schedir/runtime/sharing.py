@@ -14,7 +14,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
 from schedir.runtime.control import NORM_TAG, Control
 from schedir.runtime.fitting import Claim, compare, digest
-from schedir.runtime.grid import Grid, new_group
+from schedir.runtime.grid import Grid, Groups
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
 
@@ -36,9 +36,12 @@ class Shared:
         ties: Sequence[TieOf],
         device: torch.device,
         control: Control | None,
+        groups: Groups,
     ) -> None:
         self._schedule, self._grid, self._stages = schedule, grid, stages
         self._device = device
+        self._groups = groups
+        _check_ties(ties)
         self._ties = [(tie, _copies(schedule, stages, tie)) for tie in ties]
         # Of the copies of a tied parameter the first one's gradient counts.
         self._skipped = {
@@ -55,10 +58,12 @@ class Shared:
                 if copies.setdefault(label, (digest(copy),)) != (digest(copy),):
                     raise ExecutionError(f"{label} differs in stage {stage}; load the same values")
         sizes = {stage: len(self._counted(stage)) for stage in stages}
-        mine = Claim(schedule.content_hash, schedule.name, device.type, copies, sizes)
+        doubles = any(p.dtype is torch.float64 for m in stages.values() for p in m.parameters())
+        mine = Claim(schedule.content_hash, schedule.name, device.type, copies, sizes, doubles)
         claims = [mine] if control is None else control.gather(mine)
         compare(claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
+        self._norms = torch.float64 if any(claim.doubles for claim in claims) else torch.float32
         self._control = control
 
     def _processes(self, stage: int) -> tuple[int, ...]:
@@ -78,7 +83,8 @@ class Shared:
         if self._control is None or len(processes) == 1 or not parameters:
             return None
         # A group for each stage: two stages' replicas may reach their sums in another order.
-        return Reduction(parameters, new_group(processes, self._device), keeps_earlier)
+        group = self._groups.make(f"stage/{stage}", processes, self._device)
+        return Reduction(parameters, group, keeps_earlier)
 
     def clipping(self, max_norm: float) -> Clipping:
         """Clipping by the norm over all stages."""
@@ -86,7 +92,7 @@ class Shared:
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self._stages.items()
         }
-        return Clipping(max_norm, trained, self._skipped, self._gather)
+        return Clipping(max_norm, trained, self._skipped, self._norms, self._gather)
 
     def _gather(self, own: Norms) -> Norms:
         if self._control is None:
@@ -113,12 +119,14 @@ class Shared:
         """The meetings of the ranks here."""
         placement, actions = self._schedule.placement, self._schedule.actions
         tied = []
-        for tie, held in self._ties:
+        for number, (tie, held) in enumerate(self._ties):
             ranks = {placement[stage][0] for stage, _ in tie}
             row = self._grid.processes[self._grid.pipeline]
             group = None
             if self._control is not None and len(ranks) > 1 and held:
-                group = new_group(tuple(sorted(row[rank] for rank in ranks)), self._device)
+                processes = sorted(row[rank] for rank in ranks)
+                purpose = f"tie/{number}/{processes}"
+                group = self._groups.make(purpose, processes, self._device)
             if held:
                 act = Tie(list(held.values()), group).sum
                 meeting = Meeting(len(ranks.intersection(here)), act)
@@ -128,6 +136,18 @@ class Shared:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in here]
             clips.append(Meeting(sum(steps), clipping.clip))
         return Meetings(tied, clips)
+
+
+def _check_ties(ties: Sequence[TieOf]) -> None:
+    """A copy in two ties would get another sum from each."""
+    seen = set()
+    for tie in ties:
+        for stage, name in tie:
+            if (stage, name) in seen:
+                raise ExecutionError(
+                    f"ties: {stage}:{name} stands in two ties; list all copies of it in one"
+                )
+            seen.add((stage, name))
 
 
 def _copies(

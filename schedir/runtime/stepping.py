@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.runtime.grid import Group
 from schedir.runtime.reduction import Reduction
 
 Norms = dict[int, list[float]]
@@ -69,7 +69,7 @@ class Meetings:
 class Tie:
     """A parameter that stages share: each holds a copy, and all have the same gradient and step."""
 
-    def __init__(self, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, copies: Sequence[nn.Parameter], group: Group | None) -> None:
         self._copies = copies
         self._group = group
 
@@ -92,7 +92,7 @@ class Clipping:
     """Scales all gradients so that their norm is at most `max_norm`.
 
     `parameters` are those of the stages here; `skipped` those of them whose gradient counts
-    elsewhere. `gather` gives the norms of all stages, every one once.
+    elsewhere. The total is taken in `dtype`. `gather` gives the norms of all stages, each once.
     """
 
     def __init__(
@@ -100,11 +100,13 @@ class Clipping:
         max_norm: float,
         parameters: Mapping[int, Sequence[nn.Parameter]],
         skipped: set[nn.Parameter],
+        dtype: torch.dtype,
         gather: Callable[[Norms], Norms],
     ) -> None:
         self._max_norm = max_norm
         self._parameters = parameters
         self._skipped = skipped
+        self._dtype = dtype
         self._gather = gather
         self.norm: float | None = None
 
@@ -116,7 +118,7 @@ class Clipping:
         }
         everyone = self._gather(own)
         norms = [norm for stage in sorted(everyone) for norm in everyone[stage] if norm != -1]
-        total = torch.linalg.vector_norm(torch.tensor(norms or [0.0]))
+        total = torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=self._dtype))
         for parameters in self._parameters.values():
             torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)
         self.norm = float(total)

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedir.errors import ExecutionError
-from schedir.runtime.grid import new_group
+from schedir.runtime.grid import Groups
 
 
 class Work(Protocol):
@@ -31,9 +30,6 @@ class Transport(Protocol):
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
 
-    def close(self) -> None:
-        """Give back what it holds."""
-
 
 class GlooTransport:
     """Between the processes of a pipeline, on a group of its own, apart from all collectives.
@@ -41,10 +37,10 @@ class GlooTransport:
     `processes[rank]` runs a rank.
     """
 
-    def __init__(self, processes: Sequence[int]) -> None:
+    def __init__(self, processes: Sequence[int], groups: Groups) -> None:
         ordered = tuple(sorted(processes))
         self._numbers = [ordered.index(process) for process in processes]
-        self._group = new_group(ordered)
+        self._group = groups.make(f"transfers/{ordered}", ordered)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
@@ -55,10 +51,6 @@ class GlooTransport:
         """Post a receive."""
         work: Work = self._group.recv([buffer], self._numbers[peer], 0)
         return work
-
-    def close(self) -> None:
-        """Give the process group back."""
-        dist.destroy_process_group(self._group)
 
 
 @attrs.define(eq=False)
@@ -142,6 +134,3 @@ class Endpoint:
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.hub.post((peer, self.rank), buffer, sends=False)
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -240,11 +240,14 @@ def _signatures(
     """What the wiring of each microbatch depends on, as far as the first stage's rank can see."""
     for m in range(1 + max(m for _, m in cells)):
         leaves, spec = pytree.tree_flatten(cells[0, m].batch)
-        beside = [leaf for stage in sorted(extras) for leaf in pytree.tree_leaves(extras[stage][m])]
+        beside = [(stage, *pytree.tree_flatten(extras[stage][m])) for stage in sorted(extras)]
         yield (
             tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
             spec,
-            tuple(meta_of(leaf) for leaf in beside if isinstance(leaf, Tensor)),
+            tuple(
+                (stage, structure, *(meta_of(x) for x in given if isinstance(x, Tensor)))
+                for stage, given, structure in beside
+            ),
         )
 
 

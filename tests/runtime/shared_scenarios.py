@@ -400,6 +400,54 @@ def clipping_over_two_ranks(rank: int) -> list[str]:
 
 
 @scenario(3)
+def ties_that_overlap_in_ranks(rank: int) -> list[str]:
+    """Rank 1 makes more groups than the others, which must find each other all the same; twice."""
+    schedule = schedir.build("1f1b", ranks=3, microbatches=2)
+    faults = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+        with torch.no_grad():
+            layers[1][0].weight.copy_(layers[0][0].weight)
+            layers[2][1].weight.copy_(layers[1][1].weight)
+        whole = [nn.Sequential(*pair) for pair in layers]
+        ties = [[(0, "0.weight"), (1, "0.weight")], [(1, "1.weight"), (2, "1.weight")]]
+        with Executor(schedule, {rank: whole[rank]}, MSE, adamw, ties=ties) as executor:
+            x, y = torch.randn(2, 4, 4)
+            executor.step(x, target=y)
+        found: list[Any] = [None] * 3
+        dist.all_gather_object(found, [layer.weight.detach() for layer in layers[rank]])
+        if not torch.equal(found[0][0], found[1][0]) or not torch.equal(found[1][1], found[2][1]):
+            faults.append("tied copies differ")
+    return faults
+
+
+@scenario(3)
+def replicas_in_a_chain(rank: int) -> list[str]:
+    """Stage 0 on ranks 0 and 1, stage 1 on ranks 1 and 2, and one that only adds to the sum."""
+    schedule = schedir.loads(
+        "schedir 1\nname chain\nmicrobatches 2\nplacement 0,1 1,2\n"
+        "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0REDUCE_GRAD 0OPTIM_STEP\n"
+        "rank 1: 1RECV_ACT0 0F1 1F0 1B0 1SEND_GRAD0 1F1 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD "
+        "0OPTIM_STEP 1OPTIM_STEP\n"
+        "rank 2: 1REDUCE_GRAD 1OPTIM_STEP\n"
+    )
+    whole = linear_stages()
+    local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
+    optimizers = [adamw(stage.parameters()) for stage in whole]
+    generator = torch.Generator().manual_seed(1)
+    with Executor(schedule, local, MSE, adamw) as executor:
+        for rows in (4, 4, 6, 4):
+            x, y = torch.randn(2, rows, 4, generator=generator)
+            executor.step(x, target=y)
+            plain_grads(whole, [(x, y)], 2, 0, rows)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [fault for s, module in local.items() for fault in compare(module, whole[s], s)]
+
+
+@scenario(3)
 def clipping_past_a_stage_without_parameters(rank: int) -> list[str]:
     schedule = schedir.build("1f1b", ranks=3, microbatches=2)
     whole = [*linear_stages(), nn.Tanh()]

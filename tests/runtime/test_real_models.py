@@ -305,6 +305,33 @@ def test_a_loss_over_tokens_is_weighed_by_tokens() -> None:
             torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_a_microbatch_of_padding_alone_counts_for_nothing() -> None:
+    torch.manual_seed(2)
+    stages: dict[int, nn.Module] = {0: nn.Embedding(7, 4), 1: nn.Linear(4, 7)}
+    tokens = torch.randint(7, (4, 5))
+    target = tokens.clone()
+    target[2:] = IGNORED
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def count(target: Tensor) -> Tensor:
+        return (target != IGNORED).sum()
+
+    with Executor(built("1f1b", 2), stages, loss_fn, in_process=True, count=count) as executor:
+        found = executor.step(tokens, target=target).loss
+    expected = loss_fn(stages[1](stages[0](tokens[:2])), target[:2])
+    assert found == pytest.approx(float(expected.detach()))
+
+
+def test_a_stage_may_get_nothing_beside_its_input() -> None:
+    (x, y), *_ = data(1)
+    given: Any
+    with Executor(built("1f1b", 2), dict(enumerate(linears(2))), MSE, in_process=True) as executor:
+        for given in ({}, (), None):
+            executor.step(x, target=y, stage_inputs={1: given})
+
+
 @pytest.mark.parametrize("said", [-1.0, float("nan")])
 def test_a_count_that_is_none_is_refused(said: float) -> None:
     (x, y), *_ = data(1)

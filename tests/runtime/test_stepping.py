@@ -192,6 +192,9 @@ def test_ties_that_are_none_are_refused() -> None:
         tie(stages, (0, "table"), (2, "weight"))
     with pytest.raises(schedir.ExecutionError, match=r"the stages are 0\.\.2"):
         tie(stages, (0, "table.weight"), (3, "weight"))
+    ties = [[(0, "table.weight"), (s, "weight")] for s in (1, 2)]
+    with pytest.raises(schedir.ExecutionError, match=r"0:table\.weight stands in two ties"):
+        Executor(schedule, stages, cross_entropy, adamw, in_process=True, ties=ties)
     stages[2] = Scores(torch.randn(7, 4))
     with pytest.raises(schedir.ExecutionError, match=r"0:table\.weight and 2:weight differs in"):
         tie(stages, (0, "table.weight"), (2, "weight"))
