@@ -24,6 +24,7 @@ from schedir.runtime.boundary import Declared
 from schedir.runtime.cells import Cell, wait
 from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control, Exchange
 from schedir.runtime.fitting import (
+    TieOf,
     check_clipping,
     check_stages,
     check_stepping,
@@ -31,6 +32,7 @@ from schedir.runtime.fitting import (
     loss_groups,
     proved,
     recomputed_stages,
+    tied_copies,
 )
 from schedir.runtime.grid import Grid, Groups, grid, init_process_group
 from schedir.runtime.instructions import Forward, Send, Stage, StepState
@@ -134,7 +136,7 @@ class Executor:
         recompute: bool | Collection[int] = False,
         count: Callable[[Any], float | Tensor] = rows,
         clip_grad_norm: float | None = None,
-        ties: Sequence[Sequence[tuple[int, str]]] = (),
+        ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
         seed: int = 0,
         in_process: bool = False,
@@ -160,6 +162,7 @@ class Executor:
 
         self._device = device_of(stages)
         recomputed = recomputed_stages(recompute, schedule.stages)
+        tied = tied_copies(schedule, stages, ties)
 
         talks = not in_process and len(self._grid.everyone) > 1
         self._made_group = talks and not dist.is_initialized()
@@ -167,7 +170,7 @@ class Executor:
             init_process_group()
         self._made = Groups(self._grid.everyone)
         self._control = Control(self._grid, self._made) if talks else None
-        shared = Shared(schedule, self._grid, stages, ties, self._device, self._control, self._made)
+        shared = Shared(schedule, self._grid, stages, tied, self._device, self._control, self._made)
         self._transport = self._connect(schedule) if talks else None
 
         self._updates = optimizer is not None
@@ -560,7 +563,7 @@ class Executor:
         sends = {x.action: x.run for x in program if isinstance(x.run, Send)}
         self._state.agreement = _NO_AGREEMENT
         for action in runner.awaited:
-            sends[action].empty()
+            sends[action].blank()
         for cell in runner.cells.values():
             for works in (cell.inputs_coming, cell.grads_coming):
                 wait(works)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -15,6 +17,9 @@ from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions
 from schedir.passes import insert_communication
+
+TieOf: TypeAlias = Sequence[tuple[int, str]]
+"""The copies of one shared parameter: by stage, and by name in the stage's module."""
 
 
 def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
@@ -116,6 +121,38 @@ def check_stages(
                     f"stages {other} and {stage} hold the same parameter, {name} in the latter; "
                     "give each a copy of its own and declare them with ties="
                 )
+
+
+def tied_copies(
+    schedule: Schedule, stages: Mapping[int, nn.Module], ties: Sequence[TieOf]
+) -> list[tuple[TieOf, dict[int, nn.Parameter]]]:
+    """Each tie with the copies that are here, by stage."""
+    for (stage, name), times in Counter(copy for tie in ties for copy in tie).items():
+        if times > 1:  # it would get another sum from each
+            raise ExecutionError(
+                f"ties: {stage}:{name} stands in two ties; list all copies of it in one"
+            )
+    found = []
+    for tie in ties:
+        held = {}
+        for stage, name in tie:
+            if len(schedule.placement[stage]) > 1:
+                raise ExecutionError(
+                    f"ties: stage {stage} has replicas; tie stages of one rank only"
+                )
+            if stage in stages:
+                held[stage] = _parameter(stages[stage], stage, name)
+        found.append((tie, held))
+    return found
+
+
+def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        raise ExecutionError(
+            f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
+        )
+    return parameters[name]
 
 
 def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Collection[int]:

@@ -252,8 +252,8 @@ class Backward:
             cell.previous.output_grads = grads
 
 
-class Send:
-    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs.
+class _Transfer:
+    """One end of a transfer: of a cell's activations or, with `grads`, of its gradients.
 
     With `opens` the receiver learns from it which agreement the step is under.
     """
@@ -269,6 +269,10 @@ class Send:
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
         self.stage, self.opens = stage, opens
+
+
+class Send(_Transfer):
+    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
 
     def __call__(self) -> None:
         """Run the action."""
@@ -315,14 +319,15 @@ class Send:
             views[0].copy_(tensor.detach())
         return content
 
-    def empty(self) -> None:
-        """Send nothing of that size, to a receive that was posted for what does not come."""
+    def blank(self) -> None:
+        """Send as much without meaning, to a receive that was posted for what does not come."""
         wiring = self.cell.wiring
         if self.grads:
-            if wiring.grads_out is None:
+            comes = wiring.grads_out
+            if comes is None:
                 flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
                 self._post(flags.to(self.stage.device))
-            comes = wiring.grads_out or tuple(m.requires_grad for m in wiring.before.metas)
+                comes = tuple(meta.requires_grad for meta in wiring.before.metas)
             metas = [m for m, there in zip(wiring.before.metas, comes, strict=True) if there]
         else:
             metas = list(wiring.after.metas)
@@ -332,23 +337,8 @@ class Send:
             self._post(payload(empty(meta, self.stage.device), meta))
 
 
-class Receive:
-    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come.
-
-    With `opens` the sender says with it which agreement the step is under.
-    """
-
-    def __init__(
-        self,
-        cell: Cell,
-        transport: Transport,
-        peer: int,
-        grads: bool,
-        stage: Stage,
-        opens: bool = False,
-    ) -> None:
-        self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.device, self.opens = stage.device, opens
+class Receive(_Transfer):
+    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
 
     def __call__(self) -> None:
         """Run the action."""
@@ -358,7 +348,7 @@ class Receive:
             expected = wiring.grads_in
             if expected is None:
                 expected = tuple(meta.requires_grad for meta in metas)
-                cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.device)
+                cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.stage.device)
                 self._post(cell.mask)
             cell.output_grads = tuple(
                 self._buffer(meta) if comes else None
@@ -366,7 +356,7 @@ class Receive:
             )
         elif self.opens:
             first, *others = wiring.before.metas or (None,)
-            content, cell.header, *views = empty_with_header(first, self.device)
+            content, cell.header, *views = empty_with_header(first, self.stage.device)
             self._post(content)
             rest = [self._buffer(meta) for meta in others if meta is not None]
             cell.inputs = (*views, *rest)
@@ -374,7 +364,7 @@ class Receive:
             cell.inputs = tuple(self._buffer(meta) for meta in wiring.before.metas)
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
-        buffer = empty(meta, self.device)
+        buffer = empty(meta, self.stage.device)
         self._post(payload(buffer, meta))
         return buffer
 

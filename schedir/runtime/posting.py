@@ -11,7 +11,7 @@ it last, so receives run ahead only as far as the list itself needs buffers at i
 Of the receives that come before all else so many are posted as the list alone has room for, before
 the rank knows that this step's shapes are those of the last: which they are is said by the payload
 that its first compute waits for, and so costs no message. If they are not, every receive posted
-too early gets an empty payload, and the ranks agree anew.
+too early gets a payload without meaning, and the ranks agree anew.
 
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.

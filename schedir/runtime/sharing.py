@@ -13,17 +13,16 @@ from torch import nn
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
 from schedir.runtime.control import NORM_TAG, Control
-from schedir.runtime.fitting import Claim, compare, digest
+from schedir.runtime.fitting import Claim, TieOf, compare, digest
 from schedir.runtime.grid import Grid, Groups
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
 
-TieOf = Sequence[tuple[int, str]]
-"""The copies of one shared parameter: by stage, and by name in the stage's module."""
-
 
 class Shared:
     """What this process shares with others of the parameters of its `stages`.
+
+    `ties` come with the copies that are here, by stage.
 
     Raises ExecutionError, on all processes, where copies are not equal or schedules differ.
     """
@@ -33,7 +32,7 @@ class Shared:
         schedule: Schedule,
         grid: Grid,
         stages: Mapping[int, nn.Module],
-        ties: Sequence[TieOf],
+        ties: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]],
         device: torch.device,
         control: Control | None,
         groups: Groups,
@@ -41,8 +40,7 @@ class Shared:
         self._schedule, self._grid, self._stages = schedule, grid, stages
         self._device = device
         self._groups = groups
-        _check_ties(ties)
-        self._ties = [(tie, _copies(schedule, stages, tie)) for tie in ties]
+        self._ties = ties
         # Of the copies of a tied parameter the first one's gradient counts.
         self._skipped = {
             copy for tie, held in self._ties for stage, copy in held.items() if stage != tie[0][0]
@@ -136,34 +134,3 @@ class Shared:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in here]
             clips.append(Meeting(sum(steps), clipping.clip))
         return Meetings(tied, clips)
-
-
-def _check_ties(ties: Sequence[TieOf]) -> None:
-    """A copy in two ties would get another sum from each."""
-    seen = set()
-    for tie in ties:
-        for stage, name in tie:
-            if (stage, name) in seen:
-                raise ExecutionError(
-                    f"ties: {stage}:{name} stands in two ties; list all copies of it in one"
-                )
-            seen.add((stage, name))
-
-
-def _copies(
-    schedule: Schedule, stages: Mapping[int, nn.Module], tie: TieOf
-) -> dict[int, nn.Parameter]:
-    """The copies here of a tied parameter."""
-    found = {}
-    for stage, name in tie:
-        if len(schedule.placement[stage]) > 1:
-            raise ExecutionError(f"ties: stage {stage} has replicas; tie stages of one rank only")
-        if stage not in stages:
-            continue
-        parameters = dict(stages[stage].named_parameters(remove_duplicate=False))
-        if name not in parameters:
-            raise ExecutionError(
-                f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
-            )
-        found[stage] = parameters[name]
-    return found

@@ -110,21 +110,6 @@ def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
         assert all(torch.equal(twin[k], v) for k, v in stages[s].state_dict().items())
 
 
-def test_evaluation_keeps_gradients_that_wait_for_an_update() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
-    x, y = torch.randn(2, 4, 3)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
-        executor.step(x, target=y)
-        grads = [p.grad for m in stages.values() for p in m.parameters()]
-        kept = [None if grad is None else grad.clone() for grad in grads]
-        executor.evaluate(x, target=y)
-        for grad, same in zip(grads, kept, strict=True):
-            assert grad is not None
-            assert same is not None
-            assert torch.equal(grad, same)
-
-
 def test_a_failure_names_its_action_and_eval_mode_ends() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

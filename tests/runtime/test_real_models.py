@@ -361,11 +361,8 @@ def test_a_loss_has_keywords_of_each_microbatch() -> None:
     train(built("1f1b", 4), linears(2), plain, calls, loss_fn)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "fill-drain"])
-@pytest.mark.parametrize("recompute", [True, [0], [1]])
-def test_recomputed_stages_train_alike(name: str, recompute: bool | list[int]) -> None:
-    """Dropout draws the same again, statistics count every forward once."""
-    schedule = built(name, 4)
+def train_noisily(schedule: schedir.Schedule, recompute: bool | list[int]) -> None:
+    """With dropout, which draws the same again, and statistics, which count a forward once."""
     stages = linears(schedule.stages, lambda: nn.BatchNorm1d(4), lambda: nn.Dropout(0.5), nn.ReLU)
     batches = data(3, rows=12)
 
@@ -378,6 +375,12 @@ def test_recomputed_stages_train_alike(name: str, recompute: bool | list[int]) -
 
     calls = [{"inputs": x, "target": y} for x, y in batches]
     train(schedule, stages, plain, calls, recompute=recompute)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "fill-drain"])
+@pytest.mark.parametrize("recompute", [True, [0], [1]])
+def test_recomputed_stages_train_alike(name: str, recompute: bool | list[int]) -> None:
+    train_noisily(built(name, 4), recompute)
 
 
 def test_recomputation_keeps_inputs_alone() -> None:
@@ -440,22 +443,10 @@ def split_backward(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_input_and_weight_gradients_apart(recompute: bool) -> None:
-    schedule = schedir.build(split_backward, ranks=3, microbatches=4)
-    stages = linears(3, lambda: nn.BatchNorm1d(4), lambda: nn.Dropout(0.5), nn.ReLU)
-    batches = data(3, rows=12)
-
-    def plain(whole: Sequence[nn.Module], step: int, m: int) -> Tensor:
-        x, y = (t.chunk(4)[m] for t in batches[step])
-        for s, stage in enumerate(whole):
-            rng(0, step, s, m)
-            x = stage(x)
-        return MSE(x, y)
-
-    calls = [{"inputs": x, "target": y} for x, y in batches]
-    train(schedule, stages, plain, calls, recompute=recompute)
+    train_noisily(schedir.build(split_backward, ranks=3, microbatches=4), recompute)
 
 
-def test_recomputation_under_autocast_finds_no_cast_without_a_gradient() -> None:
+def test_recomputation_under_autocast() -> None:
     stages = linears(2, nn.Tanh)
     batches = data(3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -473,10 +464,6 @@ def test_recomputation_under_autocast_finds_no_cast_without_a_gradient() -> None
             train(built("1f1b", 4), stages, plain, calls, loss_fn, recompute=True)
         finally:
             torch.set_autocast_cache_enabled(True)
-        mine = {s: copy.deepcopy(stage) for s, stage in enumerate(stages)}
-        with Executor(built("1f1b", 4), mine, loss_fn, in_process=True, recompute=True) as executor:
-            executor.step(batches[0][0], target=batches[0][1])
-        assert all(p.grad is not None for stage in mine.values() for p in stage.parameters())
 
 
 def test_outputs_come_on_request_by_microbatch() -> None:

@@ -22,6 +22,10 @@ def stages_of(number: int) -> dict[int, nn.Module]:
     return {s: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for s in range(number)}
 
 
+def built(microbatches: int) -> schedir.Schedule:
+    return schedir.build("1f1b", ranks=2, microbatches=microbatches)
+
+
 def plain(
     stages: dict[int, nn.Module], x: Tensor, y: Tensor, microbatches: int, order: Any = None
 ) -> list[Tensor]:
@@ -65,9 +69,7 @@ def test_outputs_and_losses_belong_to_their_microbatch_not_to_the_order_of_arriv
 def test_two_steps_accumulate_two_gradients() -> None:
     stages = stages_of(2)
     x, y = torch.randn(2, 8, 4)
-    with Executor(
-        schedir.build("1f1b", ranks=2, microbatches=4), stages, MSE, in_process=True
-    ) as e:
+    with Executor(built(4), stages, MSE, in_process=True) as e:
         e.step(x, target=y)
         once = [grad.clone() for grad in gradients(stages)]
         e.step(x, target=y)
@@ -79,9 +81,7 @@ def test_two_steps_accumulate_two_gradients() -> None:
 def test_evaluation_leaves_pending_gradients_alone() -> None:
     stages = stages_of(2)
     x, y = torch.randn(2, 8, 4)
-    with Executor(
-        schedir.build("1f1b", ranks=2, microbatches=4), stages, MSE, in_process=True
-    ) as e:
+    with Executor(built(4), stages, MSE, in_process=True) as e:
         e.step(x, target=y)
         before = [grad.clone() for grad in gradients(stages)]
         e.evaluate(x, target=y)
@@ -105,9 +105,7 @@ def test_finding_shapes_runs_no_module_on_garbage() -> None:
     }
     twin = copy.deepcopy(stages)
     tokens, y = torch.randint(5, (8, 2)), torch.randn(8, 8)
-    with Executor(
-        schedir.build("1f1b", ranks=2, microbatches=4), stages, MSE, in_process=True
-    ) as e:
+    with Executor(built(4), stages, MSE, in_process=True) as e:
         e.step(tokens, target=y)
     for piece in tokens.chunk(4):
         twin[1](twin[0](piece))
@@ -166,9 +164,7 @@ def test_fewer_microbatches_than_stages(microbatches: int) -> None:
 def test_an_uneven_last_microbatch_counts_its_samples() -> None:
     stages = stages_of(2)
     x, y = torch.randn(2, 7, 4)
-    with Executor(
-        schedir.build("1f1b", ranks=2, microbatches=3), stages, MSE, in_process=True
-    ) as e:
+    with Executor(built(3), stages, MSE, in_process=True) as e:
         found = e.step(x, target=y).loss
     assert equal(gradients(stages), plain(stages, x, y, 3))
     model = nn.Sequential(*stages.values())
