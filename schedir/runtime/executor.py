@@ -204,6 +204,13 @@ class Executor:
         self._clipping = None if clip_grad_norm is None else shared.clipping(clip_grad_norm)
         self._meetings = shared.meetings(here, self._clipping)
         self._groups = loss_groups(schedule)
+        # Who has a part of the loss: its sum and the number of its samples.
+        self._loss_sizes = {
+            self._grid.number(rank, line): 2
+            for line in range(self._grid.pipelines)
+            for rank in schedule.placement[self._last]
+        }
+        self._listeners = range(len(self._grid.everyone))
         self._under_way: list[Work] = []
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
@@ -640,10 +647,7 @@ class Executor:
         """Post the receives of the step's loss, long before it is sent."""
         if self._control is None:
             return None
-        holders = self.schedule.placement[self._last]
-        lines = range(self._grid.pipelines)
-        sources = [self._grid.number(rank, line) for line in lines for rank in holders]
-        return self._control.expect(dict.fromkeys(sources, 2), LOSS_TAG)
+        return self._control.expect(self._loss_sizes, LOSS_TAG)
 
     def _share_loss(
         self, cells: Cells, counts: list[float], losses: Exchange | None
@@ -659,7 +663,7 @@ class Executor:
                 [sum(n * float(x) for n, x in ran), sum(n for n, _ in ran)], dtype=torch.float64
             )
             if losses is not None:
-                losses.give(own, range(len(self._grid.everyone)))
+                losses.give(own, self._listeners)
         if losses is None:
             return partial(_mean, [] if own is None else [own])
         return lambda: _mean(losses.result())
