@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
-from schedir.ir import Action, Schedule, StageVersions, weight_versions
+from schedir.ir import Schedule, StageVersions, weight_versions
 from schedir.passes import forward_only, insert_reductions
 from schedir.runtime.boundary import Declared
-from schedir.runtime.cells import Cell, wait
+from schedir.runtime.cells import wait
 from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control, Exchange
 from schedir.runtime.fitting import (
     TieOf,
@@ -35,13 +34,13 @@ from schedir.runtime.fitting import (
     tied_copies,
 )
 from schedir.runtime.grid import Grid, Groups, grid, init_process_group
-from schedir.runtime.instructions import Forward, Send, Stage, StepState
+from schedir.runtime.instructions import Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
 from schedir.runtime.nccl import NcclTransport
-from schedir.runtime.posting import leading, matching_send, openings
-from schedir.runtime.program import Compiler, Instruction
+from schedir.runtime.program import Compiler
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
+from schedir.runtime.runner import Cells, Runner, cells_of, expectation
 from schedir.runtime.sharing import Shared
 from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
@@ -49,14 +48,6 @@ from schedir.runtime.wiring import Wirings
 
 LossFunction = Callable[..., Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-_NO_AGREEMENT = -1
-_SMALL_CHANGE = 1 << 20
-"""Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,
-which would wait for a timer tick rather than for data, are all posted ahead."""
-
-Cells: TypeAlias = dict[tuple[int, int], Cell]
-"""The cells of the stages here, by stage and microbatch."""
 
 
 @attrs.frozen(eq=False)
@@ -67,26 +58,6 @@ class _Given:
     target: Batch | None = None
     stage_inputs: Mapping[int, Batch | None] = {}
     loss_kwargs: Batch | None = None
-
-
-@attrs.define(eq=False)
-class _Runner:
-    """A list that is run again and again: for training, or its forwards for evaluation.
-
-    `programs` holds the compiled lists by the number of the agreement on the boundaries, of which
-    `current` is that of the step before; if it `remembers`, the next step is taken to be under it.
-    `early` receives of this rank are posted before it knows; `awaited` are its sends that others
-    may have posted such receives for.
-    """
-
-    cells: Cells
-    wirings: Wirings
-    compiler: Compiler
-    remembers: bool
-    early: int
-    awaited: Sequence[Action]
-    programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
-    current: int | None = None
 
 
 class Executor:
@@ -245,10 +216,11 @@ class Executor:
         versions: Mapping[int, StageVersions],
         loss_fn: LossFunction,
         trains: bool,
-    ) -> _Runner:
+    ) -> Runner:
         modules = {index: stage.module for index, stage in self._stages.items()}
         first_draw = self._grid.pipeline * schedule.microbatches
-        cells = _cells(schedule, tuple(modules), first_draw)
+        cells = cells_of(schedule, tuple(modules), first_draw)
+        expected = expectation(schedule, self.rank, self._transport)
         wirings = Wirings(
             schedule,
             tuple(self._transports),
@@ -259,12 +231,6 @@ class Executor:
             self._control,
             trains,
         )
-        # On a GPU the host would wait for the payload that it reads; a message costs it nothing.
-        # And a rank that runs no forward gets no payload to learn from.
-        ranks_that_run = set(schedule.dataflow.runs.ravel().tolist())
-        talks = isinstance(self._transport, GlooTransport) and (
-            len(ranks_that_run) == schedule.ranks
-        )
         compiler = Compiler(
             schedule,
             self._stages,
@@ -273,18 +239,18 @@ class Executor:
             self.optimizers,
             self._updates,
             self._meetings,
-            openings(schedule) if talks else (),
+            expected.openings,
         )
-        early: dict[int, list[Action]] = {}
-        if talks:
-            ranks = [rank for rank in range(schedule.ranks) if rank not in schedule.placement[0]]
-            early = {rank: leading(schedule, rank) for rank in ranks}
-        own = set(schedule.actions[self.rank])
-        sends = (matching_send(receive) for posted in early.values() for receive in posted)
-        awaited = [send for send in sends if send in own]
-        remembers = talks or self._transport is None
-        posted = len(early.get(self.rank, ()))
-        return _Runner(cells, wirings, compiler, remembers, posted, awaited)
+        return Runner(
+            cells,
+            wirings,
+            compiler,
+            self._transports,
+            expected,
+            self._state,
+            self._streams,
+            self._under_way,
+        )
 
     def step(
         self,
@@ -371,7 +337,7 @@ class Executor:
             for module, training in modes:
                 module.training = training
 
-    def _pass(self, runner: _Runner, given: _Given) -> StepResult:
+    def _pass(self, runner: Runner, given: _Given) -> StepResult:
         started = perf_counter()
         self._state.busy = 0.0
         trains = runner is self._training
@@ -381,13 +347,12 @@ class Executor:
         outputs = None
         try:
             losses = self._expect_losses() if self._state.wants_loss else None
-            programs, done = self._programs(runner, given, extras)
             if trains:
                 for stage in self._stages.values():
                     stage.weights.begin(0)
                 for reduction in self._reductions:
                     reduction.begin()
-            self._run(programs, runner.cells, done)
+            runner.run(given.inputs, extras)
             if self._control is not None:
                 self._control.settle()
             if trains:
@@ -400,12 +365,8 @@ class Executor:
                 outputs = [runner.cells[self._last, m].result for m in range(number)]
         except BaseException:
             # Nobody may be left to take what is under way; within one process the next step is new.
-            self._under_way.clear()
+            runner.forget()
             self._hub.clear()
-            for cell in runner.cells.values():
-                cell.drop()
-            runner.programs.clear()
-            runner.current = None
             for meeting in self._meetings.all:
                 meeting.reset()
             raise
@@ -522,127 +483,6 @@ class Executor:
                     cells[stage, m].extra = piece
         return extras
 
-    def _compile(self, runner: _Runner) -> list[list[Instruction]]:
-        """The ranks' instructions for the boundaries that the cells have now."""
-        largest = max(cell.wiring.largest() for cell in runner.cells.values())
-        more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(runner.cells))
-        return [
-            runner.compiler.compile(rank, transport, more)
-            for rank, transport in self._transports.items()
-        ]
-
-    def _programs(
-        self, runner: _Runner, given: _Given, extras: Mapping[int, Sequence[Microbatch]]
-    ) -> tuple[list[list[Instruction]], int]:
-        """The programs for this step's boundaries, and how far they have been run already.
-
-        Taken to be those of the step before, until the first payload says that they are not.
-        """
-        cells, wirings = runner.cells, runner.wirings
-        seen = number = wirings.number(cells, given.inputs, extras)
-        if runner.current is not None and runner.remembers:
-            programs = runner.programs[runner.current]
-            done = 0
-            if number is None:
-                done = runner.early
-                self._advance(programs[0][:done])
-                number = self._opened(programs[0][done:], runner)
-            if number == runner.current:
-                self._state.agreement = number
-                return programs, done
-            self._withdraw(programs[0], runner)
-        number = runner.current = wirings.agree(seen, cells, extras)
-        self._state.agreement = number
-        if number not in runner.programs:
-            runner.programs[number] = self._compile(runner)
-        return runner.programs[number], 0
-
-    def _opened(self, program: Sequence[Instruction], runner: _Runner) -> int:
-        """The number that comes with the payload that the first compute waits for."""
-        first = next(x for x in program if isinstance(x.run, Forward))
-        self._advance([attrs.evolve(first, run=partial(wait, first.coming))])
-        header = runner.cells[first.action.stage, first.action.microbatch or 0].header
-        assert header is not None  # the receive was an opening
-        return int(header)
-
-    def _withdraw(self, program: Sequence[Instruction], runner: _Runner) -> None:
-        """End the receives that were posted for a step such as the one before."""
-        sends = {x.action: x.run for x in program if isinstance(x.run, Send)}
-        self._state.agreement = _NO_AGREEMENT
-        for action in runner.awaited:
-            sends[action].blank()
-        for cell in runner.cells.values():
-            for works in (cell.inputs_coming, cell.grads_coming):
-                wait(works)
-            for works in (cell.outputs_going, cell.grads_going):
-                wait(works)
-            cell.withdraw()
-
-    def _run(self, programs: list[list[Instruction]], cells: Cells, done: int) -> None:
-        """Run the programs, of the first of which `done` instructions have been run."""
-        if len(programs) == 1:
-            self._advance(programs[0][done:] if done else programs[0])
-        else:
-            self._take_turns(programs)
-        # What was sent last may still be under way; by the end of the next step it has arrived.
-        wait(self._under_way)
-        for cell in cells.values():
-            self._under_way += cell.outputs_going
-            self._under_way += cell.grads_going
-            cell.outputs_going.clear()
-            cell.grads_going.clear()
-
-    def _advance(self, program: Sequence[Instruction]) -> None:
-        """Run a rank's instructions, or as many as are given."""
-        instruction = None
-        try:
-            if torch.autograd.profiler._is_profiler_enabled:  # a range costs what a send does
-                for instruction in program:
-                    with record_function(str(instruction.action)):
-                        instruction.run()
-            else:
-                for instruction in program:
-                    instruction.run()
-        except Exception as error:
-            if instruction is None:
-                raise
-            raise ExecutionError(
-                str(error) if isinstance(error, ExecutionError) else _describe(error),
-                rank=instruction.rank,
-                index=instruction.index,
-                action=instruction.action,
-                cause=error,
-            ) from error
-
-    def _take_turns(self, programs: list[list[Instruction]]) -> None:
-        """Run the ranks of this process in turn, each as far as it gets until it waits.
-
-        On a GPU each has a stream of its own.
-        """
-        reached = [0] * len(programs)
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        progress = True
-        while progress:
-            progress = False
-            for turn, program in enumerate(programs):
-                first = reached[turn]
-                with torch.cuda.stream(self._streams[turn]) if self._streams else nullcontext():
-                    while reached[turn] < len(program) and not program[reached[turn]].waits():
-                        self._advance(program[reached[turn] : reached[turn] + 1])
-                        reached[turn] += 1
-                progress |= reached[turn] > first
-        for stream in self._streams:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-        for at, program in zip(reached, programs, strict=True):
-            if at < len(program):
-                raise ExecutionError(
-                    "what it waits for never comes",
-                    rank=program[at].rank,
-                    index=program[at].index,
-                    action=program[at].action,
-                )
-
     def _expect_losses(self) -> Exchange | None:
         """Post the receives of the step's loss, long before it is sent."""
         if self._control is None:
@@ -678,21 +518,3 @@ def _mean(shares: Sequence[Tensor]) -> float:
 def _arrive(works: list[Work]) -> None:
     with suppress(RuntimeError):  # the other side may be gone
         wait(works)
-
-
-def _cells(schedule: Schedule, local: tuple[int, ...], first_draw: int) -> Cells:
-    cells = {
-        (s, m): Cell(s, m, first_draw + m)
-        for s in sorted(local)
-        for m in range(schedule.microbatches)
-    }
-    rank = schedule.dataflow.runs
-    for (stage, m), cell in cells.items():
-        following = cells.get((stage + 1, m))
-        if following is not None and rank[stage, m] == rank[stage + 1, m]:
-            cell.following, following.previous = following, cell
-    return cells
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

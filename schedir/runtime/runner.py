@@ -1,0 +1,237 @@
+"""Runs a list again and again: for training, or its forwards for evaluation.
+
+A rank that does not see the step's input takes its shapes to be those of the step before, and posts
+its first receives at once. The payload that its first compute waits for says whether they are; if
+not, what was posted too early is filled up without meaning, and the ranks agree anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeAlias
+
+import attrs
+import torch
+from torch.autograd.profiler import record_function
+
+from schedir.errors import ExecutionError
+from schedir.ir import Action, Schedule
+from schedir.runtime.cells import Cell, wait
+from schedir.runtime.instructions import Forward, Send, StepState
+from schedir.runtime.microbatches import Batch, Microbatch
+from schedir.runtime.posting import leading, matching_send, openings
+from schedir.runtime.program import Compiler, Instruction
+from schedir.runtime.transport import GlooTransport, Transport, Work
+from schedir.runtime.wiring import Wirings
+
+_NO_AGREEMENT = -1
+_SMALL_CHANGE = 1 << 20
+"""Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,
+which would wait for a timer tick rather than for data, are all posted ahead."""
+
+Cells: TypeAlias = dict[tuple[int, int], Cell]
+"""The cells of the stages here, by stage and microbatch."""
+
+
+def cells_of(schedule: Schedule, local: tuple[int, ...], first_draw: int) -> Cells:
+    """The cells of the stages here; the pipeline's first microbatch draws as `first_draw`."""
+    cells = {
+        (s, m): Cell(s, m, first_draw + m)
+        for s in sorted(local)
+        for m in range(schedule.microbatches)
+    }
+    rank = schedule.dataflow.runs
+    for (stage, m), cell in cells.items():
+        following = cells.get((stage + 1, m))
+        if following is not None and rank[stage, m] == rank[stage + 1, m]:
+            cell.following, following.previous = following, cell
+    return cells
+
+
+@attrs.frozen
+class Expectation:
+    """What a rank does before it knows a step's shapes, if it `remembers` those of the one before.
+
+    `early` of its receives are posted; `awaited` are its sends that others may have posted such
+    receives for. `openings` are the (stage, microbatch) whose inputs say what the shapes are.
+    """
+
+    remembers: bool
+    openings: Collection[tuple[int, int]] = ()
+    early: int = 0
+    awaited: Sequence[Action] = ()
+
+
+def expectation(schedule: Schedule, rank: int, transport: Transport | None) -> Expectation:
+    """What a rank expects of the next step."""
+    if transport is None:  # all is in this process, which sees the input
+        return Expectation(remembers=True)
+    # On a GPU the host would wait for the payload that it reads; a message costs it nothing. And a
+    # rank that runs no forward gets no payload to learn from.
+    runs = set(schedule.dataflow.runs.ravel().tolist())
+    if not isinstance(transport, GlooTransport) or len(runs) < schedule.ranks:
+        return Expectation(remembers=False)
+    unaware = [other for other in range(schedule.ranks) if other not in schedule.placement[0]]
+    early = {other: leading(schedule, other) for other in unaware}
+    own = set(schedule.actions[rank])
+    sends = (matching_send(receive) for posted in early.values() for receive in posted)
+    awaited = [send for send in sends if send in own]
+    return Expectation(True, openings(schedule), len(early.get(rank, ())), awaited)
+
+
+@attrs.define(eq=False)
+class Runner:
+    """A list, with what it needs at every run.
+
+    Its programs are the compiled lists by the number of the agreement on the boundaries, of which
+    the current one is that of the step before. `under_way` are the sends that may not have arrived
+    by the end of a step; `streams` those of the ranks in one process, on a GPU.
+    """
+
+    cells: Cells
+    wirings: Wirings
+    compiler: Compiler
+    transports: Mapping[int, Transport | None]
+    expected: Expectation
+    state: StepState
+    streams: Sequence[torch.cuda.Stream]
+    under_way: list[Work]
+    _programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
+    _current: int | None = None
+
+    def run(self, inputs: Batch | None, extras: Mapping[int, Sequence[Microbatch]]) -> None:
+        """Run the list on the microbatches in the cells, which were cut from `inputs`; `extras` are
+        what stages get beside their input."""
+        programs, done = self._ready(inputs, extras)
+        if len(programs) == 1:
+            _advance(programs[0][done:] if done else programs[0])
+        else:
+            self._take_turns(programs)
+        # What was sent last may still be under way; by the end of the next step it has arrived.
+        wait(self.under_way)
+        for cell in self.cells.values():
+            self.under_way += cell.outputs_going
+            self.under_way += cell.grads_going
+            cell.outputs_going.clear()
+            cell.grads_going.clear()
+
+    def forget(self) -> None:
+        """A step has failed: the next one starts anew."""
+        self.under_way.clear()
+        for cell in self.cells.values():
+            cell.drop()
+        self._programs.clear()
+        self._current = None
+
+    def _ready(
+        self, inputs: Batch | None, extras: Mapping[int, Sequence[Microbatch]]
+    ) -> tuple[list[list[Instruction]], int]:
+        """The programs for this step's boundaries, and how far they have been run already.
+
+        Taken to be those of the step before, until the first payload says that they are not.
+        """
+        seen = number = self.wirings.number(self.cells, inputs, extras)
+        if self._current is not None and self.expected.remembers:
+            programs = self._programs[self._current]
+            done = 0
+            if number is None:
+                done = self.expected.early
+                _advance(programs[0][:done])
+                number = self._opened(programs[0][done:])
+            if number == self._current:
+                self.state.agreement = number
+                return programs, done
+            self._withdraw(programs[0])
+        number = self._current = self.wirings.agree(seen, self.cells, extras)
+        self.state.agreement = number
+        if number not in self._programs:
+            self._programs[number] = self._compile()
+        return self._programs[number], 0
+
+    def _opened(self, program: Sequence[Instruction]) -> int:
+        """The number that comes with the payload that the first compute waits for."""
+        first = next(x for x in program if isinstance(x.run, Forward))
+        _advance([attrs.evolve(first, run=partial(wait, first.coming))])
+        header = self.cells[first.action.stage, first.action.microbatch or 0].header
+        assert header is not None  # the receive was an opening
+        return int(header)
+
+    def _withdraw(self, program: Sequence[Instruction]) -> None:
+        """End the receives that were posted for a step such as the one before."""
+        sends = {x.action: x.run for x in program if isinstance(x.run, Send)}
+        self.state.agreement = _NO_AGREEMENT
+        for action in self.expected.awaited:
+            sends[action].blank()
+        for cell in self.cells.values():
+            for works in (cell.inputs_coming, cell.grads_coming):
+                wait(works)
+            for works in (cell.outputs_going, cell.grads_going):
+                wait(works)
+            cell.withdraw()
+
+    def _compile(self) -> list[list[Instruction]]:
+        """The ranks' instructions for the boundaries that the cells have now."""
+        largest = max(cell.wiring.largest() for cell in self.cells.values())
+        more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
+        return [
+            self.compiler.compile(rank, transport, more)
+            for rank, transport in self.transports.items()
+        ]
+
+    def _take_turns(self, programs: list[list[Instruction]]) -> None:
+        """Run the ranks of this process in turn, each as far as it gets until it waits.
+
+        On a GPU each has a stream of its own.
+        """
+        reached = [0] * len(programs)
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        progress = True
+        while progress:
+            progress = False
+            for turn, program in enumerate(programs):
+                first = reached[turn]
+                with torch.cuda.stream(self.streams[turn]) if self.streams else nullcontext():
+                    while reached[turn] < len(program) and not program[reached[turn]].waits():
+                        _advance(program[reached[turn] : reached[turn] + 1])
+                        reached[turn] += 1
+                progress |= reached[turn] > first
+        for stream in self.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        for at, program in zip(reached, programs, strict=True):
+            if at < len(program):
+                raise ExecutionError(
+                    "what it waits for never comes",
+                    rank=program[at].rank,
+                    index=program[at].index,
+                    action=program[at].action,
+                )
+
+
+def _advance(program: Sequence[Instruction]) -> None:
+    """Run a rank's instructions, or as many as are given."""
+    instruction = None
+    try:
+        if torch.autograd.profiler._is_profiler_enabled:  # a range costs what a send does
+            for instruction in program:
+                with record_function(str(instruction.action)):
+                    instruction.run()
+        else:
+            for instruction in program:
+                instruction.run()
+    except Exception as error:
+        if instruction is None:
+            raise
+        raise ExecutionError(
+            str(error) if isinstance(error, ExecutionError) else _describe(error),
+            rank=instruction.rank,
+            index=instruction.index,
+            action=instruction.action,
+            cause=error,
+        ) from error
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
