@@ -205,7 +205,7 @@ class Executor:
         """The transport of the device, between the ranks of this pipeline."""
         processes = self._grid.processes[self._grid.pipeline]
         if self._device.type == "cpu":
-            return GlooTransport(processes, self._made)
+            return GlooTransport(processes, self.rank, self._made)
         transfers = schedule.dataflow.transfers
         channels = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
         return NcclTransport(processes, self.rank, channels, self._device, self._made)
