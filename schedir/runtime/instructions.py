@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import backward
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
@@ -143,7 +143,7 @@ class Forward:
             if stage.state.wants_loss:
                 loss = stage.loss(cell, output)
                 cell.loss = loss.detach()
-                cell.outputs = (loss * cell.weight,)
+                cell.outputs = (loss,)
         if not with_graph:  # no backward will ask for them
             cell.leaves = ()
             if stage.loss_fn is not None or cell.following is not None:
@@ -185,7 +185,7 @@ class Backward:
                 self._inputs(roots, grads)
             else:
                 if roots:
-                    backward(roots, grads)
+                    _backward(roots, grads)
                 self._hand_on(tuple(leaf.grad for leaf in cell.leaves))
             cell.leaves = cell.outputs = cell.output_grads = ()
         if self.part != "input":
@@ -194,7 +194,7 @@ class Backward:
             stage.weights.release(self.version)
         stage.state.busy += perf_counter() - started
 
-    def _inputs(self, roots: list[Tensor], grads: list[Tensor | None]) -> None:
+    def _inputs(self, roots: list[Tensor], grads: list[Tensor]) -> None:
         cell = self.cell
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
         found, cell.weight_part = input_part(roots, grads, wanted)
@@ -215,14 +215,15 @@ class Backward:
             if stage.loss_fn is None:
                 cell.outputs = cell.wiring.after.tensors(output)
             else:
-                cell.outputs = (stage.loss(cell, output) * cell.weight,)
+                cell.outputs = (stage.loss(cell, output),)
         cell.statistics = ()
 
-    def _roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs to start from, and their gradients; the loss's own is one."""
+    def _roots(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs to start from, and their gradients; the loss's own is its weight."""
         cell = self.cell
         if self.stage.loss_fn is not None:
-            return list(cell.outputs), [None]
+            loss = cell.outputs[0]
+            return [loss], [torch.full_like(loss, cell.weight)]
         if cell.mask is not None:
             came = cell.mask.tolist()
             cell.output_grads = tuple(
@@ -230,7 +231,7 @@ class Backward:
             )
             cell.mask = None
         roots: list[Tensor] = []
-        grads: list[Tensor | None] = []
+        grads: list[Tensor] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
             if grad is not None:
                 roots.append(output)
@@ -402,6 +403,14 @@ class OptimStep:
             self.optimizer.zero_grad(set_to_none=True)
         self.stage.weights.begin(self.makes)
         self.stage.state.busy += perf_counter() - started
+
+
+def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
+    """What torch.autograd.backward does, but for its look at the gradients' shapes, which have been
+    agreed on: that takes as long as the forward of a small stage."""
+    _engine_run_backward(
+        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _is_shared(tensor: Tensor) -> bool:

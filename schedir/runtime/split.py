@@ -101,12 +101,11 @@ class WeightPart:
 
 
 def input_part(
-    roots: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
+    roots: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Grads, WeightPart]:
     """I: the gradients of `leaves`, None for an unused one, and what is left to W.
 
-    `roots` are outputs that require grad, with their gradients; None for a scalar means one. No
-    `.grad` is touched.
+    `roots` are outputs that require grad, with their gradients. No `.grad` is touched.
     """
     outputs = [get_gradient_edge(root) for root in roots]
     graph = _read(outputs, [get_gradient_edge(leaf) for leaf in leaves])
@@ -129,11 +128,7 @@ def input_part(
         for came in kept[place]
     ]
     if None in graph.own:
-        came = tuple(
-            torch.ones_like(root) if grad is None else grad
-            for root, grad in zip(roots, grads, strict=True)
-        )
-        sides.append(Side(None, outputs, came, graph.own[None]))
+        sides.append(Side(None, outputs, tuple(grads), graph.own[None]))
     early = zip(graph.hurried, found[len(leaves) :], strict=False)
     return found[: len(leaves)], WeightPart(sides, [(e.node, g) for e, g in early if g is not None])
 
