@@ -209,7 +209,7 @@ def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]
     }
 
 
-def overhead(chunks: int, blocks: int = 10, steps: int = 50) -> dict[str, Any]:
+def overhead(chunks: int, blocks: int = 200, steps: int = 5) -> dict[str, Any]:
     """Microseconds per compute action over plain autograd, in one process on trivial modules."""
     modules = [nn.Linear(4, 4) for _ in range(chunks)]
     x, y = torch.randn(2, 2 * MICROBATCHES, 4)
@@ -261,8 +261,9 @@ def overhead(chunks: int, blocks: int = 10, steps: int = 50) -> dict[str, Any]:
                 a, b, c, d = (per_step(step) for step in (ours, other, other, ours))
                 differences.append((a + d - b - c) / 2)
             actions = 2 * chunks * MICROBATCHES
-            in_order = sorted(1e6 * difference / actions for difference in differences)
-            found[label] = [statistics.median(in_order), in_order[0], in_order[-1]]
+            per_action = [1e6 * difference / actions for difference in differences]
+            low, middle, high = statistics.quantiles(per_action, n=4)
+            found[label] = [middle, low, high]
     return found
 
 
@@ -314,7 +315,7 @@ def main() -> None:
     if args.overhead:
         found = [overhead(chunks) for chunks in (1, 4)]
         for line in found:
-            print("µs per compute action, median, least and most:", line)
+            print("µs per compute action, median and quartiles:", line)
     elif args.memory:
         dist.init_process_group("gloo")
         found = memory(args.memory, args.schedules[0])  # one: a process keeps its peak
