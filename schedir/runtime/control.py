@@ -20,6 +20,7 @@ _STEP_TAG = 1
 LOSS_TAG = 2
 COUNT_TAG = 3
 NORM_TAG = 4
+_ROOM_TAG = 5
 
 
 class _Posted:
@@ -115,6 +116,12 @@ class Control:
         heard = torch.empty(1, dtype=torch.int64)
         self._group.recv([heard], self._numbers[source], _STEP_TAG).wait()
         return int(heard)
+
+    def share(self, value: int) -> list[int]:
+        """A number of each rank of this pipeline, by rank, on each of them."""
+        exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
+        own = torch.tensor([value], dtype=torch.float64)
+        return [int(heard) for heard in exchange.give(own, self._numbers).result()]
 
     def expect(self, sizes: Mapping[int, int], tag: int) -> Exchange:
         """Post receives of vectors of float64, from these numbers and of these sizes."""

@@ -37,10 +37,11 @@ from schedir.runtime.grid import Grid, Groups, grid, init_process_group
 from schedir.runtime.instructions import Stage, StepState
 from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
 from schedir.runtime.nccl import NcclTransport
+from schedir.runtime.posting import openings
 from schedir.runtime.program import Compiler
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
-from schedir.runtime.runner import Cells, Runner, cells_of, expectation
+from schedir.runtime.runner import Cells, Runner, cells_of, remembers
 from schedir.runtime.sharing import Shared
 from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
@@ -220,7 +221,7 @@ class Executor:
         modules = {index: stage.module for index, stage in self._stages.items()}
         first_draw = self._grid.pipeline * schedule.microbatches
         cells = cells_of(schedule, tuple(modules), first_draw)
-        expected = expectation(schedule, self.rank, self._transport)
+        remembered = remembers(schedule, self._transport)
         wirings = Wirings(
             schedule,
             tuple(self._transports),
@@ -239,14 +240,15 @@ class Executor:
             self.optimizers,
             self._updates,
             self._meetings,
-            expected.openings,
+            openings(schedule) if remembered and self._transport is not None else (),
         )
         return Runner(
             cells,
             wirings,
             compiler,
             self._transports,
-            expected,
+            self._control,
+            remembered,
             self._state,
             self._streams,
             self._under_way,

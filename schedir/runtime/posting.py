@@ -8,10 +8,10 @@ it last, so receives run ahead only as far as the list itself needs buffers at i
     list      RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        at most 3 buffers
     posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
 
-Of the receives that come before all else so many are posted as the list alone has room for, before
-the rank knows that this step's shapes are those of the last: which they are is said by the payload
-that its first compute waits for, and so costs no message. If they are not, every receive posted
-too early gets a payload without meaning, and the ranks agree anew.
+The receives that come before all else are posted before the rank knows that this step's shapes are
+those of the last: which they are is said by the payload that its first compute waits for, and so
+costs no message. If they are not, every receive posted too early gets a payload without meaning,
+and the ranks agree anew.
 
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.
@@ -64,11 +64,9 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
     while start + behind < end and columns.kind[start + behind] in _SENDS:
         behind += 1
     waits = start + first in transfers.user[own]
-    room, later = live_at_peak(), more
+    room = live_at_peak() + more
     order = []
     for index in range(end - start):
-        if index >= behind:
-            room, later = room + later, 0
         may_run_ahead = waits or index >= behind
         while pending and ((may_run_ahead and room > 0) or pending[0] <= index):
             order.append(pending.popleft())
@@ -79,10 +77,10 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
     return order
 
 
-def leading(schedule: Schedule, rank: int) -> list[Action]:
-    """The receives of a rank that come before all else, whatever the sizes."""
+def leading(schedule: Schedule, rank: int, more: int) -> list[Action]:
+    """The receives of a rank that come before all else."""
     actions = schedule.actions[rank]
-    order = (actions[index] for index in posting_order(schedule, rank))
+    order = (actions[index] for index in posting_order(schedule, rank, more))
     return list(takewhile(lambda action: action.kind in RECEIVES, order))
 
 

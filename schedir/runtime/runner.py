@@ -7,7 +7,7 @@ not, what was posted too early is filled up without meaning, and the ranks agree
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
@@ -19,9 +19,10 @@ from torch.autograd.profiler import record_function
 from schedir.errors import ExecutionError
 from schedir.ir import Action, Schedule
 from schedir.runtime.cells import Cell, wait
+from schedir.runtime.control import Control
 from schedir.runtime.instructions import Forward, Send, StepState
 from schedir.runtime.microbatches import Batch, Microbatch
-from schedir.runtime.posting import leading, matching_send, openings
+from schedir.runtime.posting import leading, matching_send
 from schedir.runtime.program import Compiler, Instruction
 from schedir.runtime.transport import GlooTransport, Transport, Work
 from schedir.runtime.wiring import Wirings
@@ -50,65 +51,60 @@ def cells_of(schedule: Schedule, local: tuple[int, ...], first_draw: int) -> Cel
     return cells
 
 
-@attrs.frozen
-class Expectation:
-    """What a rank does before it knows a step's shapes, if it `remembers` those of the one before.
+def remembers(schedule: Schedule, transport: Transport | None) -> bool:
+    """Whether a step's shapes are taken to be those of the step before until the run says else.
 
-    `early` of its receives are posted; `awaited` are its sends that others may have posted such
-    receives for. `openings` are the (stage, microbatch) whose inputs say what the shapes are.
+    On a GPU the host would wait for the payload that it reads; a message costs it nothing. And a
+    rank that runs no forward gets no payload to learn from. Within one process all is known.
+    """
+    runs = set(schedule.dataflow.runs.ravel().tolist())
+    return transport is None or (
+        isinstance(transport, GlooTransport) and len(runs) == schedule.ranks
+    )
+
+
+@attrs.frozen(eq=False)
+class _Program:
+    """The compiled lists of the ranks here, under one agreement on the boundaries.
+
+    If the next step is taken to be under it, `early` receives are posted before the rank knows, and
+    `awaited` are its sends that others may have posted such receives for.
     """
 
-    remembers: bool
-    openings: Collection[tuple[int, int]] = ()
-    early: int = 0
-    awaited: Sequence[Action] = ()
-
-
-def expectation(schedule: Schedule, rank: int, transport: Transport | None) -> Expectation:
-    """What a rank expects of the next step."""
-    if transport is None:  # all is in this process, which sees the input
-        return Expectation(remembers=True)
-    # On a GPU the host would wait for the payload that it reads; a message costs it nothing. And a
-    # rank that runs no forward gets no payload to learn from.
-    runs = set(schedule.dataflow.runs.ravel().tolist())
-    if not isinstance(transport, GlooTransport) or len(runs) < schedule.ranks:
-        return Expectation(remembers=False)
-    unaware = [other for other in range(schedule.ranks) if other not in schedule.placement[0]]
-    early = {other: leading(schedule, other) for other in unaware}
-    own = set(schedule.actions[rank])
-    sends = (matching_send(receive) for posted in early.values() for receive in posted)
-    awaited = [send for send in sends if send in own]
-    return Expectation(True, openings(schedule), len(early.get(rank, ())), awaited)
+    lists: list[list[Instruction]]
+    early: int
+    awaited: Sequence[Action]
 
 
 @attrs.define(eq=False)
 class Runner:
     """A list, with what it needs at every run.
 
-    Its programs are the compiled lists by the number of the agreement on the boundaries, of which
-    the current one is that of the step before. `under_way` are the sends that may not have arrived
-    by the end of a step; `streams` those of the ranks in one process, on a GPU.
+    Its programs go by the number of the agreement on the boundaries, of which the current one is
+    that of the step before. `under_way` are the sends that may not have arrived by the end of a
+    step; `streams` those of the ranks in one process, on a GPU.
     """
 
     cells: Cells
     wirings: Wirings
     compiler: Compiler
     transports: Mapping[int, Transport | None]
-    expected: Expectation
+    control: Control | None
+    remembers: bool
     state: StepState
     streams: Sequence[torch.cuda.Stream]
     under_way: list[Work]
-    _programs: dict[int, list[list[Instruction]]] = attrs.field(factory=dict)
+    _programs: dict[int, _Program] = attrs.field(factory=dict)
     _current: int | None = None
 
     def run(self, inputs: Batch | None, extras: Mapping[int, Sequence[Microbatch]]) -> None:
         """Run the list on the microbatches in the cells, which were cut from `inputs`; `extras` are
         what stages get beside their input."""
-        programs, done = self._ready(inputs, extras)
-        if len(programs) == 1:
-            _advance(programs[0][done:] if done else programs[0])
+        lists, done = self._ready(inputs, extras)
+        if len(lists) == 1:
+            _advance(lists[0][done:] if done else lists[0])
         else:
-            self._take_turns(programs)
+            self._take_turns(lists)
         # What was sent last may still be under way; by the end of the next step it has arrived.
         wait(self.under_way)
         for cell in self.cells.values():
@@ -128,41 +124,41 @@ class Runner:
     def _ready(
         self, inputs: Batch | None, extras: Mapping[int, Sequence[Microbatch]]
     ) -> tuple[list[list[Instruction]], int]:
-        """The programs for this step's boundaries, and how far they have been run already.
+        """The lists for this step's boundaries, and how far they have been run already.
 
         Taken to be those of the step before, until the first payload says that they are not.
         """
         seen = number = self.wirings.number(self.cells, inputs, extras)
-        if self._current is not None and self.expected.remembers:
-            programs = self._programs[self._current]
+        if self._current is not None and self.remembers:
+            program = self._programs[self._current]
             done = 0
             if number is None:
-                done = self.expected.early
-                _advance(programs[0][:done])
-                number = self._opened(programs[0][done:])
+                done = program.early
+                _advance(program.lists[0][:done])
+                number = self._opened(program.lists[0][done:])
             if number == self._current:
                 self.state.agreement = number
-                return programs, done
-            self._withdraw(programs[0])
+                return program.lists, done
+            self._withdraw(program)
         number = self._current = self.wirings.agree(seen, self.cells, extras)
         self.state.agreement = number
         if number not in self._programs:
             self._programs[number] = self._compile()
-        return self._programs[number], 0
+        return self._programs[number].lists, 0
 
-    def _opened(self, program: Sequence[Instruction]) -> int:
+    def _opened(self, instructions: Sequence[Instruction]) -> int:
         """The number that comes with the payload that the first compute waits for."""
-        first = next(x for x in program if isinstance(x.run, Forward))
+        first = next(x for x in instructions if isinstance(x.run, Forward))
         _advance([attrs.evolve(first, run=partial(wait, first.coming))])
         header = self.cells[first.action.stage, first.action.microbatch or 0].header
         assert header is not None  # the receive was an opening
         return int(header)
 
-    def _withdraw(self, program: Sequence[Instruction]) -> None:
+    def _withdraw(self, program: _Program) -> None:
         """End the receives that were posted for a step such as the one before."""
-        sends = {x.action: x.run for x in program if isinstance(x.run, Send)}
+        sends = {x.action: x.run for x in program.lists[0] if isinstance(x.run, Send)}
         self.state.agreement = _NO_AGREEMENT
-        for action in self.expected.awaited:
+        for action in program.awaited:
             sends[action].blank()
         for cell in self.cells.values():
             for works in (cell.inputs_coming, cell.grads_coming):
@@ -171,55 +167,70 @@ class Runner:
                 wait(works)
             cell.withdraw()
 
-    def _compile(self) -> list[list[Instruction]]:
-        """The ranks' instructions for the boundaries that the cells have now."""
+    def _compile(self) -> _Program:
+        """The program for the boundaries that the cells have now."""
         largest = max(cell.wiring.largest() for cell in self.cells.values())
         more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
-        return [
+        lists = [
             self.compiler.compile(rank, transport, more)
             for rank, transport in self.transports.items()
         ]
+        if self.control is None or not self.remembers:
+            return _Program(lists, 0, ())
+        schedule = self.compiler.schedule
+        early = {
+            rank: leading(schedule, rank, room)
+            for rank, room in enumerate(self.control.share(more))
+            if rank not in schedule.placement[0]
+        }
+        own = {x.action for x in lists[0]}
+        sends = [matching_send(receive) for posted in early.values() for receive in posted]
+        posts = len(early.get(lists[0][0].rank, ()))
+        return _Program(lists, posts, [send for send in sends if send in own])
 
-    def _take_turns(self, programs: list[list[Instruction]]) -> None:
+    def _take_turns(self, lists: list[list[Instruction]]) -> None:
         """Run the ranks of this process in turn, each as far as it gets until it waits.
 
         On a GPU each has a stream of its own.
         """
-        reached = [0] * len(programs)
+        reached = [0] * len(lists)
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         progress = True
         while progress:
             progress = False
-            for turn, program in enumerate(programs):
+            for turn, instructions in enumerate(lists):
                 first = reached[turn]
                 with torch.cuda.stream(self.streams[turn]) if self.streams else nullcontext():
-                    while reached[turn] < len(program) and not program[reached[turn]].waits():
-                        _advance(program[reached[turn] : reached[turn] + 1])
+                    while (
+                        reached[turn] < len(instructions)
+                        and not instructions[reached[turn]].waits()
+                    ):
+                        _advance(instructions[reached[turn] : reached[turn] + 1])
                         reached[turn] += 1
                 progress |= reached[turn] > first
         for stream in self.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        for at, program in zip(reached, programs, strict=True):
-            if at < len(program):
+        for at, instructions in zip(reached, lists, strict=True):
+            if at < len(instructions):
                 raise ExecutionError(
                     "what it waits for never comes",
-                    rank=program[at].rank,
-                    index=program[at].index,
-                    action=program[at].action,
+                    rank=instructions[at].rank,
+                    index=instructions[at].index,
+                    action=instructions[at].action,
                 )
 
 
-def _advance(program: Sequence[Instruction]) -> None:
+def _advance(instructions: Sequence[Instruction]) -> None:
     """Run a rank's instructions, or as many as are given."""
     instruction = None
     try:
         if torch.autograd.profiler._is_profiler_enabled:  # a range costs what a send does
-            for instruction in program:
+            for instruction in instructions:
                 with record_function(str(instruction.action)):
                     instruction.run()
         else:
-            for instruction in program:
+            for instruction in instructions:
                 instruction.run()
     except Exception as error:
         if instruction is None:

@@ -32,12 +32,12 @@ class Transport(Protocol):
 
 
 class GlooTransport:
-    """Between the processes of a pipeline, `processes[rank]` running a rank, apart from collectives.
+    """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
 
-    What goes to higher ranks and what goes to lower ones have a group each, so a connection each.
+    What goes to higher ranks and what goes to lower ones has a group each, and so a connection.
     Over one for both, a payload often comes in while its receiver is posting one of its own: gloo's
-    thread finds the connection locked, tries again at once, and takes the core from the very thread
-    that holds the lock, for up to a timer tick of 4 ms.
+    thread finds the connection locked, tries again at once, and keeps the core from the very thread
+    that holds the lock, for up to a timer tick of 4 ms. Collectives have other groups.
     """
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:

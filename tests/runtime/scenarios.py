@@ -758,14 +758,19 @@ def wrong_batches_are_refused(rank: int) -> list[str]:
         ]
 
 
-def changing_shapes(rank: int, ranks: int) -> list[str]:
+def changing_shapes(
+    rank: int,
+    ranks: int,
+    targets: Sequence[tuple[str, int]] = (("fill-drain", 1), ("1f1b", 1), ("interleaved-1f1b", 2)),
+    stages: Callable[[int], list[nn.Module]] = linear_stages,
+) -> list[str]:
     """Of batches in any order: what is posted for one that does not come does no harm."""
     faults = []
     chance = torch.Generator().manual_seed(4)
-    targets = [("fill-drain", {}), ("1f1b", {}), ("interleaved-1f1b", {"chunks": 2})]
-    for target, options in targets:
+    for target, chunks in targets:
+        options = {"chunks": chunks} if chunks > 1 else {}
         schedule = schedir.build(target, ranks=ranks, microbatches=4, **options)
-        whole = linear_stages(schedule.stages)
+        whole = stages(schedule.stages)
         local = {s: copy.deepcopy(whole[s]) for s in schedule.stages_of(rank)}
         optimizers = [adamw(stage.parameters()) for stage in whole]
         with Executor(schedule, local, MSE, adamw) as executor:
@@ -792,6 +797,17 @@ def shapes_that_change_at_any_step(rank: int) -> list[str]:
 @scenario_on_3
 def shapes_that_change_on_three_ranks(rank: int) -> list[str]:
     return changing_shapes(rank, 3)
+
+
+@scenario_on_3
+def shapes_that_change_beside_a_large_boundary(rank: int) -> list[str]:
+    """Of 0.7 MiB, so that the last two ranks post fewer receives ahead than the first one would."""
+
+    def stages(_: int) -> list[nn.Module]:
+        torch.manual_seed(5)
+        return [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
+
+    return changing_shapes(rank, 3, [("1f1b", 1)], stages)
 
 
 def main(scenarios: dict[str, tuple[int, Callable[[int], list[str]]]]) -> None:
