@@ -191,7 +191,7 @@ def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]
     name, theirs, chunks = SCHEDULES[label]
     ours, executor, busy = schedir_step(model, name, chunks)
     again, second, _ = schedir_step(model, name, chunks)
-    noise = compare(ours, again, max(3, blocks // 3), steps)
+    noise = compare(ours, again, blocks, steps)
     found = compare(ours, torch_step(model, theirs, chunks), blocks, steps)
     # At best the busiest rank computes without a pause but for the schedule's bubble.
     most = torch.tensor([statistics.median(busy[-2 * blocks * steps :])])

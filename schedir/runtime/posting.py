@@ -24,11 +24,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from schedir.ir import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from schedir.ir.columns import KIND_INDEX
-
-_COMPUTES = frozenset(KIND_INDEX[kind] for kind in COMPUTE)
-_SENDS = frozenset(KIND_INDEX[kind] for kind in SENDS)
+from schedir.ir import COMPUTE, RECEIVES, Action, Kind, Schedule
 
 
 def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
@@ -58,17 +54,10 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
             live -= frees.get(index, 0)
         return peak
 
-    # What the first compute makes goes out before anything that can wait.
-    first = next((i for i in range(end - start) if columns.kind[start + i] in _COMPUTES), 0)
-    behind = first + 1
-    while start + behind < end and columns.kind[start + behind] in _SENDS:
-        behind += 1
-    waits = start + first in transfers.user[own]
     room = live_at_peak() + more
     order = []
     for index in range(end - start):
-        may_run_ahead = waits or index >= behind
-        while pending and ((may_run_ahead and room > 0) or pending[0] <= index):
+        while pending and (room > 0 or pending[0] <= index):
             order.append(pending.popleft())
             room -= 1
         if index not in is_receive:
