@@ -81,7 +81,8 @@ class Runner:
     """A list, with what it needs at every run.
 
     Its programs go by the number of the agreement on the boundaries, of which the current one is
-    that of the step before. `under_way` are the sends that may not have arrived by the end of a
+    that of the step before. Most agreements share one: it depends on the shapes only in how far
+    receives are posted ahead. `under_way` are the sends that may not have arrived by the end of a
     step; `streams` those of the ranks in one process, on a GPU.
     """
 
@@ -95,6 +96,7 @@ class Runner:
     streams: Sequence[torch.cuda.Stream]
     under_way: list[Work]
     _programs: dict[int, _Program] = attrs.field(factory=dict)
+    _compiled: dict[tuple[int, ...], _Program] = attrs.field(factory=dict)
     _current: int | None = None
 
     def run(self, inputs: Batch | None, extras: Mapping[int, Sequence[Microbatch]]) -> None:
@@ -119,6 +121,7 @@ class Runner:
         for cell in self.cells.values():
             cell.drop()
         self._programs.clear()
+        self._compiled.clear()
         self._current = None
 
     def _ready(
@@ -143,7 +146,7 @@ class Runner:
         number = self._current = self.wirings.agree(seen, self.cells, extras)
         self.state.agreement = number
         if number not in self._programs:
-            self._programs[number] = self._compile()
+            self._programs[number] = self._program()
         return self._programs[number].lists, 0
 
     def _opened(self, instructions: Sequence[Instruction]) -> int:
@@ -167,10 +170,18 @@ class Runner:
                 wait(works)
             cell.withdraw()
 
-    def _compile(self) -> _Program:
+    def _program(self) -> _Program:
         """The program for the boundaries that the cells have now."""
         largest = max(cell.wiring.largest() for cell in self.cells.values())
         more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
+        rooms = (more,) if self.control is None else tuple(self.control.share(more))
+        if rooms not in self._compiled:
+            self._compiled[rooms] = self._compile(more, rooms)
+        return self._compiled[rooms]
+
+    def _compile(self, more: int, rooms: Sequence[int]) -> _Program:
+        """A program whose receives may take so many buffers beyond what the lists need; `rooms` has
+        that number of each rank of the pipeline."""
         lists = [
             self.compiler.compile(rank, transport, more)
             for rank, transport in self.transports.items()
@@ -180,7 +191,7 @@ class Runner:
         schedule = self.compiler.schedule
         early = {
             rank: leading(schedule, rank, room)
-            for rank, room in enumerate(self.control.share(more))
+            for rank, room in enumerate(rooms)
             if rank not in schedule.placement[0]
         }
         own = {x.action for x in lists[0]}

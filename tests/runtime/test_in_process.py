@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from schedir.runtime.program import Instruction
 
 
 def test_in_one_process_all_stages_are_needed() -> None:
@@ -171,6 +173,20 @@ def test_a_shape_that_fails_spoils_no_other() -> None:
                     executor.step(x, target=y)
             else:
                 executor.step(x, target=y)
+
+
+def test_new_shapes_need_no_new_instructions() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {s: nn.Linear(3, 3) for s in range(2)}
+
+    def after(rows: int) -> int:
+        x, y = torch.randn(2, rows, 3)
+        executor.step(x, target=y)
+        gc.collect()  # those of executors that are gone
+        return sum(type(found) is Instruction for found in gc.get_objects())
+
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        assert len({after(rows) for rows in range(2, 12)}) == 1
 
 
 def test_without_an_update_pipedream_adds_the_mean_too() -> None:
