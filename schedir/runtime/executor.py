@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -329,13 +328,16 @@ class Executor:
     def _forwards(self, given: _Given) -> StepResult:
         """Run the forwards alone, in eval mode."""
         torch.clear_autocast_cache()  # it may hold casts of earlier weights
-        modes = [(m, m.training) for s in self._stages.values() for m in s.module.modules()]
+        stages = [(s.module, s.module.training) for s in self._stages.values()]
+        modes = [(m, m.training) for stage, _ in stages for m in stage.modules()]
         try:
-            for module, _ in modes:
-                module.training = False
+            for stage, _ in stages:
+                stage.eval()
             with torch.no_grad():
                 return self._pass(self._evaluation, given)
         finally:
+            for stage, training in stages:
+                stage.train(training)  # it may do more than set modes
             for module, training in modes:
                 module.training = training
 
@@ -495,20 +497,24 @@ class Executor:
         self, cells: Cells, counts: list[float], losses: Exchange | None
     ) -> Callable[[], float]:
         """The step's mean loss, on its way to every process."""
-        own = None
+        ran: list[tuple[float, Tensor]] = []
         if self._last in self._stages:
             # By microbatch, not by order of arrival.
             found = [cells[self._last, m].loss for m in range(len(counts))]
             # One without samples has no mean to count.
             ran = [(n, x) for n, x in zip(counts, found, strict=True) if x is not None and n]
-            own = torch.tensor(
-                [sum(n * float(x) for n, x in ran), sum(n for n, _ in ran)], dtype=torch.float64
-            )
-            if losses is not None:
-                losses.give(own, self._listeners)
         if losses is None:
-            return partial(_mean, [] if own is None else [own])
+            return lambda: _mean([_sums(ran)])
+        if self._last in self._stages:
+            losses.give(_sums(ran), self._listeners)
         return lambda: _mean(losses.result())
+
+
+def _sums(ran: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """The sum of the losses over all samples, and their number; waits for a GPU."""
+    return torch.tensor(
+        [sum(n * float(loss) for n, loss in ran), sum(n for n, _ in ran)], dtype=torch.float64
+    )
 
 
 def _mean(shares: Sequence[Tensor]) -> float:

@@ -78,7 +78,7 @@ class Wirings:
             return None
         shapes: object
         if isinstance(inputs, Tensor) and not extras:  # which says it for all of its pieces
-            shapes = (meta_of(inputs), inputs.stride())
+            shapes = (inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad)
         else:
             shapes = tuple(_signatures(cells, extras))
         self._signature = (shapes, _autocast(self._device.type))

@@ -112,6 +112,27 @@ def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
         assert all(torch.equal(twin[k], v) for k, v in stages[s].state_dict().items())
 
 
+def test_evaluation_tells_modules_of_their_mode() -> None:
+    class Told(nn.Linear):
+        told: list[bool]
+
+        def train(self, mode: bool = True) -> Told:
+            self.told.append(mode)
+            return super().train(mode)
+
+    told = Told(2, 2)
+    told.told = []
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    frozen[1].eval()  # a mode of its own, that of no parent
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = torch.randn(2, 4, 2)
+    loss_fn = nn.functional.mse_loss
+    with Executor(schedule, {0: told, 1: frozen}, loss_fn, in_process=True) as executor:
+        executor.evaluate(x, target=y)
+        assert told.told == [False, True]
+        assert [m.training for m in frozen.modules()] == [True, True, False]
+
+
 def test_a_failure_names_its_action_and_eval_mode_ends() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
