@@ -67,15 +67,10 @@ def last_backwards(schedule: schedir.Schedule) -> list[int]:
     ]
 
 
-def differences(
-    rank: int | None,
-    schedule: schedir.Schedule,
-    optimizer: Any,
-    reference: str,
-    vertical_sync: bool,
-    device: str = "cpu",
-) -> list[str]:
+def differences(rank: int | None, case: Any, device: str = "cpu") -> list[str]:
     """What differs on a rank, or, where that is None, with all ranks in this process."""
+    schedule = schedir.build(case["name"], **case["build"])
+    optimizer = OPTIMIZERS[case["optimizer"]]
     whole = [stage.to(device) for stage in make_stages(schedule.stages)]
     here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
     local = {s: copy.deepcopy(whole[s]) for s in here}
@@ -93,8 +88,9 @@ def differences(
                     strict=True,
                 )
             )
-            if reference == "pipedream":
-                expected = pipedream(whole, loss_fn, optimizers, pieces, vertical_sync)
+            if case["reference"] == "pipedream":
+                sync = case["build"]["vertical_sync"]
+                expected = pipedream(whole, loss_fn, optimizers, pieces, sync)
             else:
                 expected = accumulate(whole, loss_fn, optimizers, pieces, last_backwards(schedule))
             if result.loss != expected:
@@ -128,15 +124,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for case in cases:
-        schedule = schedir.build(case["name"], **case["build"])
-        found = differences(
-            rank,
-            schedule,
-            OPTIMIZERS[case["optimizer"]],
-            case["reference"],
-            case["build"].get("vertical_sync", False),
-        )
-        line = json.dumps({"case": case, "differs": found})
+        line = json.dumps({"case": case, "differs": differences(rank, case)})
         print(line + "\n", end="", flush=True)  # one write, whole among the other ranks
     dist.destroy_process_group()
 

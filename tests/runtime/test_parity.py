@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import schedir
 from tests.runtime.launch import json_lines, merged, torchrun
-from tests.runtime.parity_worker import OPTIMIZERS, differences
+from tests.runtime.parity_worker import differences
 
 RANKS = (1, 2, 3, 4)
 
@@ -65,12 +64,4 @@ def test_training_equals_one_process(ranks: int, case: str) -> None:
     [(ranks, json.dumps(case)) for ranks in (2, 3, 5) for case in cases(ranks)],
 )
 def test_all_ranks_in_one_process_equal_plain_training(ranks: int, case: str) -> None:
-    wanted = json.loads(case)
-    schedule = schedir.build(wanted["name"], **wanted["build"])
-    assert not differences(
-        None,
-        schedule,
-        OPTIMIZERS[wanted["optimizer"]],
-        wanted["reference"],
-        wanted["build"].get("vertical_sync", False),
-    )
+    assert differences(None, json.loads(case)) == []
