@@ -9,10 +9,11 @@ schedir against schedir, whose spread is the noise. Also reported: schedir's tim
 the busiest rank's compute plus the schedule's bubble at F = 1, B = 2. There is no optimiser:
 gradients are cleared by hand.
 
-    python tools/bench_step.py --overhead [--json FILE]
+    python tools/bench_step.py --overhead [--device cuda] [--json FILE]
 
 times the overhead per compute action over plain autograd, in one process: beside one backward over
-the whole model, and beside a loop that runs the stages one by one, as a pipeline has to.
+the whole model, and beside a loop that runs the stages one by one, as a pipeline has to. On a GPU
+its own events take the time.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py --memory schedir|torch
 
@@ -209,10 +210,10 @@ def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]
     }
 
 
-def overhead(chunks: int, blocks: int = 200, steps: int = 5) -> dict[str, Any]:
+def overhead(chunks: int, device: str, blocks: int = 200, steps: int = 5) -> dict[str, Any]:
     """Microseconds per compute action over plain autograd, in one process on trivial modules."""
-    modules = [nn.Linear(4, 4) for _ in range(chunks)]
-    x, y = torch.randn(2, 2 * MICROBATCHES, 4)
+    modules = [nn.Linear(4, 4, device=device) for _ in range(chunks)]
+    x, y = torch.randn(2, 2 * MICROBATCHES, 4, device=device)
     loss_fn = nn.functional.mse_loss
     name = "interleaved-1f1b" if chunks > 1 else "1f1b"
     options = {"chunks": chunks} if chunks > 1 else {}
@@ -241,6 +242,14 @@ def overhead(chunks: int, blocks: int = 200, steps: int = 5) -> dict[str, Any]:
     stages = dict(enumerate(modules))
 
     def per_step(step: Step) -> float:
+        if device == "cuda":
+            begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begins.record()
+            for _ in range(steps):
+                step()
+            ends.record()
+            ends.synchronize()
+            return float(begins.elapsed_time(ends)) / 1e3 / steps
         started = perf_counter()
         for _ in range(steps):
             step()
@@ -252,7 +261,7 @@ def overhead(chunks: int, blocks: int = 200, steps: int = 5) -> dict[str, Any]:
             executor.step(x, target=y)
             clear(stages)
 
-        found: dict[str, Any] = {"stages": chunks}
+        found: dict[str, Any] = {"stages": chunks, "device": device}
         for label, other in (("over plain autograd", plain), ("over staged autograd", staged)):
             for step in (ours, other):
                 per_step(step)
@@ -308,12 +317,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--overhead", action="store_true", help="per action, in one process")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of --overhead")
     parser.add_argument("--memory", choices=["schedir", "torch"], help="at its peak, by rank")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     found: Any
     if args.overhead:
-        found = [overhead(chunks) for chunks in (1, 4)]
+        found = [overhead(chunks, args.device) for chunks in (1, 4)]
         for line in found:
             print("µs per compute action, median and quartiles:", line)
     elif args.memory:
