@@ -67,13 +67,15 @@ def remembers(schedule: Schedule, transport: Transport | None) -> bool:
 class _Program:
     """The compiled lists of the ranks here, under one agreement on the boundaries.
 
-    If the next step is taken to be under it, `early` receives are posted before the rank knows, and
-    `awaited` are its sends that others may have posted such receives for.
+    If the next step is taken to be under it, `early` receives are posted before the rank knows;
+    `opening` waits for the payload that says whether it is; and `awaited` are the rank's sends that
+    others may have posted such receives for.
     """
 
     lists: list[list[Instruction]]
-    early: int
-    awaited: Sequence[Action]
+    early: int = 0
+    opening: Instruction | None = None
+    awaited: Sequence[Action] = ()
 
 
 @attrs.define(eq=False)
@@ -134,14 +136,14 @@ class Runner:
         seen = number = self.wirings.number(self.cells, inputs, extras)
         if self._current is not None and self.remembers:
             program = self._programs[self._current]
-            done = 0
+            early = 0
             if number is None:
-                done = program.early
-                _advance(program.lists[0][:done])
-                number = self._opened(program.lists[0][done:])
+                early = program.early
+                _advance(program.lists[0][:early])
+                number = self._opened(program)
             if number == self._current:
                 self.state.agreement = number
-                return program.lists, done
+                return program.lists, early
             self._withdraw(program)
         number = self._current = self.wirings.agree(seen, self.cells, extras)
         self.state.agreement = number
@@ -149,11 +151,12 @@ class Runner:
             self._programs[number] = self._program()
         return self._programs[number].lists, 0
 
-    def _opened(self, instructions: Sequence[Instruction]) -> int:
+    def _opened(self, program: _Program) -> int:
         """The number that comes with the payload that the first compute waits for."""
-        first = next(x for x in instructions if isinstance(x.run, Forward))
-        _advance([attrs.evolve(first, run=partial(wait, first.coming))])
-        header = self.cells[first.action.stage, first.action.microbatch or 0].header
+        assert program.opening is not None  # the first stage is not here
+        _advance([program.opening])
+        action = program.opening.action
+        header = self.cells[action.stage, action.microbatch or 0].header
         assert header is not None  # the receive was an opening
         return int(header)
 
@@ -187,17 +190,20 @@ class Runner:
             for rank, transport in self.transports.items()
         ]
         if self.control is None or not self.remembers:
-            return _Program(lists, 0, ())
+            return _Program(lists)
         schedule = self.compiler.schedule
         early = {
             rank: leading(schedule, rank, room)
             for rank, room in enumerate(rooms)
             if rank not in schedule.placement[0]
         }
-        own = {x.action for x in lists[0]}
+        (own,) = lists
+        first = next(x for x in own if isinstance(x.run, Forward))
+        opening = attrs.evolve(first, run=partial(wait, first.coming))
+        listed = {x.action for x in own}
         sends = [matching_send(receive) for posted in early.values() for receive in posted]
-        posts = len(early.get(lists[0][0].rank, ()))
-        return _Program(lists, posts, [send for send in sends if send in own])
+        awaited = [send for send in sends if send in listed]
+        return _Program(lists, len(early.get(first.rank, ())), opening, awaited)
 
     def _take_turns(self, lists: list[list[Instruction]]) -> None:
         """Run the ranks of this process in turn, each as far as it gets until it waits.
