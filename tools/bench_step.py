@@ -279,18 +279,20 @@ def overhead(chunks: int, device: str, blocks: int = 200, steps: int = 5) -> dic
 def memory(side: str, label: str) -> dict[str, Any]:
     """What three steps add to the memory of each rank, at its peak, in MiB."""
     name, theirs, chunks = SCHEDULES[label]
-    executor = None
-    if side == "schedir":
-        step, executor, _ = schedir_step(WIDE, name, chunks)
-    else:
-        step = torch_step(WIDE, theirs, chunks)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(3):
-        step()
+    executors = []
+    for model in (MODELS["tiny"], WIDE):  # the former has what a first step imports come in
+        if side == "schedir":
+            step, executor, _ = schedir_step(model, name, chunks)
+            executors.append(executor)
+        else:
+            step = torch_step(model, theirs, chunks)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(3):
+            step()
     added = torch.tensor([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024])
     everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, added)
-    if executor is not None:
+    for executor in executors:
         executor.close()
     return {"side": side, "schedule": label, "MiB by rank": [round(float(x)) for x in everyone]}
 

@@ -105,17 +105,28 @@ class Runner:
         """Run the list on the microbatches in the cells, which were cut from `inputs`; `extras` are
         what stages get beside their input."""
         lists, done = self._ready(inputs, extras)
+        self._free()
         if len(lists) == 1:
             _advance(lists[0][done:] if done else lists[0])
         else:
             self._take_turns(lists)
-        # What was sent last may still be under way; by the end of the next step it has arrived.
-        wait(self.under_way)
         for cell in self.cells.values():
             self.under_way += cell.outputs_going
             self.under_way += cell.grads_going
             cell.outputs_going.clear()
             cell.grads_going.clear()
+
+    def _free(self) -> None:
+        """Let go of what the step before sent last, and had under way at its end.
+
+        Its receivers have posted their part in that step, so this can't block for long.
+        """
+        try:
+            wait(self.under_way)
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"what the step before sent has not arrived: {_describe(error)}", cause=error
+            ) from error
 
     def forget(self) -> None:
         """A step has failed: the next one starts anew."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import schedir
@@ -756,6 +757,35 @@ def wrong_batches_are_refused(rank: int) -> list[str]:
             *raises(error, "more than 4", lambda: executor.step([x] * 5, target=[y] * 5)),
             *raises(error, "needs", lambda: executor.step()),
         ]
+
+
+class Watches(nn.Linear):
+    """Counts at each forward the earlier gradients of inputs that are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.sent: list[StorageWeakRef] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(sum(not storage.expired() for storage in self.sent))
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.sent.append(StorageWeakRef(grad.untyped_storage())))
+        return super().forward(x)
+
+
+@scenario
+def what_a_step_sent_last_is_freed_as_the_next_begins(rank: int) -> list[str]:
+    """In fill-drain nothing comes back that would say earlier that the gradients have arrived."""
+    watches = Watches()
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
+    with Executor(schedule, {rank: watches}, MSE, adamw) as executor:
+        for x, y in random_data(3):
+            executor.step(x, target=y)
+    if rank == 0:
+        return []
+    faults = [] if len(watches.sent) >= 12 else [f"only {len(watches.sent)} gradients seen"]
+    return faults + [f"{alive} gradients are still there" for alive in watches.alive if alive]
 
 
 def changing_shapes(
