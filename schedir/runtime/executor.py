@@ -40,7 +40,7 @@ from schedir.runtime.posting import openings
 from schedir.runtime.program import Compiler
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
-from schedir.runtime.runner import Cells, Runner, cells_of, remembers
+from schedir.runtime.runner import Cells, Runner, cells_of, learns_from_payloads
 from schedir.runtime.sharing import Shared
 from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
 from schedir.runtime.weights import StageWeights
@@ -220,7 +220,7 @@ class Executor:
         modules = {index: stage.module for index, stage in self._stages.items()}
         first_draw = self._grid.pipeline * schedule.microbatches
         cells = cells_of(schedule, tuple(modules), first_draw)
-        remembered = remembers(schedule, self._transport)
+        learns = learns_from_payloads(schedule, self._transport)
         wirings = Wirings(
             schedule,
             tuple(self._transports),
@@ -239,7 +239,7 @@ class Executor:
             self.optimizers,
             self._updates,
             self._meetings,
-            openings(schedule) if remembered and self._transport is not None else (),
+            openings(schedule) if learns else (),
         )
         return Runner(
             cells,
@@ -247,7 +247,7 @@ class Executor:
             compiler,
             self._transports,
             self._control,
-            remembered,
+            learns,
             self._state,
             self._streams,
             self._under_way,
@@ -345,10 +345,32 @@ class Executor:
         started = perf_counter()
         self._state.busy = 0.0
         trains = runner is self._training
-        counts, extras = self._fill(runner.cells, given, trains)
         saved = SavedRng()
-        loss: Callable[[], float] | None = None
-        outputs = None
+        try:
+            # What is refused here has moved nothing.
+            counts, extras = self._fill(runner.cells, given, trains)
+            loss, outputs = self._run(runner, given.inputs, extras, counts)
+        finally:
+            for stage in self._stages.values():
+                stage.weights.restore()
+            for reduction in self._reductions:
+                reduction.restore()
+            for cell in runner.cells.values():
+                cell.clear()
+            saved.restore()
+        norm = self._clipping.norm if self._clipping and trains and self._state.update else None
+        return StepResult(loss, norm, outputs, self._state.busy, perf_counter() - started)
+
+    def _run(
+        self,
+        runner: Runner,
+        inputs: Batch | None,
+        extras: Mapping[int, Sequence[Microbatch]],
+        counts: list[float],
+    ) -> tuple[Callable[[], float] | None, list[Any] | None]:
+        """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
+        trains = runner is self._training
+        loss = outputs = None
         try:
             losses = self._expect_losses() if self._state.wants_loss else None
             if trains:
@@ -356,7 +378,7 @@ class Executor:
                     stage.weights.begin(0)
                 for reduction in self._reductions:
                     reduction.begin()
-            runner.run(given.inputs, extras)
+            runner.run(inputs, extras)
             if self._control is not None:
                 self._control.settle()
             if trains:
@@ -374,16 +396,7 @@ class Executor:
             for meeting in self._meetings.all:
                 meeting.reset()
             raise
-        finally:
-            for stage in self._stages.values():
-                stage.weights.restore()
-            for reduction in self._reductions:
-                reduction.restore()
-            for cell in runner.cells.values():
-                cell.clear()
-            saved.restore()
-        norm = self._clipping.norm if self._clipping and trains and self._state.update else None
-        return StepResult(loss, norm, outputs, self._state.busy, perf_counter() - started)
+        return loss, outputs
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
@@ -511,7 +524,9 @@ class Executor:
 
 
 def _sums(ran: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """The sum of the losses over all samples, and their number; waits for a GPU."""
+    """The sum of the losses over all samples, and their number."""
+    if ran and ran[0][1].is_cuda:
+        torch.cuda.synchronize(ran[0][1].device)  # whatever stream is current by now
     return torch.tensor(
         [sum(n * float(loss) for n, loss in ran), sum(n for n, _ in ran)], dtype=torch.float64
     )

@@ -83,8 +83,8 @@ class Stage:
         """The last stage's loss."""
         assert self.loss_fn is not None  # asked of the last stage
         loss = self.loss_fn(output, cell.target, **cell.loss_keywords)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ExecutionError("loss_fn must return a scalar tensor: the microbatch's mean")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            raise ExecutionError("loss_fn must return a real scalar tensor: the microbatch's mean")
         return loss
 
 
@@ -142,7 +142,7 @@ class Forward:
                 cell.result = tree_map_only(Tensor, torch.detach, output)
             if stage.state.wants_loss:
                 loss = stage.loss(cell, output)
-                cell.loss = loss.detach()
+                cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
                 cell.outputs = (loss,)
         if not with_graph:  # no backward will ask for them
             cell.leaves = ()

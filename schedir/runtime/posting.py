@@ -3,7 +3,8 @@
 A receive may be posted before its place in the list, never out of its channel's order: that only
 removes constraints. It matters: a gloo receive that is posted after its payload has been sent can
 cost a whole timer tick of 4 ms. Each posted receive occupies a buffer until the backward that uses
-it last, so receives run ahead only as far as the list itself needs buffers at its peak:
+it last, so receives run ahead only as far as the list itself needs buffers at its peak, and by a
+few more where these are small:
 
     list      RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        at most 3 buffers
     posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
@@ -11,7 +12,7 @@ it last, so receives run ahead only as far as the list itself needs buffers at i
 The receives that come before all else are posted before the rank knows that this step's shapes are
 those of the last: which they are is said by the payload that its first compute waits for, and so
 costs no message. If they are not, every receive posted too early gets a payload without meaning,
-and the ranks agree anew.
+for which all know how many more each rank posts, and the ranks agree anew.
 
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.

@@ -51,25 +51,23 @@ def cells_of(schedule: Schedule, local: tuple[int, ...], first_draw: int) -> Cel
     return cells
 
 
-def remembers(schedule: Schedule, transport: Transport | None) -> bool:
-    """Whether a step's shapes are taken to be those of the step before until the run says else.
+def learns_from_payloads(schedule: Schedule, transport: Transport | None) -> bool:
+    """Whether a rank that does not see the step's input learns its shapes from the first payload.
 
     On a GPU the host would wait for the payload that it reads; a message costs it nothing. And a
-    rank that runs no forward gets no payload to learn from. Within one process all is known.
+    rank that runs no forward gets no payload to learn from.
     """
     runs = set(schedule.dataflow.runs.ravel().tolist())
-    return transport is None or (
-        isinstance(transport, GlooTransport) and len(runs) == schedule.ranks
-    )
+    return isinstance(transport, GlooTransport) and len(runs) == schedule.ranks
 
 
 @attrs.frozen(eq=False)
 class _Program:
     """The compiled lists of the ranks here, under one agreement on the boundaries.
 
-    If the next step is taken to be under it, `early` receives are posted before the rank knows;
-    `opening` waits for the payload that says whether it is; and `awaited` are the rank's sends that
-    others may have posted such receives for.
+    Where ranks learn from payloads, `early` receives are posted before the rank knows whether the
+    step is under it, `opening` waits for the payload that says so, and `awaited` are the rank's
+    sends that others may have posted such receives for.
     """
 
     lists: list[list[Instruction]]
@@ -93,7 +91,7 @@ class Runner:
     compiler: Compiler
     transports: Mapping[int, Transport | None]
     control: Control | None
-    remembers: bool
+    learns: bool
     state: StepState
     streams: Sequence[torch.cuda.Stream]
     under_way: list[Work]
@@ -145,7 +143,7 @@ class Runner:
         Taken to be those of the step before, until the first payload says that they are not.
         """
         seen = number = self.wirings.number(self.cells, inputs, extras)
-        if self._current is not None and self.remembers:
+        if self._current is not None and (self.learns or self.control is None):
             program = self._programs[self._current]
             early = 0
             if number is None:
@@ -188,19 +186,19 @@ class Runner:
         """The program for the boundaries that the cells have now."""
         largest = max(cell.wiring.largest() for cell in self.cells.values())
         more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
-        rooms = (more,) if self.control is None else tuple(self.control.share(more))
+        rooms = tuple(self.control.share(more)) if self.control and self.learns else (more,)
         if rooms not in self._compiled:
             self._compiled[rooms] = self._compile(more, rooms)
         return self._compiled[rooms]
 
     def _compile(self, more: int, rooms: Sequence[int]) -> _Program:
-        """A program whose receives may take so many buffers beyond what the lists need; `rooms` has
-        that number of each rank of the pipeline."""
+        """A program whose receives may take so many buffers beyond what the lists need; where ranks
+        learn from payloads, `rooms` has that number of each of them."""
         lists = [
             self.compiler.compile(rank, transport, more)
             for rank, transport in self.transports.items()
         ]
-        if self.control is None or not self.remembers:
+        if not self.learns:
             return _Program(lists)
         schedule = self.compiler.schedule
         early = {

@@ -112,6 +112,59 @@ def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
         assert all(torch.equal(twin[k], v) for k, v in stages[s].state_dict().items())
 
 
+def test_a_refused_batch_leaves_nothing_behind() -> None:
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            return super().forward(x) + (0.0 if more is None else more)
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {0: nn.Linear(3, 3), 1: Adds(3, 3)}
+    x = torch.randn(4, 3)
+    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+        before = executor.evaluate(x, target=x).loss
+        with pytest.raises(schedir.ExecutionError, match="1 rows can't be split"):
+            executor.evaluate(x, target=x[:1], stage_inputs={1: torch.ones(4, 1)})
+        with pytest.raises(schedir.ExecutionError, match="dict of keyword arguments"):
+            executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "sum"}, 3])
+        assert executor.evaluate(x, target=x).loss == before
+
+
+def test_a_loss_that_is_read_late_is_that_of_its_step() -> None:
+    class Bias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bias
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.25)  # type: ignore[arg-type]
+
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.zeros(4, 1)
+    with Executor(schedule, {0: Bias()}, lambda output, target: output, sgd) as executor:
+        results = [executor.step(x, target=x) for _ in range(3)]
+    assert [result.loss for result in results] == [1.0, 0.75, 0.5]  # the parameter itself
+
+    buffer = torch.zeros(())
+    with Executor(
+        schedule, {0: nn.Identity()}, lambda _, target: buffer.copy_(target.mean())
+    ) as executor:
+        results = [executor.evaluate(x, target=x + value) for value in (1.0, 2.0)]
+    assert [result.loss for result in results] == [1.0, 2.0]
+
+
+def test_a_complex_loss_is_refused() -> None:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.zeros(4, 3)
+    with (
+        Executor(schedule, {0: nn.Linear(3, 3)}, lambda y, _: y.mean() * 1j) as executor,
+        pytest.raises(schedir.ExecutionError, match="0F0: loss_fn must return a real scalar"),
+    ):
+        executor.step(x, target=x)
+
+
 def test_evaluation_tells_modules_of_their_mode() -> None:
     class Told(nn.Linear):
         told: list[bool]
