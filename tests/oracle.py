@@ -159,7 +159,8 @@ class Oracle:
         action = me.actions[index]
         if action.kind is Kind.OPTIM_STEP and not self.summed_over_ties(rank, index):
             return False
-        if action.microbatch is not None and action in me.actions[:index]:
+        before = [attrs.evolve(earlier, version=None) for earlier in me.actions[:index]]
+        if action.microbatch is not None and attrs.evolve(action, version=None) in before:
             me.faults.append(f"{action} runs again")
         sums = [a for a, done in zip(me.actions[:index], me.done, strict=False) if not done]
         if any(a.kind is Kind.REDUCE_GRAD and a.stage == action.stage for a in sums):

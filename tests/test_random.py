@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import schedir
@@ -105,6 +105,7 @@ def test_what_the_pass_completes_is_clean_under_every_model(seed: int) -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 2))
+@example(479001601, "host", 2)  # a forward runs again, the second time with its version named
 def test_the_verdict_on_scattered_communication(seed: int, channel: str, faults: int) -> None:
     chance = random.Random(seed)
     built = scattered(schedir.insert_communication(drawn(chance)), chance)
