@@ -43,7 +43,7 @@ rank  busy  idle  span  peak activations  weight versions
    3    12     9    12                 1                1
 """
 
-# The example of DESIGN.md, with `1RECV_ACT1` behind `1SEND_GRAD0`.
+# The example of the README, with `1RECV_ACT1` behind `1SEND_GRAD0`.
 DEADLOCK = """\
 schedir 1
 name my-1f1b
@@ -290,6 +290,14 @@ def test_json_of_a_missing_action_has_no_index() -> None:
     (_, found) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
+
+
+def test_what_is_missing_is_shown_beside_the_line_that_needs_it() -> None:
+    missing = Location(0, None, schedir.backward(0, 1))
+    there = Location(0, 1, schedir.forward(0, 1), Source("mine.py", 7))
+    report = Report("edge", (odd("error", missing, there),))
+    assert OUTPUT_FORMATS["concise"](report, "mine").startswith("mine.py:7: rank 0 0B1 (missing)")
+    assert OUTPUT_FORMATS["github"](report, "mine").startswith("::error file=mine.py,line=7,")
 
 
 def test_github_escapes_what_its_commands_cannot_hold() -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from schedir.check import CHANNELS, Diagnostic, Excerpt, Location, Report
+from schedir.ir import Source
 from schedir.render.text import paint, table
 
 # A finding may concern every gradient of a stage; more places than these explain nothing.
@@ -72,10 +73,9 @@ def concise(report: Report, subject: str) -> str:
     """One line for each finding."""
     lines = []
     for diagnostic in report.diagnostics:
-        where = subject
+        source = _source(diagnostic)
+        where = subject if source is None else f"{source.file}:{source.line}"
         for location in diagnostic.locations[:1]:
-            if location.source is not None:
-                where = f"{location.source.file}:{location.source.line}"
             where += f": {_place(location)}"
         lines.append(f"{where}: {diagnostic.code} {diagnostic.name}: {diagnostic.message}\n")
     return "".join(lines)
@@ -105,11 +105,10 @@ def github(report: Report, subject: str) -> str:
     lines = []
     for diagnostic in report.diagnostics:
         properties = []
-        place = ""
-        for location in diagnostic.locations[:1]:
-            place = f"{_place(location)}: "
-            if location.source is not None:
-                properties += [("file", location.source.file), ("line", str(location.source.line))]
+        source = _source(diagnostic)
+        if source is not None:
+            properties += [("file", source.file), ("line", str(source.line))]
+        place = "".join(f"{_place(location)}: " for location in diagnostic.locations[:1])
         # A list of actions, unlike a generator, gives them no line, but it is a file.
         if not properties and subject.endswith((".sched", ".csv")):
             properties.append(("file", subject))
@@ -127,6 +126,11 @@ OUTPUT_FORMATS: dict[str, Callable[[Report, str], str]] = {
     "github": github,
 }
 """The forms that a report can be written in, by the name that the user gives."""
+
+
+def _source(diagnostic: Diagnostic) -> Source | None:
+    """The line of Python to look at: what is missing has none, so it may be another location's."""
+    return next((place.source for place in diagnostic.locations if place.source is not None), None)
 
 
 def _place(location: Location) -> str:
