@@ -23,6 +23,7 @@ from schedir.runtime.cells import wait
 from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control, Exchange
 from schedir.runtime.fitting import (
     TieOf,
+    check_arguments,
     check_clipping,
     check_stages,
     check_stepping,
@@ -112,6 +113,7 @@ class Executor:
         seed: int = 0,
         in_process: bool = False,
     ) -> None:
+        check_arguments(schedule, stages, optimizer, clip_grad_norm, ties, seed)
         schedule = proved(schedule, [[stage for stage, _ in tie] for tie in ties])
         self._grid = Grid(((0,) * schedule.ranks,)) if in_process else grid(schedule.ranks, mesh)
         if self._grid.pipelines > 1:
@@ -149,12 +151,23 @@ class Executor:
         if optimizer is not None:
             for stage in local:
                 parameters = list(stages[stage].parameters())
-                if parameters:
-                    self.optimizers[stage] = optimizer(parameters)
+                if not parameters:
+                    continue
+                self.optimizers[stage] = made = optimizer(parameters)
+                if not hasattr(made, "step"):
+                    raise ExecutionError(
+                        f"optimizer must return an optimizer, not {type(made).__name__}"
+                    )
 
+        self._closed = False
         self._state = StepState(seed)
         self._last = schedule.stages - 1
         self._boundaries = boundaries or {}
+        for stage in self._boundaries:
+            if stage not in range(schedule.stages):
+                raise ExecutionError(
+                    f"boundaries: there is no stage {stage!r}, only 0..{self._last}"
+                )
         self._count = count
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
@@ -343,6 +356,8 @@ class Executor:
 
     def _pass(self, runner: Runner, given: _Given) -> StepResult:
         started = perf_counter()
+        if self._closed:
+            raise ExecutionError("this executor is closed; make another one to go on")
         self._state.busy = 0.0
         trains = runner is self._training
         saved = SavedRng()
@@ -400,6 +415,7 @@ class Executor:
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
+        self._closed = True
         if self._control is not None and self._transport is not None:
             wait(self._under_way)
             for _ in range(2):  # what the step before the last one has posted, and what it has
@@ -439,7 +455,7 @@ class Executor:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._stages and batch is None:
-                raise ExecutionError(f"rank {self.rank} holds stage {stage} and needs {what}")
+                raise ExecutionError(f"stage {stage}, which runs here, needs {what}")
         if 0 in self._stages and given.inputs is not None:
             for m, piece in enumerate(split(given.inputs, number, "inputs")):
                 cells[0, m].batch = piece

@@ -36,6 +36,47 @@ def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
     return insert_communication(schedule)
 
 
+def check_arguments(
+    schedule: object,
+    stages: object,
+    optimizer: object,
+    clip_grad_norm: object,
+    ties: Sequence[object],
+    seed: object,
+) -> None:
+    """What else would fail later, or train something that was not meant."""
+    if not isinstance(schedule, Schedule):
+        raise ExecutionError(
+            f"schedule must be a Schedule, not {type(schedule).__name__}; make one with "
+            'schedir.build("1f1b", ranks=2, microbatches=8)'
+        )
+    if not isinstance(stages, Mapping):
+        raise ExecutionError(
+            f"stages must map each stage's number to its module, not {type(stages).__name__}"
+        )
+    if optimizer is not None and not callable(optimizer):
+        raise ExecutionError(
+            "optimizer must be a function that makes one of parameters, such as "
+            f"lambda p: torch.optim.AdamW(p), not {type(optimizer).__name__}"
+        )
+    # Not a number, too, is not at least 0.
+    if clip_grad_norm is not None and not (
+        isinstance(clip_grad_norm, (int, float)) and clip_grad_norm >= 0
+    ):
+        raise ExecutionError(
+            f"clip_grad_norm must be a number of at least 0, not {clip_grad_norm!r}"
+        )
+    for tie in ties:
+        if not isinstance(tie, Sequence) or not all(
+            isinstance(copy, Sequence) and list(map(type, copy)) == [int, str] for copy in tie
+        ):
+            raise ExecutionError(
+                f"ties: each is a list of copies (stage, name in its module), not {tie!r}"
+            )
+    if not isinstance(seed, int):
+        raise ExecutionError(f"seed must be an integer, not {seed!r}")
+
+
 def check_stepping(
     schedule: Schedule, versions: Sequence[Mapping[int, StageVersions]], has_optimizer: bool
 ) -> None:
@@ -159,6 +200,8 @@ def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Collect
     """The stages whose forwards are run again."""
     if isinstance(recompute, bool):
         return range(stages) if recompute else ()
+    if not isinstance(recompute, Collection):
+        raise ExecutionError(f"recompute must be true, false or a list of stages: {recompute!r}")
     unknown = [stage for stage in recompute if stage not in range(stages)]
     if unknown:
         raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")

@@ -47,7 +47,7 @@ def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
             for leaf in leaves
         ]
         return [pytree.tree_unflatten(piece, spec) for piece in zip(*pieces, strict=True)]
-    if not isinstance(batch, Iterable):
+    if not isinstance(batch, Iterable) or hasattr(batch, "__array__"):
         raise ExecutionError(
             f"{what}: expected a tensor, a tuple or dict of tensors, or a list of {microbatches} "
             f"microbatches, not {type(batch).__name__}"

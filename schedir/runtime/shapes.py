@@ -9,6 +9,7 @@ BatchNorm's statistics and index embeddings out of range.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class FirstInput:
         """Its structure."""
         return self.batch
 
+
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 
 Given: TypeAlias = Boundary | FirstInput
 
@@ -82,11 +85,13 @@ class Trace:
         """Fake mode, with gradients, and without a trace of it in autocast's cache of weights."""
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
+        said, _LOG.disabled = _LOG.disabled, True  # what fails is said by the error alone
         try:
             with self._mode, torch.set_grad_enabled(self._trains):
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)
+            _LOG.disabled = said
 
     def _fake(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._fake_tensor, tree)

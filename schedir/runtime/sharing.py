@@ -53,8 +53,11 @@ class Shared:
         for tie, held in self._ties:
             for stage, copy in held.items():
                 label = "the parameter tied as " + " and ".join(f"{s}:{name}" for s, name in tie)
-                if copies.setdefault(label, (digest(copy),)) != (digest(copy),):
-                    raise ExecutionError(f"{label} differs in stage {stage}; load the same values")
+                is_ = (digest(copy), *copy.shape)
+                if copies.setdefault(label, is_) != is_:
+                    raise ExecutionError(
+                        f"{label} differs in stage {stage}, in shape or values; load the same"
+                    )
         sizes = {stage: len(self._counted(stage)) for stage in stages}
         doubles = any(p.dtype is torch.float64 for m in stages.values() for p in m.parameters())
         mine = Claim(schedule.content_hash, schedule.name, device.type, copies, sizes, doubles)

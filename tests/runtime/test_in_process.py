@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,49 @@ def test_in_one_process_all_stages_are_needed() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match=r"all stages are needed, 0\.\.1"):
         Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, in_process=True)
+
+
+ONE = schedir.build("1f1b", ranks=1, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"schedule": "1f1b"}, r"must be a Schedule, not str; make one with schedir\.build"),
+        ({"stages": [nn.Linear(2, 2)]}, "stages must map each stage's number to its module"),
+        ({"optimizer": 0.1}, "optimizer must be a function .* not float"),
+        ({"optimizer": lambda parameters: None}, "must return an optimizer, not NoneType"),
+        ({"clip_grad_norm": -1.0}, r"at least 0, not -1\.0"),
+        ({"clip_grad_norm": float("nan")}, "at least 0, not nan"),
+        ({"clip_grad_norm": "1"}, "at least 0, not '1'"),
+        ({"ties": [(0, 1)]}, r"list of copies \(stage, name in its module\), not \(0, 1\)"),
+        ({"seed": 1.5}, r"seed must be an integer, not 1\.5"),
+        ({"recompute": 1}, "true, false or a list of stages: 1"),
+        ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
+    right: dict[str, Any] = {
+        "schedule": ONE,
+        "stages": {0: nn.Linear(2, 2)},
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters),
+    }
+    with pytest.raises(schedir.ExecutionError, match=text):
+        Executor(**right | arguments)
+
+
+def test_wrong_batches_are_named() -> None:
+    x = torch.zeros(4, 2)
+    with Executor(ONE, {0: nn.Linear(2, 2)}, nn.functional.mse_loss) as executor:
+        with pytest.raises(schedir.ExecutionError, match="stage 0, which runs here, needs target"):
+            executor.step(x)
+        with pytest.raises(schedir.ExecutionError, match=r"expected a tensor.*not ndarray"):
+            executor.step(x.numpy(), target=x)
+        executor.step(x, target=x)
+    for late in (executor.step, executor.evaluate):
+        with pytest.raises(schedir.ExecutionError, match="this executor is closed"):
+            late(x, target=x)
 
 
 def test_without_an_update_gradients_accumulate() -> None:
