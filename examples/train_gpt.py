@@ -207,6 +207,7 @@ def parse_arguments() -> argparse.Namespace:
         "--set",
         type=setting,
         nargs="+",
+        action="extend",
         default=[],
         metavar="KEY=VALUE",
         help="a parameter of the schedule, such as vertical_sync=true",

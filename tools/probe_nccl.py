@@ -153,6 +153,8 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
         work(torch.device(args.device))
         return
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --device cpu tries the probe itself, over gloo")
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, "-m", *launch, str(Path(__file__).resolve()), "--device"]
     settings = {**SOCKETS, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
