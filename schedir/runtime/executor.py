@@ -113,7 +113,7 @@ class Executor:
         seed: int = 0,
         in_process: bool = False,
     ) -> None:
-        check_arguments(schedule, stages, optimizer, clip_grad_norm, ties, seed)
+        check_arguments(schedule, stages, optimizer, boundaries or (), clip_grad_norm, ties, seed)
         schedule = proved(schedule, [[stage for stage, _ in tie] for tie in ties])
         self._grid = Grid(((0,) * schedule.ranks,)) if in_process else grid(schedule.ranks, mesh)
         if self._grid.pipelines > 1:
@@ -163,11 +163,6 @@ class Executor:
         self._state = StepState(seed)
         self._last = schedule.stages - 1
         self._boundaries = boundaries or {}
-        for stage in self._boundaries:
-            if stage not in range(schedule.stages):
-                raise ExecutionError(
-                    f"boundaries: there is no stage {stage!r}, only 0..{self._last}"
-                )
         self._count = count
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}

@@ -40,6 +40,7 @@ def check_arguments(
     schedule: object,
     stages: object,
     optimizer: object,
+    boundaries: Iterable[object],
     clip_grad_norm: object,
     ties: Sequence[object],
     seed: object,
@@ -59,6 +60,11 @@ def check_arguments(
             "optimizer must be a function that makes one of parameters, such as "
             f"lambda p: torch.optim.AdamW(p), not {type(optimizer).__name__}"
         )
+    for stage in boundaries:
+        if stage not in range(schedule.stages):
+            raise ExecutionError(
+                f"boundaries: there is no stage {stage!r}, only 0..{schedule.stages - 1}"
+            )
     # Not a number, too, is not at least 0.
     if clip_grad_norm is not None and not (
         isinstance(clip_grad_norm, (int, float)) and clip_grad_norm >= 0
