@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ def check_arguments(
         )
     for tie in ties:
         if not isinstance(tie, Sequence) or not all(
-            isinstance(copy, Sequence) and list(map(type, copy)) == [int, str] for copy in tie
+            isinstance(copy, tuple) and list(map(type, copy)) == [int, str] for copy in tie
         ):
             raise ExecutionError(
                 f"ties: each is a list of copies (stage, name in its module), not {tie!r}"
@@ -290,6 +291,6 @@ def compare(claims: Sequence[Claim]) -> None:
 
 
 def digest(parameter: nn.Parameter) -> int:
-    """A number that hardly any other value shares: the sum of its bytes."""
-    content = parameter.detach().reshape(-1).view(torch.uint8)
-    return int(content.sum(dtype=torch.int64))
+    """A number that no other value shares: a hash of its bytes."""
+    content = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -35,6 +35,7 @@ ONE = schedir.build("1f1b", ranks=1, microbatches=2)
         ({"clip_grad_norm": float("nan")}, "at least 0, not nan"),
         ({"clip_grad_norm": "1"}, "at least 0, not '1'"),
         ({"ties": [(0, 1)]}, r"list of copies \(stage, name in its module\), not \(0, 1\)"),
+        ({"ties": [[[0, "weight"]]]}, r"not \[\[0, 'weight'\]\]"),
         ({"seed": 1.5}, r"seed must be an integer, not 1\.5"),
         ({"recompute": 1}, "true, false or a list of stages: 1"),
         ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
