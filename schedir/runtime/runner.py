@@ -117,7 +117,7 @@ class Runner:
     def _free(self) -> None:
         """Let go of what the step before sent last, and had under way at its end.
 
-        Its receivers have posted their part in that step, so this can't block for long.
+        Its receivers post their part within that step, whatever happens in this one.
         """
         try:
             wait(self.under_way)
@@ -186,16 +186,21 @@ class Runner:
         """The program for the boundaries that the cells have now."""
         largest = max(cell.wiring.largest() for cell in self.cells.values())
         more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
-        rooms = tuple(self.control.share(more)) if self.control and self.learns else (more,)
-        if rooms not in self._compiled:
-            self._compiled[rooms] = self._compile(more, rooms)
-        return self._compiled[rooms]
+        rooms = dict.fromkeys(self.transports, more)
+        if self.control is not None and self.learns:
+            rooms = dict(enumerate(self.control.share(more)))
+        key = tuple(rooms.values())
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(rooms)
+        return self._compiled[key]
 
-    def _compile(self, more: int, rooms: Sequence[int]) -> _Program:
-        """A program whose receives may take so many buffers beyond what the lists need; where ranks
-        learn from payloads, `rooms` has that number of each of them."""
+    def _compile(self, rooms: Mapping[int, int]) -> _Program:
+        """A program, by how many buffers a rank's receives may take beyond what its list needs.
+
+        Of the ranks here, and where ranks learn from payloads of all.
+        """
         lists = [
-            self.compiler.compile(rank, transport, more)
+            self.compiler.compile(rank, transport, rooms[rank])
             for rank, transport in self.transports.items()
         ]
         if not self.learns:
@@ -203,7 +208,7 @@ class Runner:
         schedule = self.compiler.schedule
         early = {
             rank: leading(schedule, rank, room)
-            for rank, room in enumerate(rooms)
+            for rank, room in rooms.items()
             if rank not in schedule.placement[0]
         }
         (own,) = lists
