@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any, TypeAlias
 
 import attrs
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
+from schedir.runtime.memory import any_shared
 
 Declared: TypeAlias = Any
 """A boundary by example: a tensor, or a structure of tensors and constants."""
@@ -31,11 +34,23 @@ class TensorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    contiguous: bool = attrs.field(init=False)
+
+    @contiguous.default
+    def _contiguous(self) -> bool:
+        steps = accumulate(reversed(self.shape[1:]), mul, initial=1)
+        return self.lies_as(tuple(steps)[::-1])
 
     @property
     def nbytes(self) -> int:
         """The size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def lies_as(self, stride: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape and that stride lies in memory as this one does."""
+        # Along a dimension of one element nobody takes a step.
+        steps = zip(self.shape, stride, self.stride, strict=True)
+        return all(n == 1 or one == other for n, one, other in steps) or 0 in self.shape
 
     def describes(self, tensor: Tensor, with_graph: bool = True) -> bool:
         """Whether it is this tensor's metadata. At every boundary of every microbatch, so quick."""
@@ -43,24 +58,28 @@ class TensorMeta:
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
             and (tensor.requires_grad is self.requires_grad or not with_graph)
-            and (tensor.stride() == self.stride or meta_of(tensor).stride == self.stride)
+            and (tensor.stride() == self.stride or self.lies_as(_dense(tensor).stride()))
         )
 
     def __repr__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
+        layout = "" if self.contiguous else f" of stride {list(self.stride)}"
         grad = " requires grad" if self.requires_grad else ""
-        return f"{name}{list(self.shape)}{grad}"
+        return f"{name}{list(self.shape)}{layout}{grad}"
 
 
 @attrs.frozen(repr=False)
 class Boundary:
     """What one microbatch sends across one boundary: any pytree of tensors and constants.
 
-    Only tensors travel. Numbers, strings and None are agreed with the structure, once.
+    Only tensors travel. Numbers, strings and None are agreed with the structure, once. Of one that
+    the user has `declared` only the run can tell which tensors require grad; until then all do that
+    can.
     """
 
     leaves: tuple[object, ...]  # a TensorMeta where a tensor stands, else the constant
     spec: pytree.TreeSpec
+    declared: bool = False
     metas: tuple[TensorMeta, ...] = attrs.field(init=False)
     single: bool = attrs.field(init=False)  # one tensor and nothing around it
 
@@ -102,13 +121,19 @@ class Boundary:
             )
         if agreed:
             for tensor, meta in zip(found, self.metas, strict=True):
-                agreed = agreed and meta.describes(tensor, with_graph)
+                graph = with_graph and (tensor.requires_grad or not self.declared)
+                agreed = agreed and meta.describes(tensor, graph)
         if not agreed:
             raise ExecutionError(
                 f"the stage returned {boundary_of(output)}, but {self} was agreed with the next "
                 "stage; declare the former with boundaries= if its shape depends on data, return "
                 "what varies as a tensor, keep the order of a dict's keys, and make a new Executor "
                 "if parameters have been frozen or thawed"
+            )
+        if self.declared and len(found) > 1 and any_shared(found):
+            raise ExecutionError(
+                "the stage returned tensors that share memory, which they would not behind a "
+                "boundary that is declared; return a copy of one of them: clone()"
             )
         return found
 
@@ -123,14 +148,14 @@ class Boundary:
     def __repr__(self) -> str:
         return repr(self.tree)
 
-    def __reduce__(self) -> tuple[Callable[[Any], Boundary], tuple[Any]]:
+    def __reduce__(self) -> tuple[Callable[[Any, bool], Boundary], tuple[Any, bool]]:
         # Sent as the structure itself: torch's description of it warns when it is unpickled.
-        return _of_tree, (self.tree,)
+        return _of_tree, (self.tree, self.declared)
 
 
-def _of_tree(tree: Any) -> Boundary:
+def _of_tree(tree: Any, declared: bool) -> Boundary:
     leaves, spec = pytree.tree_flatten(tree)
-    return Boundary(tuple(leaves), spec)
+    return Boundary(tuple(leaves), spec, declared)
 
 
 def boundary_of(output: Any) -> Boundary:
@@ -148,16 +173,20 @@ def boundary_of(output: Any) -> Boundary:
 
 
 def declared(output: Declared, trained: bool) -> Boundary:
-    """A boundary that the user declared by example; if `trained`, floating point requires grad."""
+    """A boundary that the user declared by example; if `trained`, what can requires grad."""
     found = boundary_of(output)
     return Boundary(
         tuple(
-            attrs.evolve(leaf, requires_grad=trained and leaf.dtype.is_floating_point)
+            attrs.evolve(
+                leaf,
+                requires_grad=trained and (leaf.dtype.is_floating_point or leaf.dtype.is_complex),
+            )
             if isinstance(leaf, TensorMeta)
             else leaf
             for leaf in found.leaves
         ),
         found.spec,
+        declared=True,
     )
 
 
@@ -167,10 +196,13 @@ NOTHING = Boundary((), pytree.tree_flatten(())[1])
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """A tensor's metadata."""
-    dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
-    return TensorMeta(
-        tuple(tensor.shape), tuple(dense.stride()), tensor.dtype, tensor.requires_grad
-    )
+    stride = tuple(_dense(tensor).stride())
+    return TensorMeta(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or one that is laid out as it is but without gaps."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
 
 
 def empty(meta: TensorMeta, device: torch.device) -> Tensor:
@@ -178,35 +210,16 @@ def empty(meta: TensorMeta, device: torch.device) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
-_HEADER = 8  # bytes, of one integer
-
-
-def empty_with_header(meta: TensorMeta | None, device: torch.device) -> tuple[Tensor, ...]:
-    """A buffer for a tensor to come (or for none) with an integer behind it.
-
-    Returns its bytes, a view of the integer, and one of the tensor.
-    """
-    nbytes = 0 if meta is None else meta.nbytes
-    aligned = (nbytes + _HEADER - 1) // _HEADER * _HEADER
-    content = torch.empty(aligned + _HEADER, dtype=torch.uint8, device=device)
-    header = content[-_HEADER:].view(torch.int64)
-    if meta is None:
-        return content, header
-    return content, header, content[:nbytes].view(meta.dtype).as_strided(meta.shape, meta.stride)
-
-
 def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
     """The tensor's elements as they lie in memory in the agreed layout, contiguous.
 
-    Of a buffer made by `empty` it is a view; a tensor in another layout is copied.
+    Of a buffer made by `empty` it is the buffer or a view; a tensor in another layout is copied.
     """
     if tensor.is_conj() or tensor.is_neg():  # the bytes are not yet the values
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.stride() == meta.stride and tensor.is_contiguous():
-        return tensor
+    if meta.contiguous:
+        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     tensor = tensor.detach()
-    if tensor.stride() != meta.stride:
-        tensor = torch.empty_strided(
-            meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device
-        ).copy_(tensor)
+    if not meta.lies_as(tensor.stride()):
+        tensor = empty(meta, tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

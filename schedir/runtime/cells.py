@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 from torch import Tensor
 
+from schedir.ir import Schedule
 from schedir.runtime.boundary import NOTHING, Boundary
 from schedir.runtime.calls import Call
+from schedir.runtime.failure import WaitError
 from schedir.runtime.split import WeightPart
+from schedir.runtime.standin import State
+from schedir.runtime.statistics import Kept
 from schedir.runtime.transport import Work
 
 
@@ -20,17 +24,27 @@ class Wiring:
 
     `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
     of `after` whether a gradient comes back, `grads_out` for each of `before` whether one is sent;
-    None where only the run can tell, so that a mask travels beside the gradients. `mutates` says
-    which inputs the module changes in place (for the first stage: its tensors in turn), `call` how
-    it takes them.
+    None where only the run can tell, so that a mask travels beside the gradients.
+
+    `call` says how the module takes its input. `mutates` says which inputs it changes in place (for
+    the first stage: its tensors in turn), `mutates_extra` and `mutates_target` whether it, or the
+    loss, does that to the other arguments. `keeps` are the numbers of the outputs that somebody may
+    change later; `aliased` pairs of inputs that share memory in the stage before, where the run has
+    to watch for a change. `state` is what a forward leaves to the next one; None where that may be
+    anything.
     """
 
     before: Boundary = NOTHING
     after: Boundary = NOTHING
     grads_in: tuple[bool, ...] | None = ()
     grads_out: tuple[bool, ...] | None = ()
-    mutates: tuple[bool, ...] = ()
     call: Call = attrs.field(factory=Call)
+    mutates: tuple[bool, ...] = ()
+    mutates_extra: bool = False
+    mutates_target: bool = False
+    keeps: frozenset[int] = frozenset()
+    aliased: tuple[tuple[int, int], ...] = ()
+    state: tuple[State, ...] | None = ()
 
     def largest(self) -> int:
         """The bytes of the larger boundary: what one receive takes at most."""
@@ -58,12 +72,12 @@ class Cell:
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
+    handed: tuple[Tensor, ...] = ()  # the same for another rank
     result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
     weight_part: WeightPart | None = None  # what I has left to W
-    statistics: Sequence[Tensor | None] = ()  # the buffers before a forward that is run again
+    statistics: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
-    header: Tensor | None = None  # beside the inputs: the agreement that they were sent under
     mask: Tensor | None = None  # which of `output_grads` are there, once they have come
     input_grads: tuple[Tensor | None, ...] = ()
     inputs_coming: list[Work] = attrs.field(factory=list)
@@ -77,15 +91,16 @@ class Cell:
     def withdraw(self) -> None:
         """Forget what was received too early."""
         self.inputs = self.output_grads = ()
-        self.header = self.mask = None
+        self.mask = None
 
     def clear(self) -> None:
         """Forget all tensors."""
         self.batch = self.extra = self.target = self.result = self.loss = None
-        self.header = self.mask = None
+        self.mask = None
         self.loss_keywords = {}
         self.weight_part = None
-        self.inputs = self.leaves = self.outputs = self.statistics = ()
+        self.inputs = self.leaves = self.outputs = self.handed = ()
+        self.statistics = None
         self.output_grads = self.input_grads = ()
 
     def drop(self) -> None:
@@ -94,8 +109,33 @@ class Cell:
             works.clear()
 
 
+Cells: TypeAlias = dict[tuple[int, int], Cell]
+"""The cells of the stages here, by stage and microbatch."""
+
+
+def cells_of(schedule: Schedule, local: Iterable[int], first_draw: int) -> Cells:
+    """The cells of the stages here; the pipeline's first microbatch draws as `first_draw`."""
+    cells = {
+        (s, m): Cell(s, m, first_draw + m)
+        for s in sorted(local)
+        for m in range(schedule.microbatches)
+    }
+    rank = schedule.dataflow.runs
+    for (stage, m), cell in cells.items():
+        following = cells.get((stage + 1, m))
+        if following is not None and rank[stage, m] == rank[stage + 1, m]:
+            cell.following, following.previous = following, cell
+    return cells
+
+
 def wait(works: list[Work]) -> None:
-    """Wait for each of the works, and forget them: gloo lets a work be waited for once only."""
-    for work in works:
-        work.wait()
+    """Wait for each of the works, and forget them: gloo lets a work be waited for once only.
+
+    Raises WaitError where one of them can't be done any more.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise WaitError(error) from error
     works.clear()

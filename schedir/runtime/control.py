@@ -7,34 +7,66 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.grid import Grid, Groups
+from schedir.runtime.failure import WaitError
+from schedir.runtime.grid import Grid, Group, Groups
 
 _OBJECT_TAG = 0
-_STEP_TAG = 1
-LOSS_TAG = 2
-COUNT_TAG = 3
-NORM_TAG = 4
-_ROOM_TAG = 5
+LOSS_TAG = 1
+COUNT_TAG = 2
+NORM_TAG = 3
+_ROOM_TAG = 4
+DRIFT_TAG = 5
+PIPELINE_TAG = 6
+RANK_TAG = 7
+_WORDS = {
+    LOSS_TAG: "the loss",
+    COUNT_TAG: "the samples",
+    NORM_TAG: "the norms",
+    _ROOM_TAG: "the buffers",
+    DRIFT_TAG: "the weights' fingerprint",
+}
 
 
 class _Posted:
-    """A message under way and its buffer. gloo lets a work be waited for once only."""
+    """A message under way. gloo lets a work be waited for once only.
 
-    def __init__(self, work: dist.Work, value: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
+    `what` comes from, or goes to, the process of that number: for the error if it never does.
+    """
+
+    def __init__(
+        self, group: Group, value: Tensor, number: int, tag: int, what: str, *, comes: bool
+    ) -> None:
+        self._what = f"{what} process {number}"
         self._value = value
+        self._work: dist.Work | None = None
+        self._dropped = False
+        try:
+            self._work = (group.recv if comes else group.send)([value], number, tag)
+        except WaitError as error:
+            raise WaitError(error.cause, self._what) from error
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
+        if self._dropped:
+            raise WaitError(RuntimeError("the executor has failed since"), self._what)
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise WaitError(error, self._what) from error
             self._work = None
         return self._value
+
+    def drop(self) -> None:
+        """Let its connection go; whoever has not waited yet waits in vain."""
+        self._dropped = self._work is not None
+        self._work = None
 
 
 class Exchange:
@@ -58,6 +90,61 @@ class Exchange:
         return [vector for vector in found if vector is not None]
 
 
+class Relay:
+    """A vector of integers from the first of some processes to all of them, once a call.
+
+    It goes over a binomial tree: member i hears from i without its lowest bit. Its receive is
+    always posted one call ahead, so what is sent arrives whether the receiver calls or not.
+    """
+
+    def __init__(self, group: Group, members: Sequence[int], own: int, size: int, tag: int) -> None:
+        place = members.index(own)
+        self._group, self._size, self._tag = group, size, tag
+        self._parent = members[place & (place - 1)] if place else None
+        below = (place | 1 << bit for bit in reversed(range(len(members).bit_length())))
+        # Those whose lowest bit is the one that was added.
+        self._children = [
+            members[child]
+            for child in below
+            if child != place and child & (child - 1) == place and child < len(members)
+        ]
+        self._going: list[_Posted] = []
+        self._coming = self._post()
+
+    def _post(self) -> _Posted | None:
+        if self._parent is None:
+            return None
+        heard = torch.empty(self._size, dtype=torch.int64)
+        return _Posted(self._group, heard, self._parent, self._tag, "the call of", comes=True)
+
+    def pass_on(self, own: Tensor) -> Tensor:
+        """The first member's vector, on every member; only its own counts."""
+        for posted in self._going:
+            posted.wait()
+        said = own
+        if self._coming is not None:
+            said = self._coming.wait()
+            self._coming = self._post()
+        self._going = [
+            _Posted(self._group, said, child, self._tag, "its call to reach", comes=False)
+            for child in self._children
+        ]
+        return said
+
+    def leave(self, own: Tensor) -> None:
+        """Say a last word, if this member is the first, to whoever is still there."""
+        if self._coming is None:
+            with suppress(WaitError):
+                self.pass_on(own)
+                for posted in self._going:
+                    posted.wait()
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self._coming = None
+        self._going.clear()
+
+
 class Control:
     """The control group of the processes of one executor.
 
@@ -66,7 +153,6 @@ class Control:
     """
 
     def __init__(self, grid: Grid, groups: Groups) -> None:
-        self._grid = grid
         self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
         self._own = grid.number(grid.rank)
         self._all = len(grid.everyone)
@@ -87,6 +173,10 @@ class Control:
             self._send(found, number)
         return found
 
+    def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
+        """A relay between some numbers, of which this process is one."""
+        return Relay(self._group, members, self._own, size, tag)
+
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""
         self._send(value, self._numbers[rank])
@@ -99,23 +189,16 @@ class Control:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         for part in (size, content):
-            self._group.send([part], number, _OBJECT_TAG).wait()
+            what = "a message to reach"
+            _Posted(self._group, part, number, _OBJECT_TAG, what, comes=False).wait()
 
     def _receive(self, number: int) -> Any:
+        what = "a message from"
         size = torch.empty(1, dtype=torch.int64)
-        self._group.recv([size], number, _OBJECT_TAG).wait()
+        _Posted(self._group, size, number, _OBJECT_TAG, what, comes=True).wait()
         content = torch.empty(int(size), dtype=torch.uint8)
-        self._group.recv([content], number, _OBJECT_TAG).wait()
+        _Posted(self._group, content, number, _OBJECT_TAG, what, comes=True).wait()
         return pickle.loads(content.numpy().tobytes())  # from a process of the same job
-
-    def announce(self, source: int, number: int | None) -> int:
-        """Give `number` from rank `source` to all ranks of the pipeline."""
-        if source == self._grid.rank and number is not None:
-            self.tell(torch.tensor([number]), self._numbers, _STEP_TAG)
-            return number
-        heard = torch.empty(1, dtype=torch.int64)
-        self._group.recv([heard], self._numbers[source], _STEP_TAG).wait()
-        return int(heard)
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""
@@ -133,14 +216,21 @@ class Control:
         """Send a vector on its way to these numbers."""
         for number in numbers:
             if number != self._own:
-                self._posted.append(_Posted(self._group.send([value], number, tag), value))
+                what = f"{_WORDS[tag]} to reach"
+                self._posted.append(_Posted(self._group, value, number, tag, what, comes=False))
 
     def _hear(self, size: int, number: int, tag: int) -> _Posted:
         heard = torch.empty(size, dtype=torch.float64)
-        return _Posted(self._group.recv([heard], number, tag), heard)
+        return _Posted(self._group, heard, number, tag, f"{_WORDS[tag]} of", comes=True)
 
     def settle(self) -> None:
         """Wait for what the steps before this one have posted, so that nothing piles up."""
         for posted in self._earlier:
             posted.wait()
         self._earlier, self._posted = self._posted, []
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        for posted in (*self._earlier, *self._posted):
+            posted.drop()
+        self._earlier, self._posted = [], []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,57 +19,62 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule, StageVersions, weight_versions
 from schedir.passes import forward_only, insert_reductions
 from schedir.runtime.boundary import Declared
-from schedir.runtime.cells import wait
-from schedir.runtime.control import COUNT_TAG, LOSS_TAG, Control, Exchange
+from schedir.runtime.cells import Cells, cells_of, wait
+from schedir.runtime.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.failure import (
+    Board,
+    OneLineError,
+    WaitError,
+    end_in_one_line,
+    record,
+)
+from schedir.runtime.feeding import Feed, Feeder, Given
 from schedir.runtime.fitting import (
     TieOf,
     check_arguments,
     check_clipping,
+    check_modules,
+    check_optimizer,
     check_stages,
     check_stepping,
     device_of,
-    loss_groups,
     proved,
     recomputed_stages,
     tied_copies,
+    timeout_of,
 )
 from schedir.runtime.grid import Grid, Groups, grid, init_process_group
 from schedir.runtime.instructions import Stage, StepState
-from schedir.runtime.microbatches import Batch, Microbatch, rows, samples, split, weights
+from schedir.runtime.microbatches import Batch, rows
 from schedir.runtime.nccl import NcclTransport
-from schedir.runtime.posting import openings
+from schedir.runtime.opening import UNKNOWN, Opening, Openings
+from schedir.runtime.posting import awaited
 from schedir.runtime.program import Compiler
+from schedir.runtime.request import ACCUMULATE, CLOSE, EVALUATE, INFER, STEP, Request
 from schedir.runtime.result import StepResult
 from schedir.runtime.rng import SavedRng
-from schedir.runtime.runner import Cells, Runner, cells_of, learns_from_payloads
+from schedir.runtime.runner import Runner
 from schedir.runtime.sharing import Shared
-from schedir.runtime.transport import GlooTransport, InProcessTransport, Work
+from schedir.runtime.stepping import Meetings
+from schedir.runtime.transport import GlooTransport, InProcessTransport, Transport, Work
 from schedir.runtime.weights import StageWeights
 from schedir.runtime.wiring import Wirings
 
 LossFunction = Callable[..., Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-
-@attrs.frozen(eq=False)
-class _Given:
-    """The arguments of one call."""
-
-    inputs: Batch | None
-    target: Batch | None = None
-    stage_inputs: Mapping[int, Batch | None] = {}
-    loss_kwargs: Batch | None = None
+_TRAINING, _EVALUATION = 0, 1  # tags: what is sent for one meets nothing of the other
 
 
 class Executor:
     """Runs a schedule on this rank; every rank makes one, under torchrun.
 
     `stages` maps exactly this rank's stages to their modules. `loss_fn(output, target)` returns
-    the mean loss over a microbatch, a scalar. `optimizer(parameters)` is called once per local
-    stage; None leaves `.grad` to the caller. `boundaries` declares, by example tensors, the output
-    of stages whose shape depends on data, the same for every microbatch. `seed` seeds every
-    forward, see `schedir.runtime.rng`. `recompute` names the stages, or says that all, keep only
-    the input of a forward and run it again in the backward (activation checkpointing). `count`
+    the mean loss over a microbatch, a scalar; if it is a module, its parameters are trained with
+    the last stage. `optimizer(parameters)` is called once per local stage; None leaves `.grad` to
+    the caller. `boundaries` declares, by example tensors, the output of stages whose shape depends
+    on data, the same for every microbatch. `recompute` names the stages, or says that all, keep
+    only the input of a forward and run it again in the backward (activation checkpointing). `count`
     says of a microbatch's target how many samples the mean loss is over, where that is not its
     rows: tokens that are not padding, say; microbatches are weighed by it.
 
@@ -78,6 +83,15 @@ class Executor:
     the stage's module): they get the sum of their gradients and step together, so their optimisers
     must treat them alike. `mesh`, with dimensions named dp and pp, runs the schedule once for each
     index of dp, on data of its own, as one training: sums are over all.
+
+    `seed` seeds every forward, with the number of the step; see `schedir.runtime.rng`. `step` is
+    that of the first call of `step`: where a resumed training goes on. `timeout`, in seconds or a
+    timedelta, is how long a rank waits for another; by default as long as the default process
+    group does.
+
+    Of these a rank needs `loss_fn`, `count`, `boundaries` and `recompute` for its own stages only;
+    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, and whether there is an optimizer, are
+    compared.
 
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
     position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
@@ -94,7 +108,7 @@ class Executor:
     A context manager: leaving it calls `close`.
 
     Raises ScheduleError where the schedule is wrong, before anything is initialised, and
-    ExecutionError where it does not fit the arguments or the process group.
+    ExecutionError where it does not fit the arguments, the other ranks or the process group.
     """
 
     def __init__(
@@ -111,9 +125,14 @@ class Executor:
         ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
         seed: int = 0,
+        step: int = 0,
+        timeout: float | timedelta | None = None,
         in_process: bool = False,
     ) -> None:
-        check_arguments(schedule, stages, optimizer, boundaries or (), clip_grad_norm, ties, seed)
+        check_arguments(
+            schedule, stages, loss_fn, optimizer, boundaries or (), clip_grad_norm, ties, seed, step
+        )
+        limit = timeout_of(timeout)
         schedule = proved(schedule, [[stage for stage, _ in tie] for tie in ties])
         self._grid = Grid(((0,) * schedule.ranks,)) if in_process else grid(schedule.ranks, mesh)
         if self._grid.pipelines > 1:
@@ -131,58 +150,92 @@ class Executor:
         self.rank = self._grid.rank
         here = tuple(range(schedule.ranks)) if in_process else (self.rank,)
         local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
+        self._last = schedule.stages - 1
         check_stages(schedule, stages, local, None if in_process else self.rank)
-
-        self._device = device_of(stages)
+        # What holds the parameters of each stage: the loss's are trained with the last stage.
+        holders = dict(stages)
+        if isinstance(loss_fn, nn.Module) and self._last in stages:
+            holders[self._last] = nn.ModuleDict({"stage": stages[self._last], "loss": loss_fn})
+        check_modules(holders)
+        self._device = device_of(holders)
         recomputed = recomputed_stages(recompute, schedule.stages)
         tied = tied_copies(schedule, stages, ties)
 
+        self._state = StepState(seed, step)
+        self._calls = 0
+        self._closed = False
+        self._broken: str | None = None
         talks = not in_process and len(self._grid.everyone) > 1
         self._made_group = talks and not dist.is_initialized()
         if self._made_group:
-            init_process_group()
-        self._made = Groups(self._grid.everyone)
-        self._control = Control(self._grid, self._made) if talks else None
-        shared = Shared(schedule, self._grid, stages, tied, self._device, self._control, self._made)
-        self._transport = self._connect(schedule) if talks else None
+            init_process_group(limit)
+        self._groups = Groups(self._grid.everyone, limit) if talks else None
+        self._control: Control | None = None
+        self._openings: Openings | None = None
+        self._runners: list[Runner] = []
+        self._meetings = Meetings((), ())
+        self._hub = InProcessTransport()
+        alike = {
+            "optimizer": "None" if optimizer is None else "given",
+            "clip_grad_norm": clip_grad_norm,
+            "ties": [[*map(tuple, tie)] for tie in ties],
+            "mesh": self._grid.processes,
+            "seed": seed,
+            "step": step,
+        }
+        try:
+            if self._groups is not None:
+                self._board = Board(self._groups.store)
+                self._control = Control(self._grid, self._groups)
+            shared = Shared(
+                schedule,
+                self._grid,
+                holders,
+                tied,
+                alike,
+                self._device,
+                self._control,
+                self._groups,
+            )
+            if self._control is not None:
+                self._openings = Openings(self._control, self._grid, schedule.placement[0][0])
+            transport = self._connect(schedule)
+            reductions = {
+                stage: shared.reduction(stage, keeps_earlier=optimizer is None) for stage in local
+            }
+            self._clipping = None if clip_grad_norm is None else shared.clipping(clip_grad_norm)
+            self._meetings = shared.meetings(here, self._clipping)
+        except WaitError as stalled:
+            raise self._failed(stalled, "making the executor") from None
+        self._shared, self._drift = shared, shared.drift()
 
         self._updates = optimizer is not None
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         if optimizer is not None:
             for stage in local:
-                parameters = list(stages[stage].parameters())
-                if not parameters:
-                    continue
-                self.optimizers[stage] = made = optimizer(parameters)
-                if not hasattr(made, "step"):
-                    raise ExecutionError(
-                        f"optimizer must return an optimizer, not {type(made).__name__}"
-                    )
+                parameters = list(holders[stage].parameters())
+                if parameters:
+                    self.optimizers[stage] = check_optimizer(optimizer(parameters), stage)
 
-        self._closed = False
-        self._state = StepState(seed)
-        self._last = schedule.stages - 1
         self._boundaries = boundaries or {}
-        self._count = count
         mine = {stage: v for rank in here for stage, v in versions[rank].items()}
         read = mine if optimizer is not None else {}
         self._stages = {
             stage: Stage(
                 stage,
                 stages[stage],
-                StageWeights(stages[stage], read.get(stage)),
+                holders[stage],
+                StageWeights(holders[stage], read.get(stage)),
                 self._device,
                 loss_fn if stage == self._last else None,
                 stage in recomputed,
-                shared.reduction(stage, keeps_earlier=optimizer is None),
+                reductions[stage],
                 self._state,
             )
             for stage in local
         }
-        self._reductions = [s.reduction for s in self._stages.values() if s.reduction is not None]
-        self._clipping = None if clip_grad_norm is None else shared.clipping(clip_grad_norm)
-        self._meetings = shared.meetings(here, self._clipping)
-        self._groups = loss_groups(schedule)
+        self._reductions = [r for r in reductions.values() if r is not None]
+        self._feeder = Feeder(schedule, local, count, self._grid, self._control)
         # Who has a part of the loss: its sum and the number of its samples.
         self._loss_sizes = {
             self._grid.number(rank, line): 2
@@ -193,51 +246,75 @@ class Executor:
         self._under_way: list[Work] = []
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
-        self._hub = InProcessTransport()
         self._streams: list[torch.cuda.Stream] = []
         if in_process and self._device.type == "cuda":
             self._streams = [torch.cuda.Stream(self._device) for _ in here]
-        self._transports = {
-            rank: self._hub.of(rank) if in_process else self._transport for rank in here
-        }
-        self._training = self._runner(schedule, mine, loss_fn, trains=True)
+
+        def transports(tag: int) -> dict[int, Transport | None]:
+            if in_process:
+                return {rank: self._hub.of(rank) for rank in here}
+            return {
+                self.rank: transport.tagged(tag)
+                if isinstance(transport, GlooTransport)
+                else transport
+            }
+
+        self._training = self._runner(schedule, mine, loss_fn, transports(_TRAINING), trains=True)
         forwards = forward_only(schedule)
         read_once = {
             stage: v
             for rank in here
             for stage, v in weight_versions(forwards.columns, rank).items()
         }
-        self._evaluation = self._runner(forwards, read_once, loss_fn, trains=False)
+        self._evaluation = self._runner(
+            forwards, read_once, loss_fn, transports(_EVALUATION), trains=False
+        )
+        self._runners += [self._training, self._evaluation]
 
-    def _connect(self, schedule: Schedule) -> GlooTransport | NcclTransport:
+    @property
+    def steps(self) -> int:
+        """The number of the next call of `step`, which seeds its forwards: `step=` of an executor
+        that is to go on from here."""
+        return self._state.step
+
+    def _connect(self, schedule: Schedule) -> GlooTransport | NcclTransport | None:
         """The transport of the device, between the ranks of this pipeline."""
+        if self._groups is None:
+            return None
         processes = self._grid.processes[self._grid.pipeline]
         if self._device.type == "cpu":
-            return GlooTransport(processes, self.rank, self._made)
+            return GlooTransport(processes, self.rank, self._groups)
         transfers = schedule.dataflow.transfers
         channels = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
-        return NcclTransport(processes, self.rank, channels, self._device, self._made)
+        return NcclTransport(processes, self.rank, channels, self._device, self._groups)
 
     def _runner(
         self,
         schedule: Schedule,
         versions: Mapping[int, StageVersions],
         loss_fn: LossFunction,
+        transports: Mapping[int, Transport | None],
         trains: bool,
     ) -> Runner:
         modules = {index: stage.module for index, stage in self._stages.items()}
         first_draw = self._grid.pipeline * schedule.microbatches
         cells = cells_of(schedule, tuple(modules), first_draw)
-        learns = learns_from_payloads(schedule, self._transport)
+        stepped = {
+            p
+            for made in self.optimizers.values()
+            for group in made.param_groups
+            for p in group["params"]
+        }
         wirings = Wirings(
             schedule,
-            tuple(self._transports),
+            tuple(transports),
             modules,
             self._device,
             loss_fn,
             self._boundaries,
             self._control,
             trains,
+            stepped if self._updates else None,
         )
         compiler = Compiler(
             schedule,
@@ -247,15 +324,15 @@ class Executor:
             self.optimizers,
             self._updates,
             self._meetings,
-            openings(schedule) if learns else (),
         )
         return Runner(
             cells,
             wirings,
             compiler,
-            self._transports,
+            transports,
             self._control,
-            learns,
+            self._openings,
+            any(isinstance(transport, GlooTransport) for transport in transports.values()),
             self._state,
             self._streams,
             self._under_way,
@@ -276,23 +353,31 @@ class Executor:
         With `update=False` its OPTIM_STEPs are left out, so that gradients accumulate until a call
         with True: weights stay what they are, and each call adds its mean over the batch.
 
-        `inputs` and `target` are a whole batch (a tensor, or a tuple or dict of tensors, split
-        along dim 0) or a list or iterator of ready microbatches. The rank of the first stage uses
-        `inputs`, that of the last `target`; elsewhere they are ignored. So are `stage_inputs`, what
-        stages get beside their input (tensors and tuples by position, dicts by keyword), and
-        `loss_kwargs`, what `loss_fn` takes by keyword: batches too, where all that is no tensor
-        goes to every microbatch. Pass `stage_inputs` on the first stage's rank as well where their
-        shapes may change though the input's do not.
+        `inputs` and `target` are a whole batch (a tensor, or a tuple or mapping of tensors, split
+        along dim 0), or a list or iterator of ready microbatches, of which an iterator gives as
+        many as the schedule has. The rank of the first stage uses `inputs`, that of the last
+        `target`; elsewhere they are ignored, but where one of these two has what the other uses as
+        well, it must be the same. So are `stage_inputs`, what stages get beside their input
+        (tensors and tuples by position, mappings by keyword), and `loss_kwargs`, what `loss_fn`
+        takes by keyword: batches too, where all that is no tensor goes to every microbatch. All
+        whole batches have the same rows. Pass `stage_inputs` on the first stage's rank as well
+        where their shapes may change though the input's do not.
 
         With `outputs=True` the result has what the last stage returned, on its rank.
 
-        Raises ExecutionError, which names the action that failed. Gradients of a step that failed,
-        and the updates of its OPTIM_STEPs before that, stay: go on from a checkpoint.
+        Every rank makes the same calls, in the same order. Raises ExecutionError, which names the
+        action that failed, or what the ranks differ in. Gradients of a step that failed, and the
+        updates of its OPTIM_STEPs before that, stay: go on from a checkpoint. With several
+        processes the executor is of no use any more then.
         """
-        self._state.update, self._state.wants_outputs = update, outputs
-        given = _Given(inputs, target, stage_inputs or {}, loss_kwargs)
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "step trains, which torch.inference_mode() rules out; leave it, or call evaluate "
+                "or infer"
+            )
+        given = Given(inputs, target, stage_inputs or {}, loss_kwargs)
         with torch.enable_grad():
-            result = self._pass(self._training, given)
+            result = self._call(STEP if update else ACCUMULATE, given, outputs)
         self._state.step += 1
         return result
 
@@ -308,12 +393,13 @@ class Executor:
         """The loss of a batch at the present weights: the list's forwards, and nothing else.
 
         The modules are in eval mode meanwhile. No gradient, statistic or weight changes, and no
-        step is counted. Every rank calls it, with the arguments of `step`.
+        step is counted. The batch may have fewer rows than there are microbatches. Every rank calls
+        it, with the arguments of `step`.
 
         Raises ExecutionError, which names the action that failed.
         """
-        self._state.wants_outputs = outputs
-        return self._forwards(_Given(inputs, target, stage_inputs or {}, loss_kwargs))
+        given = Given(inputs, target, stage_inputs or {}, loss_kwargs)
+        return self._forwards(EVALUATE, given, outputs)
 
     def infer(
         self,
@@ -327,102 +413,185 @@ class Executor:
 
         Raises ExecutionError, which names the action that failed.
         """
-        self._state.wants_outputs, self._state.wants_loss = True, False
-        try:
-            return self._forwards(_Given(inputs, None, stage_inputs or {})).outputs
-        finally:
-            self._state.wants_loss = True
+        return self._forwards(INFER, Given(inputs, None, stage_inputs or {}), True).outputs
 
-    def _forwards(self, given: _Given) -> StepResult:
+    def _forwards(self, request: Request, given: Given, outputs: bool) -> StepResult:
         """Run the forwards alone, in eval mode."""
         torch.clear_autocast_cache()  # it may hold casts of earlier weights
-        stages = [(s.module, s.module.training) for s in self._stages.values()]
-        modes = [(m, m.training) for stage, _ in stages for m in stage.modules()]
+        roots = [(root, root.training) for stage in self._stages.values() for root in stage.roots]
+        modes = [(m, m.training) for root, _ in roots for m in root.modules()]
         try:
-            for stage, _ in stages:
-                stage.eval()
+            for root, _ in roots:
+                root.eval()
             with torch.no_grad():
-                return self._pass(self._evaluation, given)
+                return self._call(request, given, outputs)
         finally:
-            for stage, training in stages:
-                stage.train(training)  # it may do more than set modes
+            for root, training in roots:
+                root.train(training)  # it may do more than set modes
             for module, training in modes:
                 module.training = training
 
-    def _pass(self, runner: Runner, given: _Given) -> StepResult:
+    def _call(self, request: Request, given: Given, outputs: bool) -> StepResult:
         started = perf_counter()
         if self._closed:
             raise ExecutionError("this executor is closed; make another one to go on")
-        self._state.busy = 0.0
-        trains = runner is self._training
+        if self._broken is not None:
+            raise ExecutionError(
+                f"this executor is broken, since {self._broken}; make another one, on every rank, "
+                "and go on from a checkpoint"
+            )
+        runner = self._training if request.trains else self._evaluation
+        state, cells = self._state, runner.cells
+        state.request, state.keeps_outputs, state.busy = request, outputs, 0.0
+        types = {"cpu", self._device.type}
+        state.autocast = tuple(kind for kind in types if torch.is_autocast_enabled(kind))
         saved = SavedRng()
         try:
             # What is refused here has moved nothing.
-            counts, extras = self._fill(runner.cells, given, trains)
-            loss, outputs = self._run(runner, given.inputs, extras, counts)
+            feed = self._feeder.fill(cells, given, request)
+            if request.trains:
+                self._shared.check_frozen()
+            try:
+                loss, found = self._run(runner, given.inputs, feed)
+            except BaseException as error:
+                failure = self._failed(error, f"call {self._calls}, {request.name}")
+                if failure is error:
+                    raise
+                raise failure from None
         finally:
             for stage in self._stages.values():
                 stage.weights.restore()
             for reduction in self._reductions:
                 reduction.restore()
-            for cell in runner.cells.values():
+            for cell in cells.values():
                 cell.clear()
             saved.restore()
-        norm = self._clipping.norm if self._clipping and trains and self._state.update else None
-        return StepResult(loss, norm, outputs, self._state.busy, perf_counter() - started)
+        self._calls += 1
+        norm = self._clipping.norm if self._clipping and request.updates else None
+        return StepResult(loss, norm, found, state.busy, perf_counter() - started)
 
     def _run(
-        self,
-        runner: Runner,
-        inputs: Batch | None,
-        extras: Mapping[int, Sequence[Microbatch]],
-        counts: list[float],
+        self, runner: Runner, inputs: Batch | None, feed: Feed
     ) -> tuple[Callable[[], float] | None, list[Any] | None]:
         """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
-        trains = runner is self._training
-        loss = outputs = None
-        try:
-            losses = self._expect_losses() if self._state.wants_loss else None
-            if trains:
-                for stage in self._stages.values():
-                    stage.weights.begin(0)
-                for reduction in self._reductions:
-                    reduction.begin()
-            runner.run(inputs, extras)
-            if self._control is not None:
-                self._control.settle()
-            if trains:
-                for reduction in self._reductions:
-                    reduction.finish()
-            if self._state.wants_loss:
-                loss = self._share_loss(runner.cells, counts, losses)
-            if self._state.wants_outputs and self._last in self._stages:
-                number = self.schedule.microbatches
-                outputs = [runner.cells[self._last, m].result for m in range(number)]
-        except BaseException:
-            # Nobody may be left to take what is under way; within one process the next step is new.
+        state, cells = self._state, runner.cells
+        request = state.request
+        losses = None
+        if self._control is not None and request.has_loss:
+            # Posted long before it is sent.
+            losses = self._control.expect(self._loss_sizes, LOSS_TAG)
+        own = Opening(request, self._calls, self._autocast(), feed.rows, feed.inputs, feed.target)
+        ready = runner.open(own, inputs, feed)
+        self._feeder.weigh(cells, feed.counts, request)
+        if request.trains:
+            for stage in self._stages.values():
+                stage.weights.begin(0)
+            for reduction in self._reductions:
+                reduction.begin()
+        with state.forwards_apart():
+            runner.run(ready)
+        if self._control is not None:
+            self._control.settle()
+        if request.trains:
+            for reduction in self._reductions:
+                reduction.finish()
+            self._drift.step()
+        loss = self._share_loss(cells, feed.counts, losses) if request.has_loss else None
+        if not state.keeps_outputs or self._last not in self._stages:
+            return loss, None
+        number = self.schedule.microbatches
+        if ready.opening.rows != UNKNOWN:  # of a short batch some microbatches were copies
+            number = min(number, ready.opening.rows)
+        return loss, [cells[self._last, m].result for m in range(number)]
+
+    def _autocast(self) -> torch.dtype | None:
+        """The type that the caller's autocast computes in, which every rank must be under."""
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _failed(self, error: BaseException, where: str) -> BaseException:
+        """Something has failed that ranks do together; returns what to raise.
+
+        Nobody may be left to take what is under way, so the connections end, and with them the
+        waits of all other ranks. Within one process there is nothing but to forget it.
+        """
+        for runner in self._runners:
             runner.forget()
-            self._hub.clear()
-            for meeting in self._meetings.all:
-                meeting.reset()
-            raise
-        return loss, outputs
+        self._hub.clear()
+        for meeting in self._meetings.all:
+            meeting.reset()
+        if self._groups is None:
+            return error
+        found = error
+        if isinstance(error, WaitError):
+            found = self._explained(error, where)
+            error.forget_frames()
+        self._broken = f"{where} has failed: {found}"
+        if self._board.write(str(found)) or found is error:
+            record(found)
+        if isinstance(found, OneLineError):
+            end_in_one_line(found)
+        self._let_go(abort=True)
+        return found
+
+    def _explained(self, stalled: WaitError, where: str) -> ExecutionError:
+        """Where this rank stands, what it waits for, and why that doesn't come."""
+        assert self._groups is not None  # nobody to wait for
+        what = stalled.what
+        if not what and stalled.action is not None:
+            what = awaited(self.schedule, stalled.action)
+        seconds = self._groups.timeout.total_seconds()
+        how = f"waited {seconds:g} s in vain" if stalled.timed_out else "waited"
+        ended = "" if stalled.timed_out else ", but the connection has ended"
+        return OneLineError(
+            f"{where}: {how} for {what}{ended}{self._board.reasons(self._grid.everyone)}",
+            rank=self.rank if stalled.rank is None else stalled.rank,
+            index=stalled.index,
+            action=stalled.action,
+            cause=stalled.cause,
+        )
+
+    def _let_go(self, abort: bool) -> None:
+        """End the connections to other processes."""
+        if self._control is not None:
+            self._control.drop()
+        if self._openings is not None:
+            self._openings.drop()
+        if self._groups is not None:
+            self._groups.close(abort)
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
+        if self._closed:
+            return
         self._closed = True
-        if self._control is not None and self._transport is not None:
-            wait(self._under_way)
-            for _ in range(2):  # what the step before the last one has posted, and what it has
-                self._control.settle()
-            self._made.close()
-            self._control = self._transport = None
-        if self._made_group:
-            # The ranks leave together: none loses a peer that still talks to it, and gloo's threads
-            # have let go of the last collective (while Python shuts down they would abort).
-            dist.barrier()
-            dist.destroy_process_group()
-            self._made_group = False
+        try:
+            if self._control is not None and self._broken is None:
+                self._leave(self._control)
+            if self._made_group and self._broken is None:
+                # The ranks leave together: none loses a peer that still talks to it, and gloo's
+                # threads have let go of the last collective (while Python shuts down they would
+                # abort).
+                try:
+                    dist.barrier()
+                except RuntimeError as error:
+                    raise WaitError(error, "the other ranks to close") from error
+        except WaitError as stalled:
+            raise self._failed(stalled, "close") from None
+        finally:
+            if self._made_group:
+                dist.destroy_process_group()
+
+    def _leave(self, control: Control) -> None:
+        """End what is under way, and the connections."""
+        wait(self._under_way)
+        if self._openings is not None:
+            self._openings.last(Opening(CLOSE, self._calls))
+        for _ in range(2):  # what the step before the last one has posted, and what it has
+            control.settle()
+        self._drift.look()
+        self._board.leave(self._grid.number(self.rank), self._calls)
+        self._let_go(abort=False)
 
     def __enter__(self) -> Executor:
         return self
@@ -437,88 +606,8 @@ class Executor:
         if error is None:
             self.close()
 
-    def _fill(
-        self, cells: Cells, given: _Given, trains: bool
-    ) -> tuple[list[float], dict[int, list[Microbatch]]]:
-        """Put the microbatches into their cells.
-
-        Returns the sample counts on the rank of the loss, and what stages get beside their input.
-        """
-        number = self.schedule.microbatches
-        needs = [(0, given.inputs, "inputs")]
-        if self._state.wants_loss:
-            needs.append((self._last, given.target, "target"))
-        for stage, batch, what in needs:
-            if stage in self._stages and batch is None:
-                raise ExecutionError(f"stage {stage}, which runs here, needs {what}")
-        if 0 in self._stages and given.inputs is not None:
-            for m, piece in enumerate(split(given.inputs, number, "inputs")):
-                cells[0, m].batch = piece
-        extras = self._extras(cells, given.stage_inputs)
-        if self._last not in self._stages or given.target is None:
-            return [], extras
-        pieces = split(given.target, number, "target")
-        counts = [samples(self._count, piece) for piece in pieces]
-        # Without its updates a step is one group of microbatches.
-        groups = self._groups if self._state.update else [list(range(number))]
-        totals = [sum(counts[m] for m in group) for group in groups]
-        if trains:
-            totals = self._over_pipelines(totals)
-        for m, (piece, weight) in enumerate(
-            zip(pieces, weights(counts, groups, totals), strict=True)
-        ):
-            cell = cells[self._last, m]
-            cell.target, cell.weight = piece, weight
-        if given.loss_kwargs is not None:
-            for m, keywords in enumerate(split(given.loss_kwargs, number, "loss_kwargs")):
-                if not isinstance(keywords, Mapping):
-                    raise ExecutionError(
-                        "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
-                        f"{type(keywords).__name__}"
-                    )
-                cells[self._last, m].loss_keywords = keywords
-        return counts, extras
-
-    def _over_pipelines(self, totals: list[float]) -> list[float]:
-        """The sums of `totals` over all pipelines, on the ranks that have them."""
-        if self._control is None or self._grid.pipelines == 1:
-            return totals
-        numbers = [self._grid.number(self.rank, line) for line in range(self._grid.pipelines)]
-        own = torch.tensor(totals, dtype=torch.float64)
-        sizes = dict.fromkeys(numbers, len(totals))
-        heard = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
-        found: list[float] = torch.stack(heard).sum(0).tolist()
-        return found
-
-    def _extras(
-        self, cells: Cells, stage_inputs: Mapping[int, Batch | None]
-    ) -> dict[int, list[Microbatch]]:
-        """Put what stages get beside their input into their cells; those of other ranks are not
-        looked at, but on the rank that has the first stage."""
-        number = self.schedule.microbatches
-        extras = {}
-        for stage, batch in stage_inputs.items():
-            if stage not in range(self.schedule.stages):
-                raise ExecutionError(
-                    f"stage_inputs: there is no stage {stage!r}, only 0..{self._last}"
-                )
-            if batch is None:
-                continue
-            if stage in self._stages or 0 in self._stages:
-                extras[stage] = split(batch, number, f"stage_inputs[{stage}]")
-            if stage in self._stages:
-                for m, piece in enumerate(extras[stage]):
-                    cells[stage, m].extra = piece
-        return extras
-
-    def _expect_losses(self) -> Exchange | None:
-        """Post the receives of the step's loss, long before it is sent."""
-        if self._control is None:
-            return None
-        return self._control.expect(self._loss_sizes, LOSS_TAG)
-
     def _share_loss(
-        self, cells: Cells, counts: list[float], losses: Exchange | None
+        self, cells: Cells, counts: Sequence[float], losses: Exchange | None
     ) -> Callable[[], float]:
         """The step's mean loss, on its way to every process."""
         ran: list[tuple[float, Tensor]] = []
@@ -531,7 +620,15 @@ class Executor:
             return lambda: _mean([_sums(ran)])
         if self._last in self._stages:
             losses.give(_sums(ran), self._listeners)
-        return lambda: _mean(losses.result())
+        where = f"the loss of call {self._calls}, {self._state.request.name}"
+
+        def fetch() -> float:
+            try:
+                return _mean(losses.result())
+            except WaitError as stalled:
+                raise self._failed(stalled, where) from None
+
+        return fetch
 
 
 def _sums(ran: Sequence[tuple[float, Tensor]]) -> Tensor:
@@ -550,5 +647,5 @@ def _mean(shares: Sequence[Tensor]) -> float:
 
 
 def _arrive(works: list[Work]) -> None:
-    with suppress(RuntimeError):  # the other side may be gone
+    with suppress(WaitError):  # the other side may be gone
         wait(works)

@@ -1,22 +1,23 @@
-"""Whether a schedule, the executor's arguments and the other ranks fit, before anything runs."""
+"""Whether a schedule and the executor's arguments fit, before anything runs."""
 
 from __future__ import annotations
 
-import hashlib
+import inspect
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from datetime import timedelta
+from typing import TypeAlias, cast
 
-import attrs
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions
+from schedir.ir import Kind, Schedule, StageVersions, is_number
 from schedir.passes import insert_communication
 
 TieOf: TypeAlias = Sequence[tuple[int, str]]
@@ -40,11 +41,13 @@ def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
 def check_arguments(
     schedule: object,
     stages: object,
+    loss_fn: object,
     optimizer: object,
     boundaries: Iterable[object],
     clip_grad_norm: object,
     ties: Sequence[object],
     seed: object,
+    step: object,
 ) -> None:
     """What else would fail later, or train something that was not meant."""
     if not isinstance(schedule, Schedule):
@@ -55,6 +58,11 @@ def check_arguments(
     if not isinstance(stages, Mapping):
         raise ExecutionError(
             f"stages must map each stage's number to its module, not {type(stages).__name__}"
+        )
+    if schedule.stages - 1 in stages and not callable(loss_fn):
+        raise ExecutionError(
+            "loss_fn must be a function (output, target) -> the microbatch's mean loss, where the "
+            f"last stage runs, not {type(loss_fn).__name__}"
         )
     if optimizer is not None and not callable(optimizer):
         raise ExecutionError(
@@ -82,6 +90,36 @@ def check_arguments(
             )
     if not isinstance(seed, int):
         raise ExecutionError(f"seed must be an integer, not {seed!r}")
+    if not is_number(step):
+        raise ExecutionError(f"step must be an int of at least 0, not {step!r}")
+
+
+def timeout_of(timeout: object) -> timedelta | None:
+    """The timeout that the user wants, in seconds or as a timedelta; None for the default."""
+    if timeout is None:
+        return None
+    found = timeout if isinstance(timeout, timedelta) else None
+    if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
+        found = timedelta(seconds=timeout)
+    if found is None or found <= timedelta():
+        raise ExecutionError(
+            f"timeout must be a number of seconds above 0, or a timedelta, not {timeout!r}"
+        )
+    return found
+
+
+def check_optimizer(made: object, stage: int) -> torch.optim.Optimizer:
+    """What the user's function has made for a stage."""
+    if not hasattr(made, "step"):
+        raise ExecutionError(f"optimizer must return an optimizer, not {type(made).__name__}")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ExecutionError(
+            f"optimizer: {type(made).__name__}, of stage {stage}, evaluates the loss several times "
+            "a step, by a closure; a schedule computes each gradient once, so take one that needs "
+            "no closure"
+        )
+    return cast(torch.optim.Optimizer, made)
 
 
 def check_stepping(
@@ -130,9 +168,12 @@ def check_clipping(schedule: Schedule) -> None:
 
 
 def check_stages(
-    schedule: Schedule, stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None
+    schedule: Schedule,
+    stages: Mapping[int, nn.Module],
+    local: tuple[int, ...],
+    rank: int | None,
 ) -> None:
-    """Exactly this rank's stages, or all where `rank` is None, each a module of its own."""
+    """Exactly this rank's stages, or all where `rank` is None."""
     replicated = [s for s, held in enumerate(schedule.placement) if len(held) > 1]
     if rank is None and replicated:
         raise ExecutionError(
@@ -149,11 +190,23 @@ def check_stages(
             f"rank {rank} holds stages {list(local)}, but modules were given for "
             f"{sorted(stages)}; pass stages={{i: module for i in schedule.stages_of(rank)}}"
         )
-    owner: dict[nn.Parameter, int] = {}
     for stage, module in sorted(stages.items()):
         if not isinstance(module, nn.Module):
             raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
+
+
+def check_modules(modules: Mapping[int, nn.Module]) -> None:
+    """Each can be run and trained by itself."""
+    owner: dict[nn.Parameter, int] = {}
+    for stage, module in sorted(modules.items()):
+        _check_tensors(stage, module)
         for name, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise ExecutionError(
+                    f"stage {stage}{f' ({name})' if name else ''} is compiled to TorchScript, "
+                    "whose weights can't be exchanged for older versions, nor its forward be run "
+                    "on fake tensors; pass the module that it was made from"
+                )
             if isinstance(part, (FSDPModule, DistributedDataParallel)):
                 wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__
                 raise ExecutionError(
@@ -169,6 +222,26 @@ def check_stages(
                     f"stages {other} and {stage} hold the same parameter, {name} in the latter; "
                     "give each a copy of its own and declare them with ties="
                 )
+
+
+def _check_tensors(stage: int, module: nn.Module) -> None:
+    """Parameters and buffers exist, and can be trained."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ExecutionError(
+                f"stage {stage}: {name} has no shape yet, as its module is lazy; run the module "
+                "once on an example of its input before you make the executor, on every rank"
+            )
+        if tensor.is_meta:
+            raise ExecutionError(
+                f"stage {stage}: {name} is on the device meta, without values; call "
+                'module.to_empty(device="cpu"), or another device, and load or initialise it'
+            )
+        if tensor.is_inference():
+            raise ExecutionError(
+                f"stage {stage}: {name} was made under torch.inference_mode(), so it can't be "
+                "trained; make the module outside of it"
+            )
 
 
 def tied_copies(
@@ -228,69 +301,3 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ExecutionError(f"the stages are on {device}; the executor knows cpu and cuda")
     return device
-
-
-def loss_groups(schedule: Schedule) -> list[list[int]]:
-    """The microbatches that the loss stage accumulates into each of its OPTIM_STEPs, over all of
-    the ranks that hold it."""
-    last = schedule.stages - 1
-    groups: dict[int, list[int]] = {}
-    for rank in schedule.placement[last]:
-        steps = 0
-        for action in schedule.actions[rank]:
-            if action.stage != last:
-                continue
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                assert action.microbatch is not None  # a backward has one
-                groups.setdefault(steps, []).append(action.microbatch)
-            elif action.kind is Kind.OPTIM_STEP:
-                steps += 1
-    return [groups[step] for step in sorted(groups)]
-
-
-@attrs.frozen
-class Claim:
-    """What a process holds, for all to compare.
-
-    `copies` are digests of what must be equal wherever it is held, by what it is called; `sizes`
-    says how many gradients each stage here has, `doubles` whether any is of double precision.
-    """
-
-    schedule: str
-    name: str
-    device: str
-    copies: Mapping[str, tuple[int, ...]]
-    sizes: Mapping[int, int]
-    doubles: bool
-
-
-def compare(claims: Sequence[Claim]) -> None:
-    """Raise ExecutionError where the processes differ in what they should share."""
-    if any(found.schedule != claims[0].schedule for found in claims):
-        listed = ", ".join(
-            f"rank {rank}: {found.name} {found.schedule[:12]}" for rank, found in enumerate(claims)
-        )
-        raise ExecutionError(
-            f"the ranks hold different schedules ({listed}); build it from the same target "
-            "with the same parameters on every rank"
-        )
-    if any(found.device != claims[0].device for found in claims):
-        listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
-        raise ExecutionError(
-            f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
-        )
-    first: dict[str, int] = {}
-    for process, found in enumerate(claims):
-        for label, digests in found.copies.items():
-            other = first.setdefault(label, process)
-            if claims[other].copies[label] != digests:
-                raise ExecutionError(
-                    f"{label} differs between processes {other} and {process}; load the same "
-                    "values, or seed alike, before the executor is made"
-                )
-
-
-def digest(parameter: nn.Parameter) -> int:
-    """A number that no other value shares: a hash of its bytes."""
-    content = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from itertools import count
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -22,10 +24,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from schedir.errors import ExecutionError
+from schedir.runtime.failure import WaitError
 
 
 @attrs.frozen
@@ -59,6 +62,10 @@ class Grid:
         """The number of a process in a group of `everyone`."""
         row = self.processes[self.pipeline if pipeline is None else pipeline]
         return self.everyone.index(row[rank])
+
+    def name(self, rank: int, pipeline: int) -> str:
+        """What to call a rank in messages."""
+        return f"rank {rank}" + (f" of pipeline {pipeline}" if self.pipelines > 1 else "")
 
     def holders(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The processes that run any of these ranks, in all pipelines."""
@@ -119,17 +126,44 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
 _CPU = torch.device("cpu")
 
 
-class Group(Protocol):
-    """A process group, as gloo and NCCL make it; ranks are positions in its `processes`."""
+class Group:
+    """A process group of gloo or NCCL, for one purpose; ranks are positions in its processes.
+
+    Once closed its connections end, as soon as nothing under way holds them any more.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Post a send."""
+        """Post a send. Raises WaitError where the other side is gone."""
+        try:
+            work: dist.Work = self._backend.send(tensors, rank, tag)
+        except RuntimeError as error:
+            raise WaitError(error) from error
+        return work
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Post a receive."""
+        """Post a receive. Raises WaitError where the other side is gone."""
+        try:
+            work: dist.Work = self._backend.recv(tensors, rank, tag)
+        except RuntimeError as error:
+            raise WaitError(error) from error
+        return work
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group."""
+        work: dist.Work = self._backend.allreduce(tensors)
+        return work
+
+    def close(self, abort: bool) -> None:
+        """Let the connections go; NCCL's communicators too, which would outlive the group."""
+        if isinstance(self._backend, dist.ProcessGroupGloo):
+            self._backend = None
+        elif abort:
+            self._backend.abort()
+        else:
+            self._backend.shutdown()
 
 
 class Groups:
@@ -141,37 +175,55 @@ class Groups:
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
 
-    def __init__(self, everyone: tuple[int, ...]) -> None:
+    def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
         # All members have made as many executors together, so they find the same keys.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
+        name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
         Groups._made[everyone] += 1
-        self._on_gpus: list[Any] = []
+        self.store = PrefixStore(name, _get_default_store())
+        self.timeout = _timeout_of_user() if timeout is None else timeout
+        self._groups: list[Group] = []
 
     def make(self, purpose: str, processes: Sequence[int], device: torch.device = _CPU) -> Group:
-        """A group for a purpose that no other one has: of gloo, or of NCCL for a GPU."""
-        store = PrefixStore(f"{self._name}/{purpose}", _get_default_store())
-        position, size = processes.index(dist.get_rank()), len(processes)
-        group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            group = dist.ProcessGroupNCCL(store, position, size, options)
-            self._on_gpus.append(group)
-        else:
-            group = dist.ProcessGroupGloo(store, position, size, default_pg_timeout)
-        return cast(Group, group)
+        """A group for a purpose that no other one has: of gloo, or of NCCL for a GPU.
 
-    def close(self) -> None:
-        """Give back what is held beyond the groups' own life: NCCL's communicators."""
-        for group in self._on_gpus:
-            group.shutdown()
-        self._on_gpus.clear()
+        Raises WaitError where the other processes don't make it in time.
+        """
+        store = PrefixStore(purpose, self.store)
+        position, size = processes.index(dist.get_rank()), len(processes)
+        backend: Any
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self.timeout
+                backend = dist.ProcessGroupNCCL(store, position, size, options)
+            else:
+                backend = dist.ProcessGroupGloo(store, position, size, self.timeout)
+        except RuntimeError as error:
+            raise WaitError(error, "all ranks to make their executors") from error
+        self._groups.append(Group(backend))
+        return self._groups[-1]
+
+    def close(self, abort: bool = False) -> None:
+        """Let all groups go."""
+        while self._groups:
+            self._groups.pop().close(abort)
+
+
+def _timeout_of_user() -> timedelta:
+    """That of the default process group."""
+    group = _get_default_group()
+    for device in group._device_types:
+        with suppress(RuntimeError):  # it has no backend for it
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return default_pg_timeout
 
 
 _groups_made = count()
 
 
-def init_process_group() -> None:
+def init_process_group(timeout: timedelta | None) -> None:
     """Join the ranks that torchrun has started, on keys of the store that no group has used.
 
     gloo would find the addresses of an earlier group of this job, or of the run before a restart.
@@ -179,4 +231,4 @@ def init_process_group() -> None:
     store, rank, world = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"schedir/{attempt}/{next(_groups_made)}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)

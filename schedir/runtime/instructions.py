@@ -1,10 +1,14 @@
-"""The actions of a list as bound calls, each resolved once; their tensors lie in cells."""
+"""The actions of a list as bound calls, each resolved once; their tensors lie in cells.
+
+What an action waits for has been waited for when it is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,42 +16,67 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.boundary import TensorMeta, empty, empty_with_header, payload
-from schedir.runtime.cells import Cell, wait
+from schedir.runtime.boundary import TensorMeta, empty, payload
+from schedir.runtime.cells import Cell
 from schedir.runtime.reduction import Reduction
+from schedir.runtime.request import STEP, Request
 from schedir.runtime.rng import seed_generators
 from schedir.runtime.split import input_part
 from schedir.runtime.statistics import Statistics
-from schedir.runtime.transport import Transport, Work
+from schedir.runtime.transport import Transport
 from schedir.runtime.weights import StageWeights
-
-Arrived: TypeAlias = Sequence[list[Work]]
-"""The sends that have arrived by the time that a compute action has what it waits for."""
 
 
 class StepState:
-    """What all instructions of a rank share during one step."""
+    """What all instructions of a rank share during one call.
 
-    def __init__(self, seed: int) -> None:
+    `step` counts the calls of `step`, for the seeds. `autocast` are the types of device on which
+    the caller computes in lower precision, which forwards alone do.
+    """
+
+    def __init__(self, seed: int, step: int) -> None:
         self.seed = seed
-        self.step = 0
+        self.step = step
         self.busy = 0.0
-        self.update = True
-        self.wants_loss = True
-        self.wants_outputs = False
-        self.agreement = 0  # the number of what this step's boundaries are
+        self.request: Request = STEP
+        self.keeps_outputs = False
+        self.autocast: Sequence[str] = ()
+
+    @contextmanager
+    def forwards_apart(self) -> Iterator[None]:
+        """Run a list inside: backwards and updates are in the types of what they work on."""
+        self._set_autocast(False)
+        try:
+            yield
+        finally:
+            self._set_autocast(True)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward inside, in the precision that the caller has asked for."""
+        self._set_autocast(True)
+        try:
+            yield
+        finally:
+            self._set_autocast(False)
+
+    def _set_autocast(self, enabled: bool) -> None:
+        for device in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
 
 
 class Stage:
     """One local stage: its module, its weights, and what the last stage needs for the loss.
 
-    With `recompute` a forward keeps its input alone, and the backward runs it again.
+    `holder` has the module, and the loss where that is one, as its children. With `recompute` a
+    forward keeps its input alone, and the backward runs it again.
     """
 
     def __init__(
         self,
         index: int,
         module: nn.Module,
+        holder: nn.Module,
         weights: StageWeights,
         device: torch.device,
         loss_fn: Callable[..., Tensor] | None,
@@ -57,35 +86,52 @@ class Stage:
     ) -> None:
         self.index = index
         self.module = module
+        self.holder = holder
         self.weights = weights
         self.device = device
         self.loss_fn = loss_fn
         self.recompute = recompute
         self.reduction = reduction
-        self.statistics = Statistics(module)
+        self.statistics = Statistics(holder)
         self.state = state
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """What is told of eval mode: the module, and the loss where that is one."""
+        if self.holder is self.module:
+            return (self.module,)
+        return tuple(self.holder.children())
 
     def output(self, cell: Cell, keep_input: bool) -> Any:
         """Run the module on the cell's input; `keep_input` if it will be run again."""
-        state = self.state
+        state, wiring = self.state, cell.wiring
         seed_generators(state.seed, state.step, self.index, cell.draw)
+        extra = _copy_of(cell.extra) if wiring.mutates_extra else cell.extra
         if self.index == 0:
-            given = cell.batch
-            if any(cell.wiring.mutates):
-                given = tree_map_only(Tensor, torch.clone, given)
-        else:
-            given = cell.wiring.before.structure(_arguments(cell))
-            if not keep_input:
-                cell.inputs = ()
-        return cell.wiring.call(self.module, given, cell.extra)
+            given = _copy_of(cell.batch) if any(wiring.mutates) else cell.batch
+            return wiring.call(self.module, given, extra)
+        arguments = _arguments(cell)
+        if not keep_input:
+            cell.inputs = ()
+        output = wiring.call(self.module, wiring.before.structure(arguments), extra)
+        if wiring.aliased:
+            _check_aliased(arguments, wiring.aliased)
+        return output
 
     def loss(self, cell: Cell, output: Any) -> Tensor:
         """The last stage's loss."""
         assert self.loss_fn is not None  # asked of the last stage
-        loss = self.loss_fn(output, cell.target, **cell.loss_keywords)
+        target, keywords = cell.target, cell.loss_keywords
+        if cell.wiring.mutates_target:
+            target, keywords = _copy_of(target), _copy_of(keywords)
+        loss = self.loss_fn(output, target, **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             raise ExecutionError("loss_fn must return a real scalar tensor: the microbatch's mean")
         return loss
+
+
+def _copy_of(tree: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, tree)
 
 
 def _arguments(cell: Cell) -> list[Tensor]:
@@ -101,82 +147,104 @@ def _arguments(cell: Cell) -> list[Tensor]:
     return arguments
 
 
+def _check_aliased(arguments: Sequence[Tensor], aliased: Sequence[tuple[int, int]]) -> None:
+    """No fake run could tell whether the module changes its inputs, of which these share memory in
+    the stage before."""
+    for pair in aliased:
+        for number in pair:
+            if arguments[number]._version:
+                raise ExecutionError(changes_aliased(number, pair))
+
+
+def changes_aliased(number: int, pair: tuple[int, int]) -> str:
+    """What to say of an input that is changed in place, though another one is its alias."""
+    other = pair[0] if number == pair[1] else pair[1]
+    return (
+        f"the stage changes tensor {number} of its input in place, which shares memory with tensor "
+        f"{other} in the stage before; behind the boundary they are two tensors: return only one "
+        "of them, or a copy (clone()) of it"
+    )
+
+
 class Forward:
     """FORWARD at a weight version; on the last stage it computes the loss as well."""
 
-    def __init__(
-        self, stage: Stage, cell: Cell, version: int, last_read: bool, arrived: Arrived = ()
-    ) -> None:
+    def __init__(self, stage: Stage, cell: Cell, version: int, last_read: bool) -> None:
         self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
-        self.coming, self.arrived = cell.inputs_coming, arrived
 
     def __call__(self) -> None:
         """Run the action."""
-        cell, stage = self.cell, self.stage
-        if self.coming:
-            wait(self.coming)
-            for works in self.arrived:
-                wait(works)
+        stage = self.stage
         started = perf_counter()
         stage.weights.install(self.version)
-        if not torch.is_grad_enabled():
-            self._run(with_graph=False, keep_input=False)
-        elif stage.recompute:
-            with torch.no_grad(), stage.statistics.keeping() as cell.statistics:
-                self._run(with_graph=False, keep_input=True)
+        if stage.state.autocast:
+            with stage.state.forward():
+                self._run()
         else:
-            self._run(with_graph=True, keep_input=False)
+            self._run()
         if self.last_read:
             stage.weights.release(self.version)
         stage.state.busy += perf_counter() - started
 
-    def _run(self, with_graph: bool, keep_input: bool) -> None:
+    def _run(self) -> None:
+        cell, stage = self.cell, self.stage
+        if not torch.is_grad_enabled():
+            self._once(with_graph=False, keep_input=False)
+        elif stage.recompute:
+            with torch.no_grad(), stage.statistics.keeping(cell.wiring.state) as cell.statistics:
+                self._once(with_graph=False, keep_input=True)
+        else:
+            self._once(with_graph=True, keep_input=False)
+
+    def _once(self, with_graph: bool, keep_input: bool) -> None:
         cell, stage = self.cell, self.stage
         output = stage.output(cell, keep_input)
         if stage.loss_fn is None:
             cell.outputs = cell.wiring.after.tensors(output, with_graph)
+            handed = _apart(cell.outputs, cell.wiring.keeps)
             if cell.following is not None:
-                cell.following.inputs = cell.outputs
+                cell.following.inputs = handed
+            else:
+                cell.handed = handed
         else:
-            if stage.state.wants_outputs:
+            if stage.state.keeps_outputs:
                 cell.result = tree_map_only(Tensor, torch.detach, output)
-            if stage.state.wants_loss:
+            if stage.state.request.has_loss:
                 loss = stage.loss(cell, output)
                 cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
                 cell.outputs = (loss,)
         if not with_graph:  # no backward will ask for them
-            cell.leaves = ()
-            if stage.loss_fn is not None or cell.following is not None:
-                cell.outputs = ()
+            cell.leaves = cell.outputs = ()
+
+
+def _apart(outputs: tuple[Tensor, ...], keeps: Collection[int]) -> tuple[Tensor, ...]:
+    """A stage's outputs for the next one, with copies of those that somebody keeps, and may change
+    before they are used: a buffer, say, by the stage's next forward."""
+    if not keeps:
+        return outputs
+    return tuple(
+        tensor.detach().clone() if number in keeps else tensor
+        for number, tensor in enumerate(outputs)
+    )
 
 
 class Backward:
     """BACKWARD, or with `part` just the gradient of the input or of the weights."""
 
     def __init__(
-        self,
-        stage: Stage,
-        cell: Cell,
-        version: int,
-        last_read: bool,
-        arrived: Arrived = (),
-        part: str | None = None,
+        self, stage: Stage, cell: Cell, version: int, last_read: bool, part: str | None = None
     ) -> None:
         self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
-        self.coming: list[Work] = [] if part == "weight" else cell.grads_coming
-        self.arrived, self.part = arrived, part
+        self.part = part
 
     def __call__(self) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        if self.coming:
-            wait(self.coming)
-            for works in self.arrived:
-                wait(works)
         started = perf_counter()
         stage.weights.install(self.version)
         if self.part == "weight":
             self._weights()
+            stage.weights.collect(self.version, ())
         else:
             if stage.recompute:
                 self._run_again()
@@ -186,10 +254,10 @@ class Backward:
             else:
                 if roots:
                     _backward(roots, grads)
-                self._hand_on(tuple(leaf.grad for leaf in cell.leaves))
+                handed = tuple(leaf.grad for leaf in cell.leaves)
+                self._hand_on(handed)
+                stage.weights.collect(self.version, (*grads, *handed))
             cell.leaves = cell.outputs = cell.output_grads = ()
-        if self.part != "input":
-            stage.weights.collect(self.version)
         if self.last_read:
             stage.weights.release(self.version)
         stage.state.busy += perf_counter() - started
@@ -208,21 +276,27 @@ class Backward:
             part.run()
 
     def _run_again(self) -> None:
-        """The forward, this time with its graph, on the buffers and random numbers that it had."""
+        """The forward, this time with its graph, on the state and random numbers that it had."""
         cell, stage = self.cell, self.stage
-        with stage.statistics.as_kept(cell.statistics):
+        assert cell.statistics is not None  # kept by the forward
+        with stage.statistics.as_kept(cell.statistics), stage.state.forward():
             output = stage.output(cell, keep_input=False)
             if stage.loss_fn is None:
                 cell.outputs = cell.wiring.after.tensors(output)
             else:
                 cell.outputs = (stage.loss(cell, output),)
-        cell.statistics = ()
+        cell.statistics = None
 
     def _roots(self) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs to start from, and their gradients; the loss's own is its weight."""
         cell = self.cell
         if self.stage.loss_fn is not None:
             loss = cell.outputs[0]
+            if not loss.requires_grad:
+                raise ExecutionError(
+                    "the loss depends on nothing that requires grad: all parameters that it comes "
+                    "from are frozen, or it is detached from them; thaw what is to be trained"
+                )
             return [loss], [torch.full_like(loss, cell.weight)]
         if cell.mask is not None:
             came = cell.mask.tolist()
@@ -233,7 +307,8 @@ class Backward:
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
-            if grad is not None:
+            # Of a declared boundary the next stage can't know what requires none.
+            if grad is not None and output.requires_grad:
                 roots.append(output)
                 grads.append(grad)
         return roots, grads
@@ -254,22 +329,13 @@ class Backward:
 
 
 class _Transfer:
-    """One end of a transfer: of a cell's activations or, with `grads`, of its gradients.
-
-    With `opens` the receiver learns from it which agreement the step is under.
-    """
+    """One end of a transfer: of a cell's activations or, with `grads`, of its gradients."""
 
     def __init__(
-        self,
-        cell: Cell,
-        transport: Transport,
-        peer: int,
-        grads: bool,
-        stage: Stage,
-        opens: bool = False,
+        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
     ) -> None:
         self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.stage, self.opens = stage, opens
+        self.stage = stage
 
 
 class Send(_Transfer):
@@ -294,35 +360,18 @@ class Send(_Transfer):
                 if grad is not None:
                     self._post(payload(grad, meta))
             return
-        opens = self.opens
-        if opens and not cell.outputs:
-            self._post(self._with_header(None, None))
-        for tensor, meta in zip(cell.outputs, wiring.after.metas, strict=True):
-            if opens:
-                self._post(self._with_header(tensor, meta))
-                opens = False
-            # What the stage has not made itself, its owner may change before it has arrived.
-            elif not tensor.requires_grad or _is_shared(tensor):
-                self._post(payload(tensor.clone(), meta))
-            else:
-                self._post(payload(tensor, meta))
-        if self.stage.recompute or not torch.is_grad_enabled():
-            cell.outputs = ()  # no backward will ask for them
+        for tensor, meta in zip(cell.handed, wiring.after.metas, strict=True):
+            self._post(payload(tensor, meta))
+        cell.handed = ()
 
     def _post(self, content: Tensor) -> None:
         going = self.cell.grads_going if self.grads else self.cell.outputs_going
         going.append(self.transport.send(content, self.peer))
 
-    def _with_header(self, tensor: Tensor | None, meta: TensorMeta | None) -> Tensor:
-        content, header, *views = empty_with_header(meta, self.stage.device)
-        header.fill_(self.stage.state.agreement)
-        if tensor is not None:
-            views[0].copy_(tensor.detach())
-        return content
-
     def blank(self) -> None:
         """Send as much without meaning, to a receive that was posted for what does not come."""
         wiring = self.cell.wiring
+        metas = list(wiring.after.metas)
         if self.grads:
             comes = wiring.grads_out
             if comes is None:
@@ -330,10 +379,6 @@ class Send(_Transfer):
                 self._post(flags.to(self.stage.device))
                 comes = tuple(meta.requires_grad for meta in wiring.before.metas)
             metas = [m for m, there in zip(wiring.before.metas, comes, strict=True) if there]
-        else:
-            metas = list(wiring.after.metas)
-        if self.opens:
-            self._post(self._with_header(None, metas.pop(0) if metas else None))
         for meta in metas:
             self._post(payload(empty(meta, self.stage.device), meta))
 
@@ -344,25 +389,19 @@ class Receive(_Transfer):
     def __call__(self) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
-        if self.grads:
-            metas = wiring.after.metas
-            expected = wiring.grads_in
-            if expected is None:
-                expected = tuple(meta.requires_grad for meta in metas)
-                cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.stage.device)
-                self._post(cell.mask)
-            cell.output_grads = tuple(
-                self._buffer(meta) if comes else None
-                for meta, comes in zip(metas, expected, strict=True)
-            )
-        elif self.opens:
-            first, *others = wiring.before.metas or (None,)
-            content, cell.header, *views = empty_with_header(first, self.stage.device)
-            self._post(content)
-            rest = [self._buffer(meta) for meta in others if meta is not None]
-            cell.inputs = (*views, *rest)
-        else:
+        if not self.grads:
             cell.inputs = tuple(self._buffer(meta) for meta in wiring.before.metas)
+            return
+        metas = wiring.after.metas
+        expected = wiring.grads_in
+        if expected is None:
+            expected = tuple(meta.requires_grad for meta in metas)
+            cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.stage.device)
+            self._post(cell.mask)
+        cell.output_grads = tuple(
+            self._buffer(meta) if comes else None
+            for meta, comes in zip(metas, expected, strict=True)
+        )
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
         buffer = empty(meta, self.stage.device)
@@ -383,7 +422,7 @@ class ReduceGrad:
     def __call__(self) -> None:
         """Run the action."""
         # Without an update the sum can wait: gradients add up here until there is one.
-        if self.state.update or self.reduction.keeps_earlier:
+        if self.state.request.updates or self.reduction.keeps_earlier:
             self.reduction.post()
 
 
@@ -395,7 +434,7 @@ class OptimStep:
 
     def __call__(self) -> None:
         """Run the action."""
-        if not self.stage.state.update:
+        if not self.stage.state.request.updates:
             return
         started = perf_counter()
         if self.optimizer is not None:  # a stage without parameters has none
@@ -411,11 +450,6 @@ def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
     _engine_run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor that requires grad may be a parameter, or a view of one."""
-    return tensor.is_leaf or tensor._base is not None
 
 
 def _yes_no(flags: tuple[bool, ...]) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
 from itertools import islice
+from numbers import Number
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
@@ -20,45 +26,128 @@ Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Micro
 """A whole batch, or a list or iterator of ready microbatches."""
 
 
-def split(batch: Batch, microbatches: int, what: str) -> list[Microbatch]:
+@attrs.frozen(eq=False)
+class Pieces:
+    """The microbatches of one argument of a call.
+
+    `rows` are those of the whole batch that they were cut from; None for ready-made ones, and for
+    what holds no tensor. Of a batch with fewer rows than microbatches, the last of its pieces
+    stands in for the missing ones.
+    """
+
+    microbatches: list[Microbatch]
+    rows: int | None = None
+
+
+def cut(batch: Batch, microbatches: int, what: str, *, may_be_short: bool = False) -> Pieces:
     """The microbatches of a whole batch, or of a list or iterator that holds them ready-made.
 
-    A tensor, or a tuple or dict of tensors, is a whole batch: `torch.tensor_split` cuts each of
-    its tensors along dim 0. What is no tensor goes to every microbatch. Raises ExecutionError
-    where the numbers don't fit; `what` names the argument.
+    A tensor, or a tuple or mapping of tensors, is a whole batch: `torch.tensor_split` cuts each of
+    its tensors along dim 0. What holds no tensor goes to every microbatch. From an iterator just as
+    many are taken as there are microbatches. Only where it `may_be_short` a batch may have fewer
+    rows than that. Raises ExecutionError where the numbers don't fit, and for a container that is
+    not understood; `what` names the argument.
     """
-    if isinstance(batch, Tensor) and batch.dim() and len(batch) >= microbatches:
-        return list(torch.tensor_split(batch, microbatches))
     if isinstance(batch, (Tensor, tuple, Mapping)):
-        leaves, spec = pytree.tree_flatten(batch)
-        rows = {_rows(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
-        if len(rows) > 1:
-            raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
-        if rows and min(rows) < microbatches:
+        return _cut_whole(batch, microbatches, what, may_be_short)
+    unordered = isinstance(batch, (str, bytes, AbstractSet)) or hasattr(batch, "__array__")
+    if unordered or not isinstance(batch, Iterable):
+        raise ExecutionError(
+            f"{what}: expected a tensor, a tuple or mapping of tensors, or a list of "
+            f"{microbatches} microbatches, not {type(batch).__name__}"
+        )
+    endless = isinstance(batch, Iterator)
+    ready = list(islice(batch, microbatches if endless else microbatches + 1))
+    if len(ready) < microbatches:
+        raise ExecutionError(
+            f"{what}: {len(ready)} microbatches given, but the schedule has {microbatches}"
+        )
+    if len(ready) > microbatches:
+        raise ExecutionError(
+            f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
+            "the next ones at each call, give an iterator: iter(...), made once"
+        )
+    return Pieces([_understood(piece, what) for piece in ready])
+
+
+def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -> Pieces:
+    leaves, spec = pytree.tree_flatten(_understood(batch, what))
+    rows = {_rows_of_whole(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(rows) > 1:
+        raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
+    if not rows:
+        return Pieces([pytree.tree_unflatten(leaves, spec)] * microbatches)
+    (number,) = rows
+    parts = min(number, microbatches)
+    if not parts or (parts < microbatches and not may_be_short):
+        raise ExecutionError(
+            f"{what}: {number} rows can't be split into {microbatches} microbatches; leave a "
+            "shorter last batch out (drop_last=True of a DataLoader)"
+        )
+    columns = [
+        torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) else (leaf,) * parts
+        for leaf in leaves
+    ]
+    if spec.is_leaf():
+        found = list(columns[0])
+    else:
+        found = [pytree.tree_unflatten(piece, spec) for piece in zip(*columns, strict=True)]
+    return Pieces(found + found[-1:] * (microbatches - parts), number)
+
+
+def _rows_of_whole(leaf: Tensor, what: str) -> int:
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        layout = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+        raise ExecutionError(
+            f"{what}: a {layout} tensor can't be split along dim 0; give a list of microbatches"
+        )
+    if not leaf.dim():
+        raise ExecutionError(
+            f"{what}: a batch is split along dim 0, but one of its tensors has no dimensions"
+        )
+    return leaf.shape[0]
+
+
+def _understood(batch: Any, what: str) -> Any:
+    """The batch, with a dict for every mapping that torch's pytree does not know.
+
+    Raises ExecutionError for any other container that it doesn't: its tensors would go whole to
+    every microbatch.
+    """
+
+    def understood(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {key: _understood(value, what) for key, value in leaf.items()}
+        if not isinstance(leaf, Tensor) and _holds_something(leaf):
             raise ExecutionError(
-                f"{what}: {min(rows)} rows can't be split into {microbatches} microbatches"
+                f"{what}: {type(leaf).__name__} is no container that can be cut into microbatches; "
+                "give its tensors in a tuple or a dict, or a list of ready microbatches"
             )
-        if not leaves:
-            return [batch] * microbatches
-        pieces = [
-            torch.tensor_split(leaf, microbatches)
-            if isinstance(leaf, Tensor)
-            else (leaf,) * microbatches
-            for leaf in leaves
-        ]
-        return [pytree.tree_unflatten(piece, spec) for piece in zip(*pieces, strict=True)]
-    if not isinstance(batch, Iterable) or hasattr(batch, "__array__"):
-        raise ExecutionError(
-            f"{what}: expected a tensor, a tuple or dict of tensors, or a list of {microbatches} "
-            f"microbatches, not {type(batch).__name__}"
-        )
-    ready = list(islice(batch, microbatches + 1))
-    if len(ready) != microbatches:
-        count = f"{len(ready)}" if len(ready) < microbatches else f"more than {microbatches}"
-        raise ExecutionError(
-            f"{what}: {count} microbatches given, but the schedule has {microbatches}"
-        )
-    return ready
+        return leaf
+
+    if isinstance(batch, Tensor):
+        return batch
+    return pytree.tree_map(understood, batch, is_leaf=_is_packed)
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)  # by name a tuple, of tensors that are no rows
+
+
+_CONSTANTS = (type(None), Number, str, bytes, Enum, type, torch.Size)
+
+
+def _holds_something(value: object) -> bool:
+    """Whether it may hold tensors, rather than being a constant such as a number or a setting."""
+    if isinstance(value, _CONSTANTS):
+        return False
+    kind = type(value)
+    return (
+        any(hasattr(kind, name) for name in ("__iter__", "__getitem__", "__len__", "__array__"))
+        or dataclasses.is_dataclass(value)
+        or attrs.has(kind)
+        or any(isinstance(held, Tensor) for held in getattr(value, "__dict__", {}).values())
+    )
 
 
 def rows(target: Microbatch) -> int:
@@ -88,11 +177,3 @@ def weights(
         for m in group:
             shares[m] = counts[m] / total
     return shares
-
-
-def _rows(leaf: Tensor, what: str) -> int:
-    if not leaf.dim():
-        raise ExecutionError(
-            f"{what}: a batch is split along dim 0, but one of its tensors has no dimensions"
-        )
-    return leaf.shape[0]

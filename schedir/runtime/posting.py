@@ -10,9 +10,9 @@ few more where these are small:
     posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
 
 The receives that come before all else are posted before the rank knows that this step's shapes are
-those of the last: which they are is said by the payload that its first compute waits for, and so
-costs no message. If they are not, every receive posted too early gets a payload without meaning,
-for which all know how many more each rank posts, and the ranks agree anew.
+those of the last, which the call's opening says. If they are not, every receive posted too early
+gets a payload without meaning, for which all know how many more each rank posts, and the ranks
+agree anew.
 
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.
@@ -23,9 +23,16 @@ from __future__ import annotations
 from collections import deque
 from itertools import takewhile
 
+import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, RECEIVES, Action, Kind, Schedule
+from schedir.ir import COMMUNICATION, RECEIVES, Action, Kind, Schedule
+
+_RECEIVED_FOR = {
+    Kind.FORWARD: Kind.RECV_ACT,
+    Kind.BACKWARD: Kind.RECV_GRAD,
+    Kind.BACKWARD_INPUT: Kind.RECV_GRAD,
+}
 
 
 def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
@@ -74,24 +81,21 @@ def leading(schedule: Schedule, rank: int, more: int) -> list[Action]:
     return list(takewhile(lambda action: action.kind in RECEIVES, order))
 
 
-def openings(schedule: Schedule) -> set[tuple[int, int]]:
-    """The (stage, microbatch) whose input is the first that a rank waits for, by those ranks that
-    do not see the step's input themselves."""
-    columns = schedule.columns
-    computes = columns.where(*COMPUTE)
-    first = computes[np.unique(columns.rank[computes], return_index=True)[1]]
-    return {
-        (int(columns.stage[place]), int(columns.microbatch[place]))
-        for place in first.tolist()
-        if int(columns.rank[place]) not in schedule.placement[0]
-    }
-
-
 def matching_send(receive: Action) -> Action:
     """The send that a receive meets."""
     if receive.kind is Kind.RECV_ACT:
         return Action(Kind.SEND_ACT, receive.stage - 1, receive.microbatch)
     return Action(Kind.SEND_GRAD, receive.stage + 1, receive.microbatch)
+
+
+def awaited(schedule: Schedule, action: Action) -> str:
+    """What an action waits for of another rank, in words."""
+    kind = _RECEIVED_FOR.get(action.kind, action.kind)
+    transfer = attrs.evolve(action, kind=kind, version=None)
+    if kind not in COMMUNICATION:
+        return str(action)
+    peer = schedule.dataflow.peer(transfer)
+    return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
 
 
 def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:

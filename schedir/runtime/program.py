@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 
 from schedir.errors import ExecutionError
 from schedir.ir import RECEIVES, SENDS, Action, Kind, Schedule, StageVersions
-from schedir.runtime.cells import Cell
+from schedir.runtime.cells import Cell, wait
 from schedir.runtime.instructions import (
     Backward,
     Forward,
@@ -29,19 +29,35 @@ _SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGH
 
 @attrs.frozen
 class Instruction:
-    """An action of the list and what carries it out. `coming` holds the receives it waits for."""
+    """An action of the list and what carries it out.
+
+    `coming` holds the receives that it waits for, `arrived` the sends that have arrived once these
+    have come.
+    """
 
     rank: int
     index: int
     action: Action
     run: Callable[[], None]
-    coming: list[Work]
+    coming: list[Work] = attrs.field(factory=list)
+    arrived: Sequence[list[Work]] = ()
+
+    @property
+    def meets(self) -> bool:
+        """Whether it is no action of its own, but what comes before some OPTIM_STEPs."""
+        return isinstance(self.run, Meet)
 
     def waits(self) -> bool:
         """Whether it has to wait for another rank; asked where all are in one process."""
         if isinstance(self.run, Meet):
             return self.run.waits()
         return any(not end.done for end in self.coming if isinstance(end, End))
+
+    def wait(self) -> None:
+        """Wait for what it needs. Raises WaitError where that can't come any more."""
+        wait(self.coming)
+        for works in self.arrived:
+            wait(works)
 
 
 @attrs.frozen
@@ -55,7 +71,6 @@ class Compiler:
     optimizers: Mapping[int, torch.optim.Optimizer]
     updates: bool  # whether OPTIM_STEPs are carried out, also by stages without parameters
     meetings: Meetings
-    openings: Collection[tuple[int, int]]
 
     def compile(
         self, rank: int, transport: Transport | None, more_buffers: int
@@ -72,15 +87,20 @@ class Compiler:
             action = actions[index]
             meet = self._meet(rank, index)
             if meet is not None:
-                program.append(Instruction(rank, index, action, meet, []))
-            sends = [self._going(actions[send]) for send in arrived.get(index, ())]
-            run = self._resolve(rank, index, action, steps, sends, transport)
+                program.append(Instruction(rank, index, action, meet))
+            run = self._resolve(rank, index, action, steps, transport)
             if run is not None:
-                coming: list[Work] = []
-                if isinstance(run, (Forward, Backward)):
-                    coming = run.coming
-                program.append(Instruction(rank, index, action, run, coming))
+                sends = [self._going(actions[send]) for send in arrived.get(index, ())]
+                program.append(Instruction(rank, index, action, run, self._coming(action), sends))
         return program
+
+    def _coming(self, action: Action) -> list[Work]:
+        """Where the works of the receives are that a compute action waits for."""
+        if action.kind is Kind.FORWARD:
+            return self._cell(action).inputs_coming
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return self._cell(action).grads_coming
+        return []
 
     def _meet(self, rank: int, index: int) -> Meet | None:
         """What comes before the first of a rank's consecutive OPTIM_STEPs."""
@@ -94,17 +114,9 @@ class Compiler:
         reductions = [self.stages[s].reduction for s in stages]
         state = self.stages[stages[0]].state
         return Meet(
-            lambda: state.update,
+            lambda: state.request.updates,
             [reduction for reduction in reductions if reduction is not None],
             self.meetings.before(stages),
-        )
-
-    def _opens(self, action: Action) -> bool:
-        """Whether a rank learns from a transfer which agreement the step is under."""
-        if action.kind is Kind.RECV_ACT:
-            return (action.stage, action.microbatch) in self.openings
-        return action.kind is Kind.SEND_ACT and (
-            (action.stage + 1, action.microbatch) in self.openings
         )
 
     def _going(self, send: Action) -> list[Work]:
@@ -122,7 +134,6 @@ class Compiler:
         index: int,
         action: Action,
         steps: dict[int, int],
-        arrived: list[list[Work]],
         transport: Transport | None,
     ) -> Callable[[], None] | None:
         stage = self.stages[action.stage]
@@ -140,10 +151,10 @@ class Compiler:
                 raise ExecutionError(f"{action} has no peer", rank=rank, index=index)
             grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
             end = Send if action.kind in SENDS else Receive
-            return end(cell, transport, peer, grads, stage, self._opens(action))
+            return end(cell, transport, peer, grads, stage)
         read = self.versions[action.stage]
         version = read.reads[cell.microbatch]
         last_read = read.last_read[version] == index
         if action.kind is Kind.FORWARD:
-            return Forward(stage, cell, version, last_read, arrived)
-        return Backward(stage, cell, version, last_read, arrived, _SPLIT[action.kind])
+            return Forward(stage, cell, version, last_read)
+        return Backward(stage, cell, version, last_read, _SPLIT[action.kind])

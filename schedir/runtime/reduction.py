@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedir.errors import ExecutionError
+from schedir.runtime.failure import WaitError
 from schedir.runtime.grid import Group
 
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
@@ -20,13 +22,18 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 class Reduction:
     """The sums of the gradients of one stage's `parameters`, of which there are some.
 
-    `keeps_earlier` where gradients of earlier calls may be there: those have been summed already
-    and are set aside meanwhile.
+    `whose` names it in messages. `keeps_earlier` where gradients of earlier calls may be there:
+    those have been summed already and are set aside meanwhile.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group, keeps_earlier: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        whose: str,
+        keeps_earlier: bool,
     ) -> None:
+        self._whose = whose
         self._parameters = parameters
         self._group = group
         self._device = parameters[0].device
@@ -47,6 +54,8 @@ class Reduction:
     def post(self) -> None:
         """Post the sums of what is there now."""
         self.finish()
+        for parameter in self._parameters:
+            refuse_sparse(parameter, "summed over processes")
         there = [p.grad is not None for p in self._parameters]
         present = torch.tensor(there, dtype=torch.int32, device=self._device)
         self._present = present
@@ -64,8 +73,7 @@ class Reduction:
         """Wait for the sums, and make them the gradients; without a sum under way, do nothing."""
         if not self._under_way:
             return
-        for work, _, _ in self._under_way:
-            work.wait()
+        wait_for_sum([work for work, _, _ in self._under_way], self._whose)
         assert self._present is not None  # set with the first
         # What no process has a gradient of keeps none: AdamW would decay it on zeros.
         absent = {p for p, n in zip(self._parameters, self._present.tolist(), strict=True) if not n}
@@ -73,7 +81,7 @@ class Reduction:
             pieces = flat.split([p.numel() for p in bucket]) if bucket else ()
             for parameter, piece in zip(bucket, pieces, strict=True):
                 if parameter not in absent:
-                    parameter.grad = piece.view_as(parameter)
+                    parameter.grad = laid_out(piece, parameter)
         self._under_way.clear()
 
     def restore(self) -> None:
@@ -82,6 +90,35 @@ class Reduction:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
         self._earlier = []
+
+
+def wait_for_sum(works: Sequence[dist.Work], whose: str) -> None:
+    """Wait for sums over processes. Raises WaitError where they can't end any more."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise WaitError(error, f"the sum of {whose} gradients") from error
+
+
+def laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A gradient in the layout of its parameter, of its elements in order of their indices.
+
+    Fused optimisers take for granted that both lie alike: channels last, say, or transposed.
+    """
+    if parameter.is_contiguous():
+        return flat.view_as(parameter)
+    return torch.empty_like(parameter).copy_(flat.view_as(parameter))
+
+
+def refuse_sparse(parameter: nn.Parameter, what: str) -> None:
+    """Raise ExecutionError where the parameter's gradient is sparse and can't be `what`."""
+    grad = parameter.grad
+    if grad is not None and grad.layout is not torch.strided:
+        raise ExecutionError(
+            f"the gradient of a parameter of shape {list(parameter.shape)} is sparse and can't be "
+            f"{what}; leave sparse=True out of its nn.Embedding"
+        )
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

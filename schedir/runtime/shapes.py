@@ -1,29 +1,30 @@
 """What crosses each boundary, found without running a user's module on real data.
 
-A stand-in for a stage's module runs once on fake tensors (FakeTensorMode), with its real
-parameters, under the active autocast and without hooks: shapes and types come out, no value is
-computed and nothing of the module changes. Running it on uninitialised memory instead would poison
-BatchNorm's statistics and index embeddings out of range.
+A stage's module runs once on fake tensors (FakeTensorMode), with its real parameters, under the
+active autocast and without hooks, its attributes exchanged for the time: shapes and types come out,
+no value is computed and nothing of the module changes. Running it on uninitialised memory instead
+would poison BatchNorm's statistics and index embeddings out of range.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import OrderedDict
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import combinations, islice
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from schedir.runtime.boundary import Boundary, empty
 from schedir.runtime.calls import Call
 from schedir.runtime.microbatches import Microbatch
+from schedir.runtime.standin import StandIn, State
 
 
 @attrs.frozen
@@ -47,7 +48,10 @@ class Trace:
     """One fake run of a stage: what goes out, and which inputs get a gradient.
 
     `extra` is what the stage is given beside its input. `mutates` says which inputs the module
-    changes in place; of the first stage's microbatch, which of its tensors.
+    changes in place (of the first stage's microbatch, which of its tensors), `mutates_extra` and
+    `mutates_target` whether anything of the other arguments. `keeps` are the outputs that share
+    memory with what the module or the user may change later, `aliased` pairs of them that share it
+    with each other.
     """
 
     def __init__(
@@ -62,11 +66,13 @@ class Trace:
         self._trains = trains
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._leaves: list[Tensor] = []
+        self.mutates_target = False
+        stand_in = StandIn(module, self._fake_tensor)
+        self._stand_ins = [stand_in]
         with self._faking():
-            stand_in = _twin(module, self._mode, {})
             if isinstance(given, FirstInput):
                 tree = self._fake(given.batch)
-                watched = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+                watched = tensors_of(tree)
             else:
                 self._leaves = [
                     empty(meta, device).requires_grad_(meta.requires_grad) for meta in given.metas
@@ -74,10 +80,25 @@ class Trace:
                 # Not the leaves themselves: a first layer that works in place can't have those.
                 watched = [leaf.clone() for leaf in self._leaves]
                 tree = given.structure(watched)
-            before = [leaf._version for leaf in watched]
-            self.output = call(stand_in, tree, self._fake(extra))
+            beside = self._fake(extra)
+            before, extras_before = _versions(watched), _versions(tensors_of(beside))
+            self.output = call(module, tree, beside)
             self.mutates = tuple(
-                leaf._version != version for leaf, version in zip(watched, before, strict=True)
+                now != then for now, then in zip(_versions(watched), before, strict=True)
+            )
+            self.mutates_extra = _versions(tensors_of(beside)) != extras_before
+            others = [*stand_in.held(), *tensors_of(beside)]
+            others += map(self._mode.from_tensor, module.parameters())
+            others += watched if isinstance(given, FirstInput) else []
+            outputs = [x if isinstance(x, FakeTensor) else None for x in tensors_of(self.output)]
+            theirs = {_storage(tensor) for tensor in others}
+            self.keeps = frozenset(
+                number for number, x in enumerate(outputs) if x is None or _storage(x) in theirs
+            )
+            self.aliased = tuple(
+                (i, j)
+                for (i, one), (j, other) in combinations(enumerate(outputs), 2)
+                if one is not None and other is not None and _storage(one) == _storage(other)
             )
 
     @contextmanager
@@ -87,7 +108,14 @@ class Trace:
         torch.set_autocast_cache_enabled(False)
         said, _LOG.disabled = _LOG.disabled, True  # what fails is said by the error alone
         try:
-            with self._mode, torch.set_grad_enabled(self._trains):
+            with ExitStack() as stack:
+                for stand_in in self._stand_ins:
+                    stack.enter_context(stand_in.installed())
+                if "torch._dynamo.eval_frame" in sys.modules:
+                    # Compiled kernels would take a fake tensor's memory for real.
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(self._mode)
+                stack.enter_context(torch.set_grad_enabled(self._trains))
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)
@@ -104,10 +132,14 @@ class Trace:
         self, loss_fn: Callable[..., Tensor], target: Microbatch, keywords: Mapping[str, Any]
     ) -> Tensor:
         """The fake loss of the last stage."""
+        if isinstance(loss_fn, nn.Module):
+            self._stand_ins.append(StandIn(loss_fn, self._fake_tensor))
         with self._faking():
-            if isinstance(loss_fn, nn.Module):
-                loss_fn = _twin(loss_fn, self._mode, {})
-            return loss_fn(self.output, self._fake(target), **self._fake(dict(keywords)))
+            given = (self._fake(target), self._fake(dict(keywords)))
+            before = _versions(tensors_of(given))
+            loss = loss_fn(self.output, given[0], **given[1])
+            self.mutates_target = _versions(tensors_of(given)) != before
+            return loss
 
     def gradients(self, outputs: Sequence[Tensor]) -> tuple[bool, ...]:
         """Which inputs get a gradient, where just `outputs` do."""
@@ -122,32 +154,34 @@ class Trace:
         arrives = {id(leaf): grad is not None for leaf, grad in zip(wanted, found, strict=True)}
         return tuple(arrives.get(id(leaf), False) for leaf in self._leaves)
 
+    def state(self) -> list[State]:
+        """What the module, and the loss, leave to the next forward."""
+        return [state for stand_in in self._stand_ins for state in stand_in.changed()]
 
-def _twin(module: nn.Module, mode: FakeTensorMode, twins: dict[int, nn.Module]) -> nn.Module:
-    """A stand-in for a module that shares its parameters and can keep what a fake run leaves.
 
-    A forward may count its calls, cache a mask, or update a buffer; none of it must reach the
-    user's module, nor fake data the user's hooks. Buffers are fake, since an operation on real
-    ones alone, such as BatchNorm's `num_batches_tracked.add_(1)`, would run for real.
+@contextmanager
+def bounded_cache() -> Iterator[None]:
+    """Fake runs inside, whose operations torch remembers no longer than that.
+
+    It would remember them for the life of the process: a megabyte for each new input shape.
     """
-    if id(module) in twins:
-        return twins[id(module)]
-    twin = module.__new__(type(module))
-    twins[id(module)] = twin
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            kept: object = OrderedDict()
-        elif name == "_modules":
-            kept = {
-                key: child if child is None else _twin(child, mode, twins)
-                for key, child in value.items()
-            }
-        elif name == "_buffers":
-            kept = {
-                key: buffer if buffer is None else mode.from_tensor(buffer)
-                for key, buffer in value.items()
-            }
-        else:
-            kept = copy.copy(value) if type(value) in (dict, list, set, OrderedDict) else value
-        twin.__dict__[name] = kept
-    return twin
+    before = len(FakeTensorMode.cache)
+    try:
+        yield
+    finally:
+        for key in list(islice(FakeTensorMode.cache, before, None)):
+            del FakeTensorMode.cache[key]
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a structure, in its order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _storage(tensor: Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Kind, Schedule
+from schedir.ir import Kind, Schedule, dumps, loads
+from schedir.runtime.claims import Claim, compare, compare_schedules, digest
 from schedir.runtime.control import NORM_TAG, Control
-from schedir.runtime.fitting import Claim, TieOf, compare, digest
+from schedir.runtime.drift import Drift
+from schedir.runtime.fitting import TieOf
 from schedir.runtime.grid import Grid, Groups
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
@@ -22,9 +24,11 @@ from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
 class Shared:
     """What this process shares with others of the parameters of its `stages`.
 
-    `ties` come with the copies that are here, by stage.
+    `ties` come with the copies that are here, by stage; `arguments` are the executor's that all
+    processes must be given alike.
 
-    Raises ExecutionError, on all processes, where copies are not equal or schedules differ.
+    Raises ExecutionError, on all processes, where copies are not equal, or schedules or arguments
+    differ.
     """
 
     def __init__(
@@ -33,35 +37,46 @@ class Shared:
         grid: Grid,
         stages: Mapping[int, nn.Module],
         ties: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]],
+        arguments: Mapping[str, object],
         device: torch.device,
         control: Control | None,
-        groups: Groups,
+        groups: Groups | None,
     ) -> None:
         self._schedule, self._grid, self._stages = schedule, grid, stages
         self._device = device
         self._groups = groups
         self._ties = ties
+        self._settled: dict[int, tuple[list[nn.Parameter], list[bool]]] = {}
+        for _, held in ties:
+            for stage in held:
+                self._settle(stage)
         # Of the copies of a tied parameter the first one's gradient counts.
         self._skipped = {
             copy for tie, held in self._ties for stage, copy in held.items() if stage != tie[0][0]
         }
-        copies = {
-            f"stage {stage}": tuple(map(digest, module.parameters()))
-            for stage, module in stages.items()
-            if len(self._processes(stage)) > 1
-        }
+        copies: dict[str, tuple[int, ...]] = {}
+        for stage, module in stages.items():
+            if len(self._processes(stage)) > 1:
+                parameters = list(module.parameters())
+                copies[f"stage {stage}"] = tuple(map(digest, parameters))
+                copies[f"what is frozen of stage {stage}"] = tuple(
+                    not p.requires_grad for p in parameters
+                )
         for tie, held in self._ties:
             for stage, copy in held.items():
-                label = "the parameter tied as " + " and ".join(f"{s}:{name}" for s, name in tie)
                 is_ = (digest(copy), *copy.shape)
-                if copies.setdefault(label, is_) != is_:
+                if copies.setdefault(_label(tie), is_) != is_:
                     raise ExecutionError(
-                        f"{label} differs in stage {stage}, in shape or values; load the same"
+                        f"{_label(tie)} differs in stage {stage}, in shape or values; load the same"
                     )
         sizes = {stage: len(self._counted(stage)) for stage in stages}
         doubles = any(p.dtype is torch.float64 for m in stages.values() for p in m.parameters())
-        mine = Claim(schedule.content_hash, schedule.name, device.type, copies, sizes, doubles)
-        claims = [mine] if control is None else control.gather(mine)
+        mine = Claim(schedule.content_hash, device.type, arguments, copies, sizes, doubles)
+        claims = [mine]
+        if control is not None:
+            claims = control.gather(mine)
+            if any(claim.schedule != mine.schedule for claim in claims):
+                compare_schedules([loads(text) for text in control.gather(dumps(schedule))])
         compare(claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
         self._norms = torch.float64 if any(claim.doubles for claim in claims) else torch.float32
@@ -81,19 +96,61 @@ class Shared:
         """The sums that the stage's REDUCE_GRADs are, if several processes run it."""
         processes = self._processes(stage)
         parameters = [p for p in self._stages[stage].parameters() if p.requires_grad]
-        if self._control is None or len(processes) == 1 or not parameters:
+        if self._groups is None or len(processes) == 1 or not parameters:
             return None
         # A group for each stage: two stages' replicas may reach their sums in another order.
+        self._settle(stage)
         group = self._groups.make(f"stage/{stage}", processes, self._device)
-        return Reduction(parameters, group, keeps_earlier)
+        return Reduction(parameters, group, f"stage {stage}'s", keeps_earlier)
+
+    def drift(self) -> Drift:
+        """The copies here that exist elsewhere, or here, as well: to be compared now and then."""
+        copies: dict[str, list[list[nn.Parameter]]] = {}
+        holders: dict[str, Sequence[int]] = {}
+        for stage, module in self._stages.items():
+            processes = self._processes(stage)
+            if len(processes) > 1:
+                copies[f"stage {stage}"] = [list(module.parameters())]
+                holders[f"stage {stage}"] = [*map(self._grid.everyone.index, processes)]
+        for tie, held in self._ties:
+            if held:
+                ranks = {rank for stage, _ in tie for rank in self._schedule.placement[stage]}
+                copies[_label(tie)] = [[copy] for copy in held.values()]
+                holders[_label(tie)] = [*map(self._grid.number, ranks)]
+        return Drift(copies, holders, self._grid.number(self._grid.rank), self._control)
+
+    def _settle(self, stage: int) -> None:
+        """Which parameters of the stage train is settled from here on."""
+        parameters = list(self._stages[stage].parameters())
+        self._settled[stage] = parameters, [p.requires_grad for p in parameters]
+
+    def check_frozen(self) -> None:
+        """Raise ExecutionError where a parameter was frozen or thawed since the executor was made,
+        though who takes part in sums, ties or clipping was settled there."""
+        for stage, (parameters, flags) in self._settled.items():
+            if [p.requires_grad for p in parameters] != flags:
+                names = self._stages[stage].named_parameters()
+                name, was = next(
+                    (name, was)
+                    for (name, p), was in zip(names, flags, strict=True)
+                    if p.requires_grad is not was
+                )
+                raise ExecutionError(
+                    f"{name} of stage {stage} was {'frozen' if was else 'thawed'} since the "
+                    "executor was made, which settles what is summed over processes, tied or "
+                    "clipped; make a new Executor"
+                )
 
     def clipping(self, max_norm: float) -> Clipping:
         """Clipping by the norm over all stages."""
+        for stage in self._stages:
+            self._settle(stage)
         trained = {
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self._stages.items()
         }
-        return Clipping(max_norm, trained, self._skipped, self._norms, self._gather)
+        speaks = not self._grid.number(self._grid.rank)
+        return Clipping(max_norm, trained, self._skipped, self._norms, self._gather, speaks)
 
     def _gather(self, own: Norms) -> Norms:
         if self._control is None:
@@ -124,7 +181,7 @@ class Shared:
             ranks = {placement[stage][0] for stage, _ in tie}
             row = self._grid.processes[self._grid.pipeline]
             group = None
-            if self._control is not None and len(ranks) > 1 and held:
+            if self._groups is not None and len(ranks) > 1 and held:
                 processes = sorted(row[rank] for rank in ranks)
                 purpose = f"tie/{number}/{processes}"
                 group = self._groups.make(purpose, processes, self._device)
@@ -137,3 +194,7 @@ class Shared:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in here]
             clips.append(Meeting(sum(steps), clipping.clip))
         return Meetings(tied, clips)
+
+
+def _label(tie: TieOf) -> str:
+    return "the parameter tied as " + " and ".join(f"{stage}:{name}" for stage, name in tie)

@@ -41,6 +41,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from schedir.runtime.memory import Occupied, keep_apart
+
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
 _WHOLE = frozenset(
@@ -77,10 +79,7 @@ class Side:
         torch.autograd.backward(self.starts, grads, inputs=self.parameters)
         if clamp:
             clamp.remove()
-        for leaf in fresh:
-            # AccumulateGrad may have taken a view of what others read, and later adds to it.
-            if any(_overlap(leaf.grad, grad) for grad in grads):
-                leaf.grad = leaf.grad.clone()
+        keep_apart(fresh, Occupied(grads))  # others read what came, and `.grad` is added to
 
 
 @attrs.frozen(eq=False)
@@ -129,8 +128,14 @@ def input_part(
     ]
     if None in graph.own:
         sides.append(Side(None, outputs, tuple(grads), graph.own[None]))
-    early = zip(graph.hurried, found[len(leaves) :], strict=False)
-    return found[: len(leaves)], WeightPart(sides, [(e.node, g) for e, g in early if g is not None])
+    handed, early = found[: len(leaves)], found[len(leaves) :]
+    occupied = Occupied((*grads, *handed))
+    waiting = [
+        (edge.node, grad.clone() if occupied.add(grad) else grad)
+        for edge, grad in zip(graph.hurried, early, strict=False)
+        if grad is not None
+    ]
+    return handed, WeightPart(sides, waiting)
 
 
 @attrs.frozen(eq=False)
@@ -230,9 +235,3 @@ def _saved(node: Node) -> Iterator[Any]:
 @cache
 def _saved_names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _overlap(one: Tensor | None, other: Tensor) -> bool:
-    if one is None or one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -8,6 +8,8 @@ Each is a meeting, held once all ranks that take part have reached their OPTIM_S
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from schedir.runtime.grid import Group
-from schedir.runtime.reduction import Reduction
+from schedir.runtime.reduction import Reduction, laid_out, refuse_sparse, wait_for_sum
+
+logger = logging.getLogger("schedir")
 
 Norms = dict[int, list[float]]
 """By stage, the norm of each parameter's gradient, -1 where there is none."""
@@ -75,24 +79,27 @@ class Tie:
 
     def sum(self) -> None:
         """Give every copy the sum of all gradients; none where nobody has one."""
+        for copy in self._copies:
+            refuse_sparse(copy, "summed with those of its tied copies")
         grads = [copy.grad for copy in self._copies if copy.grad is not None]
         total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(self._copies[0])
         present = len(grads)
         if self._group is not None:
             # One message: what is there, and whether it is.
             flat = torch.cat([total.reshape(-1), total.new_full((1,), float(present > 0))])
-            self._group.allreduce([flat]).wait()
+            wait_for_sum([self._group.allreduce([flat])], "a tied parameter's")
             present = int(flat[-1])
-            total = flat[:-1].view_as(total)
+            total = flat[:-1]
         for copy in self._copies:
-            copy.grad = total.clone() if present else None
+            copy.grad = laid_out(total.clone().reshape(-1), copy) if present else None
 
 
 class Clipping:
     """Scales all gradients so that their norm is at most `max_norm`.
 
     `parameters` are those of the stages here; `skipped` those of them whose gradient counts
-    elsewhere. The total is taken in `dtype`. `gather` gives the norms of all stages, each once.
+    elsewhere. The total is taken in `dtype`. `gather` gives the norms of all stages, each once. One
+    process `speaks` of a norm that is no number.
     """
 
     def __init__(
@@ -102,16 +109,21 @@ class Clipping:
         skipped: set[nn.Parameter],
         dtype: torch.dtype,
         gather: Callable[[Norms], Norms],
+        speaks: bool,
     ) -> None:
         self._max_norm = max_norm
         self._parameters = parameters
         self._skipped = skipped
         self._dtype = dtype
         self._gather = gather
+        self._speaks = speaks
         self.norm: float | None = None
 
     def clip(self) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model, whose order of sums it keeps."""
+        for parameters in self._parameters.values():
+            for parameter in parameters:
+                refuse_sparse(parameter, "clipped")
         own = {
             stage: _norms([p.grad for p in parameters if p not in self._skipped])
             for stage, parameters in self._parameters.items()
@@ -122,6 +134,15 @@ class Clipping:
         for parameters in self._parameters.values():
             torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)
         self.norm = float(total)
+        if not math.isfinite(self.norm) and self._speaks:
+            self._speaks = False  # once
+            infinite = [s for s in sorted(everyone) if not all(map(math.isfinite, everyone[s]))]
+            logger.warning(
+                "clip_grad_norm: the norm of the gradients is %s%s; they are applied all the same, "
+                "and no later step is said to be so",
+                self.norm,
+                f", by those of stage {', '.join(map(str, infinite))}" if infinite else "",
+            )
 
 
 def _norms(grads: Sequence[Tensor | None]) -> list[float]:

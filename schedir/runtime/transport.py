@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -38,24 +39,31 @@ class GlooTransport:
     Over one for both, a payload often comes in while its receiver is posting one of its own: gloo's
     thread finds the connection locked, tries again at once, and keeps the core from the very thread
     that holds the lock, for up to a timer tick of 4 ms. Collectives have other groups.
+
+    Only what has the same tag meets.
     """
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:
         ordered = tuple(sorted(processes))
+        self._tag = 0
         self._numbers = [ordered.index(process) for process in processes]
         up, down = (groups.make(f"transfers {way}/{ordered}", ordered) for way in ("up", "down"))
         self._to = [up if peer > rank else down for peer in range(len(processes))]
         self._from = [down if peer > rank else up for peer in range(len(processes))]
 
+    def tagged(self, tag: int) -> GlooTransport:
+        """The same connections, for traffic that meets no other."""
+        beside = copy.copy(self)
+        beside._tag = tag
+        return beside
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        work: Work = self._to[peer].send([tensor], self._numbers[peer], 0)
-        return work
+        return self._to[peer].send([tensor], self._numbers[peer], self._tag)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        work: Work = self._from[peer].recv([buffer], self._numbers[peer], 0)
-        return work
+        return self._from[peer].recv([buffer], self._numbers[peer], self._tag)
 
 
 @attrs.define(eq=False)

@@ -9,10 +9,13 @@ wrong gradients, since a saved leaf unpacks to the parameter itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.ir import StageVersions
+from schedir.runtime.memory import Occupied, keep_apart
 
 
 class StageWeights:
@@ -38,10 +41,12 @@ class StageWeights:
         self._stashed: dict[int, list[nn.Parameter]] = {}
         self._pool: list[list[nn.Parameter]] = []
         self._installed: list[nn.Parameter] = self.own
+        self._without_gradient: list[nn.Parameter] = []  # or not known to have one
 
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
+        self._without_gradient = [p for p in self.own if p.requires_grad]
         if version >= len(self._outlives) or not self._outlives[version]:
             return
         copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.own]
@@ -60,19 +65,24 @@ class StageWeights:
             self._installed = parameters
         return parameters
 
-    def collect(self, version: int) -> None:
-        """Move the gradients of an older version to the module's own parameters."""
+    def collect(self, version: int, handed: Iterable[Tensor | None]) -> None:
+        """Take in the gradients that a backward has made at a version.
+
+        None shares memory with another or with those that are `handed` from stage to stage: the
+        next backward adds to it in place. Those of an older version go to the module's own
+        parameters, past these parameters' hooks.
+        """
         copy = self._stashed.get(version)
         if copy is None:
+            if self._without_gradient:  # else autograd has added to what was there
+                keep_apart(self._without_gradient, Occupied(handed))
+                self._without_gradient = [p for p in self._without_gradient if p.grad is None]
             return
+        keep_apart(copy, Occupied(handed))
         for kept, parameter in zip(copy, self.own, strict=True):
-            if kept.grad is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = kept.grad
-            else:
-                parameter.grad += kept.grad
-            kept.grad = None
+            if kept.grad is not None:
+                _accumulate(parameter, kept.grad)
+                kept.grad = None
 
     def release(self, version: int) -> None:
         """The last read of `version` is done; its storage goes back to the pool."""
@@ -87,6 +97,20 @@ class StageWeights:
         for version in list(self._stashed):
             self.release(version)
         self.install(-1)
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """What autograd's AccumulateGrad does, with the hooks that the user has on the parameter."""
+    with torch.no_grad():
+        for hook in tuple((parameter._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+        for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:

@@ -4,12 +4,14 @@
              ◀── grads ───           ◀── grads ───
 
 It happens at the first step of each new input shape. Only the first stage's rank sees the input;
-where its shape is not that of the step before, it announces which of the agreements applies.
+the opening of each call says which of the agreements applies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,12 +32,22 @@ from schedir.runtime.boundary import (
 from schedir.runtime.calls import Call, call_of
 from schedir.runtime.cells import Cell, Wiring
 from schedir.runtime.control import Control
+from schedir.runtime.instructions import changes_aliased
 from schedir.runtime.microbatches import Batch, Microbatch
-from schedir.runtime.shapes import FirstInput, Given, Trace
+from schedir.runtime.shapes import FirstInput, Given, Trace, bounded_cache, tensors_of
+
+logger = logging.getLogger("schedir")
+
+
+# Beyond so many, the agreement that was used the longest ago is forgotten, on all ranks alike.
+_MOST = 64
 
 
 class Wirings:
-    """The agreements of this process's ranks, by the number that the first stage's rank gives."""
+    """The agreements of this process's ranks, by the number that the first stage's rank gives.
+
+    `trained` are the parameters that somebody steps, None where the caller does.
+    """
 
     def __init__(
         self,
@@ -43,10 +55,11 @@ class Wirings:
         here: Sequence[int],
         stages: Mapping[int, nn.Module],
         device: torch.device,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         boundaries: Mapping[int, Declared],
         control: Control | None,
         trains: bool,
+        trained: Collection[Tensor] | None,
     ) -> None:
         self._last = schedule.stages - 1
         # Of the ranks that hold a stage the first speaks for all.
@@ -58,8 +71,10 @@ class Wirings:
         self._boundaries = boundaries
         self._control = control
         self._trains = trains
+        self._trained = trained
+        self._made = 0
         self._numbers: dict[object, int] = {}
-        self._agreed: list[dict[tuple[int, int], Wiring]] = []
+        self._agreed: OrderedDict[int, dict[tuple[int, int], Wiring]] = OrderedDict()
         self._signature: object = None
 
     def number(
@@ -67,12 +82,14 @@ class Wirings:
         cells: Mapping[tuple[int, int], Cell],
         inputs: Batch | None,
         extras: Mapping[int, Sequence[Microbatch]],
+        autocast: torch.dtype | None,
     ) -> int | None:
         """The number of the agreement that the microbatches in the cells fall under.
 
         A new one if there is none yet; None where the first stage is not here, so that the inputs
         are not seen. `inputs` is what the microbatches were cut from; `extras` are those that any
-        stages are given beside their input, as far as they were passed here.
+        stages are given beside their input, as far as they were passed here; `autocast` is the
+        active one's type.
         """
         if 0 not in self._stages:
             return None
@@ -81,30 +98,34 @@ class Wirings:
             shapes = (inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad)
         else:
             shapes = tuple(_signatures(cells, extras))
-        self._signature = (shapes, _autocast(self._device.type))
-        return self._numbers.get(self._signature, len(self._agreed))
+        self._signature = (shapes, autocast)
+        return self._numbers.get(self._signature, self._made)
 
     def agree(
         self,
-        number: int | None,
+        number: int,
         cells: Mapping[tuple[int, int], Cell],
         extras: Mapping[int, Sequence[Microbatch]],
-    ) -> int:
+    ) -> list[int]:
         """Have all ranks set their cells' wirings by one agreement, made now if it is new.
 
-        Every rank calls it, with what `number` gave it. Returns the agreement's number.
+        Every rank calls it, with the number that the call's opening gives. Returns the numbers of
+        the agreements that are forgotten for it.
         """
-        if self._control is not None:
-            number = self._control.announce(self._holders[0][0], number)
-        if number is None:
-            raise ExecutionError("no rank announced the step")
-        if number == len(self._agreed):
-            self._agreed.append(self._agree(cells, extras))
+        if number == self._made:
+            with bounded_cache():
+                self._agreed[number] = self._agree(cells, extras)
+            self._made += 1
             if 0 in self._stages:
                 self._numbers[self._signature] = number
+        self._agreed.move_to_end(number)
         for key, cell in cells.items():
             cell.wiring = self._agreed[number][key]
-        return number
+        forgotten = list(self._agreed)[: max(0, len(self._agreed) - _MOST)]
+        for old in forgotten:
+            del self._agreed[old]
+        self._numbers = {key: n for key, n in self._numbers.items() if n not in forgotten}
+        return forgotten
 
     def _agree(
         self, cells: Mapping[tuple[int, int], Cell], extras: Mapping[int, Sequence[Microbatch]]
@@ -115,27 +136,30 @@ class Wirings:
         found: dict[int, list[_Half]] = {}
         for stage in sorted(self._stages):
             inputs: Sequence[Given]
+            shared: Sequence[tuple[tuple[int, int], ...]]
             if stage == 0:
                 signatures = list(_signatures(cells, extras))
                 distinct = list(dict.fromkeys(signatures))
                 kinds = [distinct.index(signature) for signature in signatures]
                 inputs = [FirstInput(cells[0, signatures.index(kind)].batch) for kind in distinct]
+                shared = [()] * len(inputs)
             else:
-                kinds, inputs = self._take(local, stage, stage - 1)
+                kinds, come = self._take(local, stage, stage - 1)
+                inputs, shared = zip(*come, strict=True)
             beside = [cells[stage, kinds.index(kind)].extra for kind in range(len(inputs))]
             found[stage] = [
-                self._trace(stage, given, extra)
-                for given, extra in zip(inputs, beside, strict=True)
+                self._trace(stage, given, extra, aliased)
+                for given, extra, aliased in zip(inputs, beside, shared, strict=True)
             ]
             if stage < self._last:
-                message = (kinds, [half.after for half in found[stage]])
+                message = (kinds, [(half.after, half.aliased) for half in found[stage]])
                 self._pass(local, stage, stage + 1, message)
         # Without training no gradient flows back up.
         for stage in sorted(self._stages, reverse=True) if self._trains else ():
             halves = found[stage]
             if stage == self._last:
                 for kind, half in enumerate(halves):
-                    half.end(self._loss_fn, cells[stage, kinds.index(kind)])
+                    half.end(self._loss_fn, cells[stage, kinds.index(kind)], self._trained)
             else:
                 for half, grads_in in zip(halves, self._take(local, stage, stage + 1), strict=True):
                     half.flow(grads_in)
@@ -144,20 +168,20 @@ class Wirings:
         wirings = {stage: [half.wiring() for half in halves] for stage, halves in found.items()}
         return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
 
-    def _trace(self, stage: int, given: Given, extra: Any) -> _Half:
+    def _trace(
+        self, stage: int, given: Given, extra: Any, aliased: tuple[tuple[int, int], ...]
+    ) -> _Half:
         module = self._stages[stage]
         call = call_of(module, given.tree, extra)
         if stage in self._boundaries:
-            trained = self._trains and (
-                any(parameter.requires_grad for parameter in module.parameters())
-                or (isinstance(given, Boundary) and any(m.requires_grad for m in given.metas))
-            )
-            return _Half(given, call, declared(self._boundaries[stage], trained), None)
+            trained = self._trains and _requires_grad(module, given)
+            return _Half(given, call, declared(self._boundaries[stage], trained), None, aliased)
         try:
             trace = Trace(module, self._device, given, call, extra, self._trains)
         except Exception as error:
             if stage == self._last:
-                return _Half(given, call, NOTHING, None)  # nothing behind it needs the shape
+                # Nothing behind it needs the shape.
+                return _Half(given, call, NOTHING, None, aliased)
             raise ExecutionError(
                 f"stage {stage} fails on fake tensors, which is how shapes are found "
                 f"({type(error).__name__}: {error}); if it is right, and its output's shape "
@@ -165,8 +189,15 @@ class Wirings:
                 rank=self._holders[stage][0],
                 cause=error,
             ) from error
+        for pair in aliased:
+            for number in pair:
+                if trace.mutates[number]:
+                    raise ExecutionError(
+                        f"stage {stage}: {changes_aliased(number, pair)}",
+                        rank=self._holders[stage][0],
+                    )
         after = NOTHING if stage == self._last else boundary_of(trace.output)
-        return _Half(given, call, after, trace)
+        return _Half(given, call, after, trace, aliased)
 
     def _pass(self, local: dict[int, Any], stage: int, to: int, message: object) -> None:
         if self._holders[stage][0] not in self._here:
@@ -189,35 +220,54 @@ class Wirings:
 class _Half:
     """A stage's wiring for one kind of microbatch, while its gradients are not yet known.
 
-    Without a trace only the run can tell which gradients flow, and every input is taken to be
-    changed in place.
+    Without a trace only the run can tell which gradients flow, and everything is taken to be
+    changed in place, or kept. `shared` are pairs of inputs that share memory in the stage before.
     """
 
-    def __init__(self, given: Given, call: Call, after: Boundary, trace: Trace | None) -> None:
+    def __init__(
+        self,
+        given: Given,
+        call: Call,
+        after: Boundary,
+        trace: Trace | None,
+        shared: tuple[tuple[int, int], ...],
+    ) -> None:
         self._before = given if isinstance(given, Boundary) else NOTHING
         self._call = call
         # The first stage's microbatch counts as a whole: it has no boundary to count by.
-        untraced = (True,) * (len(given.metas) if isinstance(given, Boundary) else 1)
-        self._mutates: tuple[bool, ...] = untraced if trace is None else trace.mutates
+        self._inputs = len(given.metas) if isinstance(given, Boundary) else 1
         self._trace = trace
+        self._shared = shared
         self.after = after
+        self.aliased = () if trace is None else trace.aliased
         self.grads_in: tuple[bool, ...] | None = ()
         self.grads_out: tuple[bool, ...] | None = None
 
-    def end(self, loss_fn: Callable[..., Tensor], cell: Cell) -> None:
+    def end(
+        self,
+        loss_fn: Callable[..., Tensor] | None,
+        cell: Cell,
+        trained: Collection[Tensor] | None,
+    ) -> None:
         """This is the last stage: its gradients come from the loss."""
         trace = self._trace
-        if trace is not None:
-            self._resolve(
-                lambda: trace.gradients([trace.loss(loss_fn, cell.target, cell.loss_keywords)])
-            )
+        if trace is None or loss_fn is None:
+            return
+
+        def gradients() -> tuple[bool, ...]:
+            loss = trace.loss(loss_fn, cell.target, cell.loss_keywords)
+            if trained is not None:
+                _warn_of_strangers(loss, trained)
+            return trace.gradients([loss])
+
+        self._resolve(gradients)
 
     def flow(self, grads_in: tuple[bool, ...] | None) -> None:
         """The next stage has said for which outputs it sends a gradient, if it can tell."""
         self.grads_in = grads_in
         trace = self._trace
         if trace is not None and grads_in is not None:
-            outputs = [x for x in pytree.tree_leaves(trace.output) if isinstance(x, Tensor)]
+            outputs = tensors_of(trace.output)
             arriving = [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
             self._resolve(lambda: trace.gradients(arriving))
 
@@ -229,9 +279,54 @@ class _Half:
 
     def wiring(self) -> Wiring:
         """The wiring, once the gradients are known."""
+        trace = self._trace
+        if trace is None:
+            return Wiring(
+                self._before,
+                self.after,
+                self.grads_in,
+                self.grads_out,
+                self._call,
+                mutates=(True,) * self._inputs,
+                mutates_extra=True,
+                mutates_target=True,
+                keeps=frozenset(range(len(self.after.metas))),
+                aliased=self._shared,
+                state=None,
+            )
         return Wiring(
-            self._before, self.after, self.grads_in, self.grads_out, self._mutates, self._call
+            self._before,
+            self.after,
+            self.grads_in,
+            self.grads_out,
+            self._call,
+            mutates=trace.mutates,
+            mutates_extra=trace.mutates_extra,
+            mutates_target=trace.mutates_target,
+            keeps=trace.keeps,
+            state=tuple(trace.state()),
         )
+
+
+def _warn_of_strangers(loss: Tensor, trained: Collection[Tensor]) -> None:
+    """Say which parameters the loss depends on that no optimizer of this executor steps."""
+    known = set(map(id, trained))
+    seen = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            logger.warning(
+                "the loss depends on a parameter, %s%s, that no optimizer of this executor steps; "
+                "give the module that holds it as loss_fn, and it is trained with the last stage",
+                str(leaf.dtype).removeprefix("torch."),
+                list(leaf.shape),
+            )
+        nodes += [child for child, _ in node.next_functions]
 
 
 def _signatures(
@@ -251,6 +346,10 @@ def _signatures(
         )
 
 
-def _autocast(device_type: str) -> object:
-    """The active autocast, which every rank is taken to be under."""
-    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+def _requires_grad(module: nn.Module, given: Given) -> bool:
+    """Whether what the module makes of it can require grad."""
+    tensors = [
+        *module.parameters(),
+        *(tensors_of(given.batch) if isinstance(given, FirstInput) else given.metas),
+    ]
+    return any(tensor.requires_grad for tensor in tensors)

@@ -11,12 +11,12 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime import scenarios, shared_scenarios
+from tests.runtime import difference_scenarios, scenarios, shared_scenarios
 from tests.runtime.launch import json_lines, merged, torchrun
 
 RANKS = {
     (module.__name__, name): ranks
-    for module in (scenarios, shared_scenarios)
+    for module in (scenarios, shared_scenarios, difference_scenarios)
     for name, (ranks, _) in module.SCENARIOS.items()
 }
 

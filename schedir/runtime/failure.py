@@ -1,0 +1,123 @@
+"""What is said when a rank fails: one traceback of its own there, one line on every other rank.
+
+rank 1   its module raises ──▶ writes the reason down, lets its connections go
+rank 0   its wait ends ──▶ reads the reason, says where it stands and what it waited for
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from schedir.errors import ExecutionError
+from schedir.ir import Action
+
+_PACKAGE = str(Path(__file__).parents[1])
+_ROOT = "failure"
+_CLOSED = "closed"
+_Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class WaitError(Exception):
+    """A wait for other processes has ended without what it was for.
+
+    `what` says what that was, in words; empty where the action at which the rank stands says it.
+    """
+
+    def __init__(self, cause: BaseException, what: str = "") -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.what = what
+        self.rank: int | None = None
+        self.index: int | None = None
+        self.action: Action | None = None
+
+    def forget_frames(self) -> None:
+        """Let go of what the frames hold that it came through: a work, and so a connection."""
+        self.__traceback__ = self.cause.__traceback__ = None
+
+    def at(self, rank: int, index: int, action: Action) -> None:
+        """The rank's place in its list."""
+        self.rank, self.index, self.action = rank, index, action
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether nothing came in time, rather than the other side went away."""
+        return any(word in str(self.cause).lower() for word in ("timed out", "timeout"))
+
+
+class OneLineError(ExecutionError):
+    """One that the line says all of: a traceback would only hide it."""
+
+
+class Board:
+    """Where the first process that fails writes down why, for all others to read; and where those
+    that close write down that they have."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, reason: str) -> bool:
+        """Write the reason, if nobody has yet; says whether it is this one."""
+        with suppress(RuntimeError):  # the store may be gone already
+            return self._store.compare_set(_ROOT, "", reason).decode() == reason
+        return True
+
+    def leave(self, number: int, calls: int) -> None:
+        """Write down that a process has closed its executor, after so many calls."""
+        with suppress(RuntimeError):
+            self._store.set(f"{_CLOSED}/{number}", str(calls))
+
+    def reasons(self, everyone: Sequence[int]) -> str:
+        """Why a wait may have ended, as far as others have written it down."""
+        with suppress(RuntimeError):
+            if self._store.check([_ROOT]):
+                return f"; the first to fail was {self._store.get(_ROOT).decode()}"
+            for number in range(len(everyone)):
+                key = f"{_CLOSED}/{number}"
+                if self._store.check([key]):
+                    calls = self._store.get(key).decode()
+                    return f"; process {number} has closed its executor after {calls} calls"
+        return ""
+
+
+def record(error: BaseException) -> None:
+    """Fill torchrun's error file, from which it tells the root of a failure."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
+
+
+def end_in_one_line(error: OneLineError) -> None:
+    """If this error ends the process, print its message alone."""
+    before: _Hook = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], found: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if found is error:
+            print(f"{ExecutionError.__name__}: {found}", file=sys.stderr)
+        else:
+            before(kind, found, traceback)
+
+    sys.excepthook = hook
+
+
+def users_line() -> str:
+    """Where the user's code has called schedir."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def describe(error: BaseException) -> str:
+    """An exception's type and message."""
+    return f"{type(error).__name__}: {error}"
