@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import Any, TypeAlias
 
 import attrs
@@ -38,8 +36,10 @@ class TensorMeta:
 
     @contiguous.default
     def _contiguous(self) -> bool:
-        steps = accumulate(reversed(self.shape[1:]), mul, initial=1)
-        return self.lies_as(tuple(steps)[::-1])
+        steps = [1]
+        for size in reversed(self.shape[1:]):
+            steps.append(steps[-1] * size)
+        return self.lies_as(tuple(reversed(steps[: len(self.shape)])))
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +66,10 @@ class TensorMeta:
         layout = "" if self.contiguous else f" of stride {list(self.stride)}"
         grad = " requires grad" if self.requires_grad else ""
         return f"{name}{list(self.shape)}{layout}{grad}"
+
+
+Grads: TypeAlias = tuple[TensorMeta | None, ...]
+"""What is known of the gradients of some tensors: None where there is none."""
 
 
 @attrs.frozen(repr=False)

@@ -9,9 +9,10 @@ import attrs
 from torch import Tensor
 
 from schedir.ir import Schedule
-from schedir.runtime.boundary import NOTHING, Boundary
+from schedir.runtime.boundary import NOTHING, Boundary, Grads
 from schedir.runtime.calls import Call
 from schedir.runtime.failure import WaitError
+from schedir.runtime.memory import NO_ALIASES, Aliases
 from schedir.runtime.split import WeightPart
 from schedir.runtime.standin import State
 from schedir.runtime.statistics import Kept
@@ -23,28 +24,40 @@ class Wiring:
     """What is agreed of one (stage, microbatch): its boundaries, and where gradients flow.
 
     `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
-    of `after` whether a gradient comes back, `grads_out` for each of `before` whether one is sent;
+    of `after` which gradient comes back, `grads_out` for each of `before` which one is sent;
     None where only the run can tell, so that a mask travels beside the gradients.
+
+    `turned` are the numbers of the inputs whose gradients may lie otherwise in memory than they do:
+    autograd would turn these round, and kernels round differently then.
 
     `call` says how the module takes its input. `mutates` says which inputs it changes in place (for
     the first stage: its tensors in turn), `mutates_extra` and `mutates_target` whether it, or the
-    loss, does that to the other arguments. `keeps` are the numbers of the outputs that somebody may
-    change later; `aliased` pairs of inputs that share memory in the stage before, where the run has
-    to watch for a change. `state` is what a forward leaves to the next one; None where that may be
-    anything.
+    loss, does that to the other arguments. `copied` are the numbers of the outputs that somebody
+    may change later; `watched` says which inputs must not be changed, where only the run can tell.
+    `state` is what a forward leaves to the next one; None where that may be anything.
     """
 
     before: Boundary = NOTHING
     after: Boundary = NOTHING
-    grads_in: tuple[bool, ...] | None = ()
-    grads_out: tuple[bool, ...] | None = ()
+    grads_in: Grads | None = ()
+    grads_out: Grads | None = ()
+    turned: frozenset[int] = attrs.field(init=False)
     call: Call = attrs.field(factory=Call)
     mutates: tuple[bool, ...] = ()
     mutates_extra: bool = False
     mutates_target: bool = False
-    keeps: frozenset[int] = frozenset()
-    aliased: tuple[tuple[int, int], ...] = ()
+    copied: frozenset[int] = frozenset()
+    watched: Aliases = NO_ALIASES
     state: tuple[State, ...] | None = ()
+
+    @turned.default
+    def _turned(self) -> frozenset[int]:
+        pairs = zip(self.before.metas, self.grads_out or (), strict=False)
+        return frozenset(
+            number
+            for number, (meta, grad) in enumerate(pairs)
+            if grad is not None and not (meta.contiguous and grad.contiguous)
+        )
 
     def largest(self) -> int:
         """The bytes of the larger boundary: what one receive takes at most."""
@@ -71,6 +84,7 @@ class Cell:
     weight: float = 1.0
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
+    turned: dict[int, Tensor] = attrs.field(factory=dict)  # gradients of leaves as they came
     outputs: tuple[Tensor, ...] = ()
     handed: tuple[Tensor, ...] = ()  # the same for another rank
     result: Any = None  # the last stage's output, where it is asked for
@@ -100,6 +114,7 @@ class Cell:
         self.loss_keywords = {}
         self.weight_part = None
         self.inputs = self.leaves = self.outputs = self.handed = ()
+        self.turned.clear()
         self.statistics = None
         self.output_grads = self.input_grads = ()
 

@@ -315,6 +315,7 @@ class Executor:
             self._control,
             trains,
             stepped if self._updates else None,
+            {i for i, stage in self._stages.items() if stage.recompute or stage.weights.stashes},
         )
         compiler = Compiler(
             schedule,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.boundary import TensorMeta, empty, payload
+from schedir.runtime.boundary import Grads, TensorMeta, empty, payload
 from schedir.runtime.cells import Cell
+from schedir.runtime.memory import NO_ALIASES
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.request import STEP, Request
 from schedir.runtime.rng import seed_generators
@@ -114,8 +116,12 @@ class Stage:
         if not keep_input:
             cell.inputs = ()
         output = wiring.call(self.module, wiring.before.structure(arguments), extra)
-        if wiring.aliased:
-            _check_aliased(arguments, wiring.aliased)
+        if wiring.watched != NO_ALIASES:
+            # No fake run could tell whether the module changes its inputs.
+            changed = [number for number, tensor in enumerate(arguments) if tensor._version]
+            reason = wiring.watched.forbid(changed)
+            if reason is not None:
+                raise ExecutionError(reason)
         return output
 
     def loss(self, cell: Cell, output: Any) -> Tensor:
@@ -131,39 +137,30 @@ class Stage:
 
 
 def _copy_of(tree: Any) -> Any:
-    return tree_map_only(Tensor, torch.clone, tree)
+    """A copy of the tensors; what stands there twice is copied once, and so stays one tensor."""
+    copies: dict[object, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        return copies.setdefault(key, tensor.clone())
+
+    return tree_map_only(Tensor, copied, tree)
 
 
 def _arguments(cell: Cell) -> list[Tensor]:
     """The inputs as leaves that a backward can stop at."""
     leaves, arguments = [], []
     wiring = cell.wiring
-    for tensor, meta, mutated in zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True):
+    inputs = zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True)
+    for number, (tensor, meta, mutated) in enumerate(inputs):
         leaf = tensor.detach().requires_grad_(meta.requires_grad)
         leaves.append(leaf)
+        if number in wiring.turned:
+            leaf.register_hook(partial(cell.turned.__setitem__, number))
         # A leaf can't be changed in place, and a neighbour's output must not be.
         arguments.append(leaf.clone() if mutated else leaf)
     cell.leaves = tuple(leaves)
     return arguments
-
-
-def _check_aliased(arguments: Sequence[Tensor], aliased: Sequence[tuple[int, int]]) -> None:
-    """No fake run could tell whether the module changes its inputs, of which these share memory in
-    the stage before."""
-    for pair in aliased:
-        for number in pair:
-            if arguments[number]._version:
-                raise ExecutionError(changes_aliased(number, pair))
-
-
-def changes_aliased(number: int, pair: tuple[int, int]) -> str:
-    """What to say of an input that is changed in place, though another one is its alias."""
-    other = pair[0] if number == pair[1] else pair[1]
-    return (
-        f"the stage changes tensor {number} of its input in place, which shares memory with tensor "
-        f"{other} in the stage before; behind the boundary they are two tensors: return only one "
-        "of them, or a copy (clone()) of it"
-    )
 
 
 class Forward:
@@ -201,7 +198,7 @@ class Forward:
         output = stage.output(cell, keep_input)
         if stage.loss_fn is None:
             cell.outputs = cell.wiring.after.tensors(output, with_graph)
-            handed = _apart(cell.outputs, cell.wiring.keeps)
+            handed = _apart(cell.outputs, cell.wiring.copied)
             if cell.following is not None:
                 cell.following.inputs = handed
             else:
@@ -217,13 +214,13 @@ class Forward:
             cell.leaves = cell.outputs = ()
 
 
-def _apart(outputs: tuple[Tensor, ...], keeps: Collection[int]) -> tuple[Tensor, ...]:
-    """A stage's outputs for the next one, with copies of those that somebody keeps, and may change
-    before they are used: a buffer, say, by the stage's next forward."""
-    if not keeps:
+def _apart(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
+    """A stage's outputs for the next one, with copies of those that somebody may change before they
+    are used: of a buffer, say, which the stage's next forward updates."""
+    if not copied:
         return outputs
     return tuple(
-        tensor.detach().clone() if number in keeps else tensor
+        tensor.detach().clone() if number in copied else tensor
         for number, tensor in enumerate(outputs)
     )
 
@@ -255,6 +252,8 @@ class Backward:
                 if roots:
                     _backward(roots, grads)
                 handed = tuple(leaf.grad for leaf in cell.leaves)
+                if cell.turned:
+                    handed = tuple(cell.turned.pop(n, grad) for n, grad in enumerate(handed))
                 self._hand_on(handed)
                 stage.weights.collect(self.version, (*grads, *handed))
             cell.leaves = cell.outputs = cell.output_grads = ()
@@ -317,10 +316,10 @@ class Backward:
         cell = self.cell
         arrives = tuple(grad is not None for grad in grads)
         agreed = cell.wiring.grads_out
-        if agreed is not None and arrives != agreed:
+        if agreed is not None and arrives != tuple(meta is not None for meta in agreed):
             raise ExecutionError(
                 f"gradients of the stage's inputs: {_yes_no(agreed)} was agreed with the stage "
-                f"before, but {_yes_no(arrives)} came out; which inputs get a gradient must "
+                f"before, but {_yes_no(grads)} came out; which inputs get a gradient must "
                 "depend neither on data nor on parameters frozen since the first step"
             )
         cell.input_grads = grads
@@ -347,18 +346,15 @@ class Send(_Transfer):
         if self.grads:
             grads = cell.input_grads
             cell.input_grads = ()
-            if wiring.grads_out is None:
+            agreed = wiring.grads_out
+            if agreed is None:
+                agreed = _unknown(wiring.before.metas)
                 there = [grad is not None for grad in grads]
                 self._post(torch.tensor(there, device=self.stage.device))
-                grads = tuple(
-                    empty(meta, self.stage.device).zero_()
-                    if grad is None and meta.requires_grad
-                    else grad
-                    for grad, meta in zip(grads, wiring.before.metas, strict=True)
-                )
-            for grad, meta in zip(grads, wiring.before.metas, strict=True):
-                if grad is not None:
-                    self._post(payload(grad, meta))
+            for grad, meta in zip(grads, agreed, strict=True):
+                if meta is not None:
+                    given = empty(meta, self.stage.device).zero_() if grad is None else grad
+                    self._post(payload(given, meta))
             return
         for tensor, meta in zip(cell.handed, wiring.after.metas, strict=True):
             self._post(payload(tensor, meta))
@@ -371,16 +367,15 @@ class Send(_Transfer):
     def blank(self) -> None:
         """Send as much without meaning, to a receive that was posted for what does not come."""
         wiring = self.cell.wiring
-        metas = list(wiring.after.metas)
+        metas: Grads = wiring.after.metas
         if self.grads:
-            comes = wiring.grads_out
-            if comes is None:
+            if wiring.grads_out is None:
                 flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
                 self._post(flags.to(self.stage.device))
-                comes = tuple(meta.requires_grad for meta in wiring.before.metas)
-            metas = [m for m, there in zip(wiring.before.metas, comes, strict=True) if there]
+            metas = wiring.grads_out or _unknown(wiring.before.metas)
         for meta in metas:
-            self._post(payload(empty(meta, self.stage.device), meta))
+            if meta is not None:
+                self._post(payload(empty(meta, self.stage.device), meta))
 
 
 class Receive(_Transfer):
@@ -392,16 +387,12 @@ class Receive(_Transfer):
         if not self.grads:
             cell.inputs = tuple(self._buffer(meta) for meta in wiring.before.metas)
             return
-        metas = wiring.after.metas
         expected = wiring.grads_in
         if expected is None:
-            expected = tuple(meta.requires_grad for meta in metas)
-            cell.mask = torch.empty(len(metas), dtype=torch.bool, device=self.stage.device)
+            expected = _unknown(wiring.after.metas)
+            cell.mask = torch.empty(len(expected), dtype=torch.bool, device=self.stage.device)
             self._post(cell.mask)
-        cell.output_grads = tuple(
-            self._buffer(meta) if comes else None
-            for meta, comes in zip(metas, expected, strict=True)
-        )
+        cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
         buffer = empty(meta, self.stage.device)
@@ -444,6 +435,11 @@ class OptimStep:
         self.stage.state.busy += perf_counter() - started
 
 
+def _unknown(metas: Sequence[TensorMeta]) -> Grads:
+    """The gradients that may come, where only the run can tell: laid out as what they are of."""
+    return tuple(meta if meta.requires_grad else None for meta in metas)
+
+
 def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
     """What torch.autograd.backward does, but for its look at the gradients' shapes, which have been
     agreed on: that takes as long as the forward of a small stage."""
@@ -452,5 +448,5 @@ def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
     )
 
 
-def _yes_no(flags: tuple[bool, ...]) -> str:
-    return f"({', '.join('yes' if flag else 'no' for flag in flags)})"
+def _yes_no(grads: Sequence[object]) -> str:
+    return f"({', '.join('no' if grad is None else 'yes' for grad in grads)})"

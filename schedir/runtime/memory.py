@@ -3,14 +3,117 @@
 Autograd gives two leaves views of one buffer where both are summands of the same shape: an input of
 a stage and a parameter, say. The next backward adds to the parameter's `.grad` in place, while the
 other gradient may still wait to be sent, or to be used by the neighbouring stage.
+
+Behind a boundary every tensor has memory of its own. A stage that changes one in place would, in
+one piece with the stages before, change what shares memory with it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import attrs
 import torch
 from torch import Tensor, nn
+
+
+@attrs.frozen
+class Aliases:
+    """What the tensors of a boundary are aliases of, so that to change them in place would show.
+
+    `kept` are the numbers of those whose memory is that of a module before the boundary: a buffer,
+    or a hidden state. `pairs` share memory with each other.
+    """
+
+    kept: frozenset[int] = frozenset()
+    pairs: frozenset[tuple[int, int]] = frozenset()
+
+    def forbid(self, changed: Iterable[int]) -> str | None:
+        """Why the tensors of these numbers must not be changed in place; None if they may."""
+        for number in changed:
+            if number in self.kept:
+                return (
+                    f"the stage changes tensor {number} of its input in place, whose memory a "
+                    "stage before keeps for itself; behind the boundary it is a copy, so change a "
+                    "copy (clone()) instead"
+                )
+            for pair in sorted(self.pairs):
+                if number in pair:
+                    (other,) = {*pair} - {number}
+                    return (
+                        f"the stage changes tensor {number} of its input in place, which shares "
+                        f"memory with tensor {other} in the stage before; behind the boundary they "
+                        "are two tensors: return only one of them, or a copy (clone()) of it"
+                    )
+        return None
+
+
+NO_ALIASES = Aliases()
+
+
+@attrs.frozen
+class Sharing:
+    """Whose memory the outputs of a stage are, by their numbers.
+
+    `kept` is the module's own, `lent` the user's; `passed` pairs outputs with the inputs whose
+    memory they have, `pairs` outputs with each other.
+    """
+
+    kept: frozenset[int] = frozenset()
+    lent: frozenset[int] = frozenset()
+    passed: frozenset[tuple[int, int]] = frozenset()
+    pairs: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def changeable(self) -> frozenset[int]:
+        """Those that somebody may change before the next stage has used them."""
+        return self.kept | self.lent
+
+    def behind(self, before: Aliases) -> Aliases:
+        """What the outputs are aliases of, where the inputs are those of `before`."""
+        return Aliases(
+            self.kept | {output for output, given in self.passed if given in before.kept},
+            self.pairs
+            | {
+                (one, other)
+                for one, i in self.passed
+                for other, j in self.passed
+                if one < other and tuple(sorted((i, j))) in before.pairs
+            },
+        )
+
+
+def sharing(
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    held: Iterable[Tensor],
+    lent: Iterable[Tensor],
+) -> Sharing:
+    """Whose memory outputs are that a module has just made; None for one that was there before."""
+    of_module, of_user = set(map(_storage, held)), set(map(_storage, lent))
+    found = [None if tensor is None else _storage(tensor) for tensor in outputs]
+    numbered = [(output, storage) for output, storage in enumerate(found) if storage is not None]
+    return Sharing(
+        frozenset(o for o, storage in enumerate(found) if storage is None or storage in of_module),
+        frozenset(o for o, storage in numbered if storage in of_user),
+        frozenset(
+            (o, i)
+            for o, storage in numbered
+            for i, given in enumerate(inputs)
+            if storage == _storage(given)
+        ),
+        frozenset(
+            (o, other)
+            for o, one in numbered
+            for other, same in numbered
+            if o < other and one == same
+        ),
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 class Occupied:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import combinations, islice
+from itertools import islice
 from typing import Any, TypeAlias
 
 import attrs
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.boundary import Boundary, empty
+from schedir.runtime.boundary import Boundary, Grads, TensorMeta, empty, meta_of
 from schedir.runtime.calls import Call
+from schedir.runtime.memory import sharing
 from schedir.runtime.microbatches import Microbatch
 from schedir.runtime.standin import StandIn, State
 
@@ -49,9 +50,8 @@ class Trace:
 
     `extra` is what the stage is given beside its input. `mutates` says which inputs the module
     changes in place (of the first stage's microbatch, which of its tensors), `mutates_extra` and
-    `mutates_target` whether anything of the other arguments. `keeps` are the outputs that share
-    memory with what the module or the user may change later, `aliased` pairs of them that share it
-    with each other.
+    `mutates_target` whether anything of the other arguments, and `mutates_parameters` whether any
+    of its own parameters. `sharing` says whose memory the outputs are.
     """
 
     def __init__(
@@ -80,26 +80,21 @@ class Trace:
                 # Not the leaves themselves: a first layer that works in place can't have those.
                 watched = [leaf.clone() for leaf in self._leaves]
                 tree = given.structure(watched)
-            beside = self._fake(extra)
-            before, extras_before = _versions(watched), _versions(tensors_of(beside))
-            self.output = call(module, tree, beside)
+            beside = tensors_of(faked := self._fake(extra))
+            own = list(module.parameters())
+            own_before = _versions(own)  # a fake view of a parameter counts on with it
+            before, beside_before = _versions(watched), _versions(beside)
+            self.output = call(module, tree, faked)
             self.mutates = tuple(
                 now != then for now, then in zip(_versions(watched), before, strict=True)
             )
-            self.mutates_extra = _versions(tensors_of(beside)) != extras_before
-            others = [*stand_in.held(), *tensors_of(beside)]
-            others += map(self._mode.from_tensor, module.parameters())
-            others += watched if isinstance(given, FirstInput) else []
-            outputs = [x if isinstance(x, FakeTensor) else None for x in tensors_of(self.output)]
-            theirs = {_storage(tensor) for tensor in others}
-            self.keeps = frozenset(
-                number for number, x in enumerate(outputs) if x is None or _storage(x) in theirs
-            )
-            self.aliased = tuple(
-                (i, j)
-                for (i, one), (j, other) in combinations(enumerate(outputs), 2)
-                if one is not None and other is not None and _storage(one) == _storage(other)
-            )
+            self.mutates_extra = _versions(beside) != beside_before
+            self.mutates_parameters = _versions(own) != own_before
+            held = [*stand_in.held(), *map(self._mode.from_tensor, own)]
+            if isinstance(given, FirstInput):
+                beside, watched = [*beside, *watched], []
+            made = [x if isinstance(x, FakeTensor) else None for x in tensors_of(self.output)]
+            self.sharing = sharing(made, watched, held, beside)
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
@@ -141,18 +136,25 @@ class Trace:
             self.mutates_target = _versions(tensors_of(given)) != before
             return loss
 
-    def gradients(self, outputs: Sequence[Tensor]) -> tuple[bool, ...]:
-        """Which inputs get a gradient, where just `outputs` do."""
+    def gradients(self, outputs: Sequence[tuple[Tensor, TensorMeta]]) -> Grads:
+        """The gradients of the inputs, where just `outputs` get one, each such a one."""
         wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
-        roots = [output for output in outputs if output.requires_grad]
+        roots = [(output, meta) for output, meta in outputs if output.requires_grad]
         if not wanted or not roots:
-            return tuple(False for _ in self._leaves)
+            return tuple(None for _ in self._leaves)
         with self._faking():
             found = torch.autograd.grad(
-                roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
+                [output for output, _ in roots],
+                wanted,
+                [empty(meta, output.device) for output, meta in roots],
+                allow_unused=True,
             )
-        arrives = {id(leaf): grad is not None for leaf, grad in zip(wanted, found, strict=True)}
-        return tuple(arrives.get(id(leaf), False) for leaf in self._leaves)
+        metas = {
+            id(leaf): meta_of(grad)
+            for leaf, grad in zip(wanted, found, strict=True)
+            if grad is not None
+        }
+        return tuple(metas.get(id(leaf)) for leaf in self._leaves)
 
     def state(self) -> list[State]:
         """What the module, and the loss, leave to the next forward."""
@@ -180,8 +182,3 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-def _storage(tensor: Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
-    return storage

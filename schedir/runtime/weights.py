@@ -43,6 +43,11 @@ class StageWeights:
         self._installed: list[nn.Parameter] = self.own
         self._without_gradient: list[nn.Parameter] = []  # or not known to have one
 
+    @property
+    def stashes(self) -> bool:
+        """Whether older versions are kept, as copies."""
+        return any(self._outlives)
+
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before

@@ -25,6 +25,7 @@ from schedir.runtime.boundary import (
     NOTHING,
     Boundary,
     Declared,
+    Grads,
     boundary_of,
     declared,
     meta_of,
@@ -32,7 +33,7 @@ from schedir.runtime.boundary import (
 from schedir.runtime.calls import Call, call_of
 from schedir.runtime.cells import Cell, Wiring
 from schedir.runtime.control import Control
-from schedir.runtime.instructions import changes_aliased
+from schedir.runtime.memory import NO_ALIASES, Aliases
 from schedir.runtime.microbatches import Batch, Microbatch
 from schedir.runtime.shapes import FirstInput, Given, Trace, bounded_cache, tensors_of
 
@@ -46,7 +47,8 @@ _MOST = 64
 class Wirings:
     """The agreements of this process's ranks, by the number that the first stage's rank gives.
 
-    `trained` are the parameters that somebody steps, None where the caller does.
+    `trained` are the parameters that somebody steps, None where the caller does. `replayed` are
+    stages that run a forward again, or run on copies of their parameters.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Wirings:
         control: Control | None,
         trains: bool,
         trained: Collection[Tensor] | None,
+        replayed: Collection[int],
     ) -> None:
         self._last = schedule.stages - 1
         # Of the ranks that hold a stage the first speaks for all.
@@ -72,6 +75,7 @@ class Wirings:
         self._control = control
         self._trains = trains
         self._trained = trained
+        self._replayed = replayed
         self._made = 0
         self._numbers: dict[object, int] = {}
         self._agreed: OrderedDict[int, dict[tuple[int, int], Wiring]] = OrderedDict()
@@ -136,23 +140,23 @@ class Wirings:
         found: dict[int, list[_Half]] = {}
         for stage in sorted(self._stages):
             inputs: Sequence[Given]
-            shared: Sequence[tuple[tuple[int, int], ...]]
+            shared: Sequence[Aliases]
             if stage == 0:
                 signatures = list(_signatures(cells, extras))
                 distinct = list(dict.fromkeys(signatures))
                 kinds = [distinct.index(signature) for signature in signatures]
                 inputs = [FirstInput(cells[0, signatures.index(kind)].batch) for kind in distinct]
-                shared = [()] * len(inputs)
+                shared = [NO_ALIASES] * len(inputs)
             else:
                 kinds, come = self._take(local, stage, stage - 1)
                 inputs, shared = zip(*come, strict=True)
             beside = [cells[stage, kinds.index(kind)].extra for kind in range(len(inputs))]
             found[stage] = [
-                self._trace(stage, given, extra, aliased)
-                for given, extra, aliased in zip(inputs, beside, shared, strict=True)
+                self._trace(stage, given, extra, aliases)
+                for given, extra, aliases in zip(inputs, beside, shared, strict=True)
             ]
             if stage < self._last:
-                message = (kinds, [(half.after, half.aliased) for half in found[stage]])
+                message = (kinds, [(half.after, half.aliases) for half in found[stage]])
                 self._pass(local, stage, stage + 1, message)
         # Without training no gradient flows back up.
         for stage in sorted(self._stages, reverse=True) if self._trains else ():
@@ -168,20 +172,18 @@ class Wirings:
         wirings = {stage: [half.wiring() for half in halves] for stage, halves in found.items()}
         return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
 
-    def _trace(
-        self, stage: int, given: Given, extra: Any, aliased: tuple[tuple[int, int], ...]
-    ) -> _Half:
+    def _trace(self, stage: int, given: Given, extra: Any, aliases: Aliases) -> _Half:
         module = self._stages[stage]
         call = call_of(module, given.tree, extra)
         if stage in self._boundaries:
             trained = self._trains and _requires_grad(module, given)
-            return _Half(given, call, declared(self._boundaries[stage], trained), None, aliased)
+            return _Half(given, call, declared(self._boundaries[stage], trained), None, aliases)
         try:
             trace = Trace(module, self._device, given, call, extra, self._trains)
         except Exception as error:
             if stage == self._last:
                 # Nothing behind it needs the shape.
-                return _Half(given, call, NOTHING, None, aliased)
+                return _Half(given, call, NOTHING, None, aliases)
             raise ExecutionError(
                 f"stage {stage} fails on fake tensors, which is how shapes are found "
                 f"({type(error).__name__}: {error}); if it is right, and its output's shape "
@@ -189,15 +191,18 @@ class Wirings:
                 rank=self._holders[stage][0],
                 cause=error,
             ) from error
-        for pair in aliased:
-            for number in pair:
-                if trace.mutates[number]:
-                    raise ExecutionError(
-                        f"stage {stage}: {changes_aliased(number, pair)}",
-                        rank=self._holders[stage][0],
-                    )
+        if trace.mutates_parameters and stage in self._replayed:
+            raise ExecutionError(
+                f"stage {stage} changes a parameter of its own in place in its forward, which is "
+                "run again (recompute=), or on copies of older weight versions; make it a buffer",
+                rank=self._holders[stage][0],
+            )
+        changed = [number for number, mutated in enumerate(trace.mutates) if mutated]
+        reason = aliases.forbid(changed)
+        if reason is not None:
+            raise ExecutionError(f"stage {stage}: {reason}", rank=self._holders[stage][0])
         after = NOTHING if stage == self._last else boundary_of(trace.output)
-        return _Half(given, call, after, trace, aliased)
+        return _Half(given, call, after, trace, aliases)
 
     def _pass(self, local: dict[int, Any], stage: int, to: int, message: object) -> None:
         if self._holders[stage][0] not in self._here:
@@ -221,7 +226,7 @@ class _Half:
     """A stage's wiring for one kind of microbatch, while its gradients are not yet known.
 
     Without a trace only the run can tell which gradients flow, and everything is taken to be
-    changed in place, or kept. `shared` are pairs of inputs that share memory in the stage before.
+    changed in place, or kept. `before` says what the inputs are aliases of.
     """
 
     def __init__(
@@ -230,18 +235,19 @@ class _Half:
         call: Call,
         after: Boundary,
         trace: Trace | None,
-        shared: tuple[tuple[int, int], ...],
+        before: Aliases,
     ) -> None:
         self._before = given if isinstance(given, Boundary) else NOTHING
         self._call = call
         # The first stage's microbatch counts as a whole: it has no boundary to count by.
         self._inputs = len(given.metas) if isinstance(given, Boundary) else 1
         self._trace = trace
-        self._shared = shared
+        self._aliases = before
         self.after = after
-        self.aliased = () if trace is None else trace.aliased
-        self.grads_in: tuple[bool, ...] | None = ()
-        self.grads_out: tuple[bool, ...] | None = None
+        # Of outputs that nobody has traced the run takes care: none may share memory.
+        self.aliases = NO_ALIASES if trace is None else trace.sharing.behind(before)
+        self.grads_in: Grads | None = ()
+        self.grads_out: Grads | None = None
 
     def end(
         self,
@@ -254,24 +260,27 @@ class _Half:
         if trace is None or loss_fn is None:
             return
 
-        def gradients() -> tuple[bool, ...]:
+        def gradients() -> Grads:
             loss = trace.loss(loss_fn, cell.target, cell.loss_keywords)
             if trained is not None:
                 _warn_of_strangers(loss, trained)
-            return trace.gradients([loss])
+            return trace.gradients([(loss, meta_of(loss))])
 
         self._resolve(gradients)
 
-    def flow(self, grads_in: tuple[bool, ...] | None) -> None:
+    def flow(self, grads_in: Grads | None) -> None:
         """The next stage has said for which outputs it sends a gradient, if it can tell."""
         self.grads_in = grads_in
         trace = self._trace
         if trace is not None and grads_in is not None:
-            outputs = tensors_of(trace.output)
-            arriving = [output for output, comes in zip(outputs, grads_in, strict=True) if comes]
+            arriving = [
+                (output, meta)
+                for output, meta in zip(tensors_of(trace.output), grads_in, strict=True)
+                if meta is not None
+            ]
             self._resolve(lambda: trace.gradients(arriving))
 
-    def _resolve(self, gradients: Callable[[], tuple[bool, ...]]) -> None:
+    def _resolve(self, gradients: Callable[[], Grads]) -> None:
         # A loss may look at data, and so may a backward of the user's own; reentrant checkpointing
         # can't be asked for some gradients alone. All of these run, but no fake can follow them.
         with suppress(Exception):
@@ -290,8 +299,8 @@ class _Half:
                 mutates=(True,) * self._inputs,
                 mutates_extra=True,
                 mutates_target=True,
-                keeps=frozenset(range(len(self.after.metas))),
-                aliased=self._shared,
+                copied=frozenset(range(len(self.after.metas))),
+                watched=self._aliases,
                 state=None,
             )
         return Wiring(
@@ -303,7 +312,7 @@ class _Half:
             mutates=trace.mutates,
             mutates_extra=trace.mutates_extra,
             mutates_target=trace.mutates_target,
-            keeps=trace.keeps,
+            copied=trace.sharing.changeable,
             state=tuple(trace.state()),
         )
 

@@ -20,18 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
+from tests.runtime.registry import Scenarios
 from tests.runtime.scenarios import MSE, adamw, linear_stages, main, raises
 
-SCENARIOS: dict[str, tuple[int, Callable[[int], list[str]]]] = {}
+SCENARIOS = Scenarios()
 LONG = 60.0  # seconds, of which none should be waited
-
-
-def scenario(ranks: int) -> Callable[[Callable[[int], list[str]]], Callable[[int], list[str]]]:
-    def keep(function: Callable[[int], list[str]]) -> Callable[[int], list[str]]:
-        SCENARIOS[function.__name__] = (ranks, function)
-        return function
-
-    return keep
 
 
 def batch(rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -106,7 +99,7 @@ def call_differently(
     return faults
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def every_pair_of_differing_calls_is_named(rank: int) -> list[str]:
     faults = []
     for names in permutations(CALLS, 2):
@@ -115,7 +108,7 @@ def every_pair_of_differing_calls_is_named(rank: int) -> list[str]:
     return faults
 
 
-@scenario(3)
+@SCENARIOS.on(3)
 def one_rank_of_three_calls_something_else(rank: int) -> list[str]:
     faults = []
     for name, odd in permutations(("step", "step(update=False)", "evaluate"), 2):
@@ -125,7 +118,7 @@ def one_rank_of_three_calls_something_else(rank: int) -> list[str]:
     return faults
 
 
-@scenario(4)
+@SCENARIOS.on(4)
 def pipelines_that_call_different_things(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     place = mesh.get_local_rank("pp")
@@ -136,7 +129,7 @@ def pipelines_that_call_different_things(rank: int) -> list[str]:
     return faults
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def another_autocast_is_named(rank: int) -> list[str]:
     executor = made(rank)
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
@@ -145,7 +138,7 @@ def another_autocast_is_named(rank: int) -> list[str]:
     return [] if all(part in texts[1] for part in wanted) else texts
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def ranks_that_hold_different_batches_are_told(rank: int) -> list[str]:
     """What one draws for itself is not what the other has; what nobody else reads may be."""
     faults = []
@@ -192,7 +185,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def rows_that_differ_are_found_before_the_step(rank: int) -> list[str]:
     x, y = batch()
     executor = made(rank)
@@ -201,7 +194,7 @@ def rows_that_differ_are_found_before_the_step(rank: int) -> list[str]:
     return [] if "the batch has 6 rows here, but 8 on rank 0" in texts[1] else texts
 
 
-@scenario(3)
+@SCENARIOS.on(3)
 def ranks_between_may_hold_anything(rank: int) -> list[str]:
     """What only the first and the last rank read is theirs alone to have alike."""
     x, y = batch(seed=7 if rank == 1 else 0)
@@ -210,7 +203,7 @@ def ranks_between_may_hold_anything(rank: int) -> list[str]:
     return []
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def a_rank_that_does_not_come_is_waited_for_as_long_as_said(rank: int) -> list[str]:
     faults = []
     limits: tuple[Any, ...] = (1.0, timedelta(seconds=1))
@@ -230,7 +223,7 @@ def a_rank_that_does_not_come_is_waited_for_as_long_as_said(rank: int) -> list[s
     return faults
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def the_timeout_of_the_process_group_is_used(rank: int) -> list[str]:
     """Which a rank that never makes its executor shows as well."""
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -256,7 +249,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def every_argument_that_differs_is_named(rank: int) -> list[str]:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     faults = []
@@ -270,7 +263,7 @@ def every_argument_that_differs_is_named(rank: int) -> list[str]:
     return faults
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def schedules_that_differ_are_told_apart(rank: int) -> list[str]:
     def one(**shape: Any) -> schedir.Schedule:
         return schedir.build("1f1b", **{"ranks": 2, "microbatches": 4, **shape})
@@ -322,7 +315,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def copies_that_part_after_the_start_are_found(rank: int) -> list[str]:
     @torch.no_grad()
     def load(_: Executor, module: nn.Module) -> None:
@@ -339,7 +332,7 @@ def copies_that_part_after_the_start_are_found(rank: int) -> list[str]:
     return faults
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def what_is_thawed_on_one_replica_is_named(rank: int) -> list[str]:
     def thaw(_: Executor, module: nn.Module) -> None:
         module[0].bias.requires_grad_(False)  # type: ignore[index]
@@ -348,13 +341,13 @@ def what_is_thawed_on_one_replica_is_named(rank: int) -> list[str]:
     return [] if "0.bias of stage 0 was frozen since" in texts[1] else texts
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def copies_that_stay_equal_train_on(rank: int) -> list[str]:
     texts = drifting(rank, lambda executor, module: None)
     return [text for text in texts if text]
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def tied_copies_that_part_are_found(rank: int) -> list[str]:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     first = linear_stages()[0]
@@ -373,7 +366,7 @@ def tied_copies_that_part_are_found(rank: int) -> list[str]:
     return [] if found else texts
 
 
-@scenario(2)
+@SCENARIOS.on(2)
 def what_is_frozen_on_one_replica_is_named_at_the_start(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)

@@ -11,12 +11,17 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime import difference_scenarios, scenarios, shared_scenarios
+from tests.runtime import (
+    aliasing_scenarios,
+    difference_scenarios,
+    scenarios,
+    shared_scenarios,
+)
 from tests.runtime.launch import json_lines, merged, torchrun
 
 RANKS = {
     (module.__name__, name): ranks
-    for module in (scenarios, shared_scenarios, difference_scenarios)
+    for module in (scenarios, shared_scenarios, difference_scenarios, aliasing_scenarios)
     for name, (ranks, _) in module.SCENARIOS.items()
 }
 

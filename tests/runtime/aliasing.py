@@ -1,0 +1,283 @@
+"""Stages whose gradients, inputs, outputs and state share memory, and what plain training makes of
+them. Each takes and returns a pair: rows that are trained, and a tensor beside them that is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Action
+
+ROWS, SIDE, WIDTH = 2, 3, 4  # of one microbatch: [ROWS, SIDE, WIDTH]
+Pair = tuple[Tensor, Tensor]
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.pos = nn.Parameter(torch.randn(ROWS, SIDE, WIDTH))
+        self.also = nn.Parameter(torch.randn(ROWS, SIDE, WIDTH))
+        self.register_buffer("mean", torch.zeros(SIDE))
+        self.mean: Tensor
+        self.hidden = torch.zeros(SIDE)
+        self.kept: Tensor | None = None
+        self.log: list[Tensor] = []
+
+
+def small(x: Tensor) -> Tensor:
+    return x.detach().mean((0, 2))
+
+
+class Sum(Part):
+    """Autograd gives the input and a parameter views of one gradient."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return (x.flatten(0, 1) + self.pos.flatten(0, 1)).view_as(x), b
+
+
+class SumOfTwo(Part):
+    """And two parameters, too."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        flat = x.flatten(0, 1) + self.pos.flatten(0, 1)
+        return self.linear(flat + self.also.flatten(0, 1)).view_as(x), b
+
+
+class Tied(Part):
+    """A parameter used twice, and summed with the input."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        y = (x.flatten(0, 1) + self.pos.flatten(0, 1)).view_as(x)
+        return self.linear(torch.tanh(self.linear(y))) + self.pos, b
+
+
+class View(Part):
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return self.linear(x).transpose(0, 1).contiguous().transpose(0, 1), b
+
+
+class Passes(Part):
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return x, b
+
+
+class Buffer(Part):
+    """Returns a buffer that its next forward changes."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        self.mean.mul_(0.5).add_(small(x))
+        return torch.tanh(self.linear(x) + self.mean[:, None]), self.mean
+
+
+class Hidden(Part):
+    """State that is no buffer: bound anew at each forward."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        self.hidden = self.hidden * 0.5 + small(x)
+        self.log.append(self.hidden)
+        return torch.tanh(self.linear(x) * self.hidden[:, None]), sum(self.log[-2:]) + b
+
+
+class HiddenInPlace(Part):
+    """The same, changed in place, and returned as a view."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        self.hidden.mul_(0.5).add_(small(x) + b)
+        return torch.tanh(self.linear(x) * self.hidden[:, None]), self.hidden.view(-1)
+
+
+class Keeps(Part):
+    """Changes what it has returned before."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        if self.kept is not None:
+            with torch.no_grad():
+                self.kept.mul_(0.5)
+        y = self.linear(x)
+        self.kept = y.detach()
+        return y, b + small(y)
+
+
+class InPlace(Part):
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return self.linear(x.mul_(2.0).relu_()), b
+
+
+class SideInPlace(Part):
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return self.linear(x) + b.add_(1.0)[:, None], b
+
+
+class Both(Part):
+    """Two tensors of one memory."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        y = self.linear(x)
+        return y, y.detach()[0, :, 0]
+
+
+class Weight(Part):
+    """A view of a parameter, and the parameter's very gradient."""
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return x * 0.1 + self.pos, self.linear.weight.detach()[:SIDE, 0]
+
+
+PARTS: tuple[type[Part], ...] = (
+    Sum, SumOfTwo, Tied, View, Passes, Buffer, Hidden, HiddenInPlace, Keeps, InPlace, SideInPlace,
+    Both, Weight,
+)  # fmt: skip
+
+
+class Several(nn.Module):
+    """Parts one after the other, within one stage."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        for part in self.parts:
+            x, b = part(x, b)
+        return x, b
+
+
+def draw_stages(chance: random.Random, number: int) -> list[nn.Module]:
+    torch.manual_seed(chance.randrange(1 << 30))
+    return [
+        Several([chance.choice(PARTS)() for _ in range(chance.choice([1, 1, 2]))])
+        for _ in range(number)
+    ]
+
+
+def draw_schedule(chance: random.Random, ranks: int) -> schedir.Schedule:
+    """Any placement and order, but that each stage goes through the microbatches in theirs."""
+    stages, microbatches = chance.randint(1, 4), chance.randint(1, 4)
+    placement = [chance.randrange(ranks) for _ in range(stages)]
+    splits = {s: chance.random() < 0.4 for s in range(stages)}
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    todo = [
+        action
+        for s in range(stages)
+        for m in range(microbatches)
+        for action in (
+            [schedir.forward(s, m)]
+            + (
+                [schedir.backward_input(s, m), schedir.backward_weight(s, m)]
+                if splits[s]
+                else [schedir.backward(s, m)]
+            )
+        )
+    ]
+
+    def backwards(s: int, m: int) -> Action:
+        return schedir.backward_input(s, m) if splits[s] else schedir.backward(s, m)
+
+    def ready(action: Action) -> bool:
+        s, m = action.stage, action.microbatch or 0
+        before = [Action(action.kind, s, m - 1)] if m else []
+        if action.kind is schedir.Kind.FORWARD:
+            before += [schedir.forward(s - 1, m)] if s else []
+        elif action.kind is schedir.Kind.BACKWARD_WEIGHT:
+            before += [schedir.backward_input(s, m)]
+        else:
+            before += [schedir.forward(s, m)]
+            before += [backwards(s + 1, m)] if s + 1 < stages else []
+        return done.issuperset(before)
+
+    while todo:
+        action = chance.choice([a for a in todo if ready(a)])
+        todo.remove(action)
+        done.add(action)
+        lists[placement[action.stage]].append(action)
+    return schedir.Schedule("drawn", microbatches, placement, lists)
+
+
+def draw_batch(chance: random.Random, microbatches: int) -> tuple[Pair, Tensor]:
+    """Inputs and target. A side of a microbatch is one row, as it is the same for all its rows."""
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    rows = ROWS * microbatches
+    x = torch.randn(rows, SIDE, WIDTH, generator=generator)
+    return (x, torch.zeros(rows, SIDE)), torch.randn(rows, SIDE, WIDTH, generator=generator)
+
+
+class First(nn.Module):
+    """The first stage: the side of a microbatch is that of its first row."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, sides: Tensor) -> Pair:
+        pair: Pair = self.inner(x, sides[0])
+        return pair
+
+
+def loss_fn(output: Pair, target: Tensor) -> Tensor:
+    x, b = output
+    return nn.functional.mse_loss(x, target) + b.mean()
+
+
+def plain(
+    stages: Sequence[nn.Module], batch: tuple[Pair, Tensor], microbatches: int
+) -> tuple[float, list[list[Tensor]]]:
+    """The loss and each stage's gradients, in one piece; no gradient ever shares memory here."""
+    (x, b), target = copy.deepcopy(batch)
+    parameters = [list(stage.parameters()) for stage in stages]
+    sums: list[list[Tensor | None]] = [[None] * len(own) for own in parameters]
+    losses = 0.0
+    pieces = zip(*(t.tensor_split(microbatches) for t in (x, b, target)), strict=True)
+    for piece, side, y in pieces:
+        pair: Pair = (piece.clone(), side.clone())
+        for stage in stages:
+            pair = stage(*pair)
+        loss = loss_fn(pair, y)
+        losses += float(loss.detach())
+        found = torch.autograd.grad(
+            loss, [p for own in parameters for p in own], [torch.full_like(loss, 1 / microbatches)],
+            allow_unused=True,
+        )  # fmt: skip
+        grads = iter(found)
+        for own in sums:
+            for number, so_far in enumerate(own):
+                grad = next(grads)
+                if grad is not None:
+                    own[number] = grad.clone() if so_far is None else so_far + grad
+    return losses / microbatches, [
+        [torch.zeros(()) if grad is None else grad for grad in own] for own in sums
+    ]
+
+
+Differ = Callable[[], list[str]]
+
+
+def differences(
+    stages: dict[int, nn.Module], expected: list[list[Tensor]], whole: Sequence[nn.Module]
+) -> list[str]:
+    """What differs in the gradients of the stages here, and in what they hold."""
+    found = []
+    for s, stage in stages.items():
+        for (name, p), grad in zip(stage.named_parameters(), expected[s], strict=True):
+            mine = torch.zeros(()) if p.grad is None else p.grad
+            # A gradient that crosses ranks may be laid out anew, and rounds differently then.
+            if not torch.allclose(mine, grad, rtol=1e-5, atol=1e-6):
+                off = float((mine - grad).abs().max())
+                found.append(
+                    f"stage {s} {name}: off by {off:.3g}, scale {float(grad.abs().max()):.3g}"
+                )
+        for one, other in zip(stage.modules(), whole[s].modules(), strict=True):
+            if isinstance(one, Part) and isinstance(other, Part):
+                for name in ("mean", "hidden"):
+                    if not torch.equal(getattr(one, name), getattr(other, name)):
+                        found.append(f"stage {s} {name} differs")
+                if len(one.log) != len(other.log):
+                    found.append(f"stage {s}: {len(one.log)} forwards are logged")
+    return found

@@ -1,0 +1,301 @@
+"""Tensors that share memory: what plain training makes of them, or a word of refusal."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.runtime import aliasing
+
+MSE = nn.functional.mse_loss
+
+
+def run(seed: int) -> tuple[str, list[str]]:
+    """What is said if it is refused, and what differs if it is not."""
+    chance = random.Random(seed)
+    schedule = aliasing.draw_schedule(chance, chance.randint(1, 3))
+    whole = aliasing.draw_stages(chance, schedule.stages)
+    whole[0] = aliasing.First(whole[0])
+    stages = {s: copy.deepcopy(stage) for s, stage in enumerate(whole)}
+    recompute = [s for s in stages if chance.random() < 0.3]
+    (inputs, target) = batch = aliasing.draw_batch(chance, schedule.microbatches)
+    before = copy.deepcopy(batch)
+    try:
+        expected_loss, expected = aliasing.plain(whole, batch, schedule.microbatches)
+    except RuntimeError:  # a part changes what another one has saved, or none has a parameter
+        return "plain training fails", []
+    with Executor(
+        schedule, stages, aliasing.loss_fn, in_process=True, recompute=recompute
+    ) as executor:
+        try:
+            loss = executor.step(inputs, target=target).loss
+        except schedir.ExecutionError as error:
+            return str(error), []
+    found = aliasing.differences(stages, expected, whole)
+    if abs(loss - expected_loss) > 1e-6:
+        found.append(f"loss {loss} != {expected_loss}")
+    same = (
+        torch.equal(a, b) for a, b in zip((*inputs, target), (*before[0], before[1]), strict=True)
+    )
+    return "", found + ([] if all(same) else ["the batch was changed"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 1 << 32))
+def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
+    refused, differs = run(seed)
+    assert not differs, f"seed {seed}: {differs}"
+    # What a module changes after it has returned it, a backward may ask for: torch says so.
+    allowed = (
+        "plain training fails",
+        "in place in its forward",
+        "of its input in place",
+        "modified by an inplace operation",
+    )
+    assert not refused or any(text in refused for text in allowed)
+
+
+def gradients(stages: dict[int, nn.Module]) -> list[Tensor | None]:
+    return [p.grad for stage in stages.values() for p in stage.parameters()]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(2, 3, 4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(x.flatten(0, 1) + self.pos.flatten(0, 1)))
+        return y.view_as(x)
+
+
+V_SHAPED = """schedir 1
+name v
+microbatches 2
+placement 0 0 0
+rank 0: 0F0 1F0 2F0 0F1 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1
+"""
+
+
+@pytest.mark.parametrize("target", ["interleaved", "v"])
+def test_positions_that_are_added_to_the_input(target: str) -> None:
+    """Autograd gives the input's gradient and the position's one buffer, which is added to."""
+    schedule = (
+        schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
+        if target == "interleaved"
+        else schedir.loads(V_SHAPED)
+    )
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {0: nn.Sequential(nn.Linear(4, 4), nn.Tanh())}
+    stages |= {s: Positions() for s in range(1, schedule.stages)}
+    number = schedule.microbatches
+    x, y = torch.randn(2, 2 * number, 3, 4)
+    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
+        found = executor.schedule
+        assert found.ranks == 1
+        if any(action.kind is schedir.Kind.OPTIM_STEP for action in found.actions[0]):
+            executor.step(x, target=y, update=False)
+        else:
+            executor.step(x, target=y)
+    for a, b in zip(x.chunk(number), y.chunk(number), strict=True):
+        (MSE(model(a), b) / number).backward()
+    for mine, p in zip(gradients(stages), model.parameters(), strict=True):
+        assert mine is not None
+        assert p.grad is not None
+        assert torch.equal(mine, p.grad)
+
+
+class Running(nn.Module):
+    """Returns a buffer that its next forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x, self.mean
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + shift
+        return y
+
+
+def test_a_buffer_that_is_returned_is_what_it_was_then() -> None:
+    schedule = schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {0: Running(), 1: Shifted()}
+    x, y = torch.randn(2, 8, 4)
+    first, second = copy.deepcopy(list(stages.values()))
+    with Executor(schedule, stages, MSE, torch.optim.SGD, in_process=True) as executor:
+        found = executor.step(x, target=y).loss
+    pieces = zip(x.chunk(4), y.chunk(4), strict=True)
+    second.requires_grad_(False)
+    assert found == pytest.approx(sum(float(MSE(second(*first(a)), b)) for a, b in pieces) / 4)
+
+
+class Changes(nn.Module):
+    """Changes what it is given beside its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        y: Tensor = self.linear(x * scale.mul_(2.0))
+        return y
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_stage_is_given_may_be_changed_in_place(recompute: bool) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {0: nn.Linear(4, 4), 1: Changes()}
+    x, y = torch.randn(2, 4, 4)
+    scale = torch.rand(4, 4)
+    before = scale.clone()
+
+    def loss_fn(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        return MSE(output, target.add_(1.0)) * weight.mul_(3.0).mean()
+
+    weight = torch.rand(4)
+    given: dict[str, Any] = {
+        "target": y,
+        "stage_inputs": {1: scale},
+        "loss_kwargs": {"weight": weight},
+    }
+    kept = (y.clone(), weight.clone())
+    model = copy.deepcopy(stages)
+    with Executor(schedule, stages, loss_fn, in_process=True, recompute=recompute) as executor:
+        loss = executor.step(x, **given).loss
+    assert torch.equal(scale, before)
+    assert torch.equal(y, kept[0])
+    assert torch.equal(weight, kept[1])
+    expected = 0.0
+    for a, b, s, w in zip(*(t.chunk(2) for t in (x, y.clone(), before, weight)), strict=True):
+        one = loss_fn(model[1](model[0](a), s.clone()), b, w.clone())
+        (one / 2).backward()
+        expected += float(one.detach()) / 2
+    assert loss == pytest.approx(expected)
+    for mine, theirs in zip(gradients(stages), gradients(model), strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
+class Recurrent(nn.Module):
+    """Goes on from where the microbatch before has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return hidden  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["fill-drain", "1f1b"])
+def test_a_hidden_state_under_recomputation(name: str) -> None:
+    schedule = schedir.build(name, ranks=2, microbatches=4)
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {0: Recurrent(), 1: Recurrent()}
+    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
+    x, y = torch.randn(2, 8, 4)
+    with Executor(schedule, stages, MSE, in_process=True, recompute=True) as executor:
+        executor.step(x, target=y)
+        executor.step(x, target=y)
+    for _ in range(2):
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            (MSE(model(a), b) / 4).backward()
+    for mine, p in zip(gradients(stages), model.parameters(), strict=True):
+        assert mine is not None
+        assert p.grad is not None
+        assert torch.equal(mine, p.grad)
+
+
+def test_aliases_that_the_next_stage_changes_are_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, y.detach()[0]
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, side: Tensor) -> Tensor:
+            side.add_(1.0)
+            return x + side
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x = torch.randn(4, 4)
+    with (
+        Executor(schedule, {0: Twice(), 1: Adds()}, MSE, in_process=True) as executor,
+        pytest.raises(
+            schedir.ExecutionError, match=r"changes tensor 1 .* with tensor 0 in the stag"
+        ),
+    ):
+        executor.step(x, target=x)
+    with (
+        Executor(schedule, {0: Running(), 1: Adds()}, MSE, in_process=True) as executor,
+        pytest.raises(schedir.ExecutionError, match=r"tensor 1 .* a stage before keeps for itself"),
+    ):
+        executor.evaluate(x, target=x)
+
+
+def test_a_batch_that_holds_a_tensor_twice() -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor, same: Tensor) -> Tensor:
+            x.mul_(2.0)
+            return x + same
+
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(4, 4)
+    before = x.clone()
+    with Executor(schedule, {0: Doubles()}, MSE, in_process=True) as executor:
+        found = executor.infer((x, x))
+    assert found is not None
+    assert torch.equal(torch.cat(found), before * 4)
+    assert torch.equal(x, before)
+
+
+def test_a_parameter_that_a_forward_changes_is_not_changed_twice() -> None:
+    class Decays(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+            return super().forward(x)
+
+    x = torch.randn(4, 4)
+    for name, recompute in (("1f1b", True), ("pipedream", False)):
+        schedule = schedir.build(name, ranks=2, microbatches=2)
+        stages: dict[int, nn.Module] = {0: Decays(4, 4), 1: nn.Linear(4, 4)}
+        with (
+            Executor(
+                schedule, stages, MSE, torch.optim.SGD, in_process=True, recompute=recompute
+            ) as executor,
+            pytest.raises(schedir.ExecutionError, match="stage 0 changes a parameter of its own"),
+        ):
+            executor.step(x, target=x)
