@@ -142,7 +142,9 @@ class Trace:
         roots = [(output, meta) for output, meta in outputs if output.requires_grad]
         if not wanted or not roots:
             return tuple(None for _ in self._leaves)
-        with self._faking():
+        with self._faking(), ExitStack() as stack:
+            for kind in {"cpu", roots[0][0].device.type}:  # autocast is for forwards alone
+                stack.enter_context(torch.autocast(kind, enabled=False))
             found = torch.autograd.grad(
                 [output for output, _ in roots],
                 wanted,

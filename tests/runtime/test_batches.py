@@ -1,0 +1,302 @@
+"""What a batch may be: containers of rows, lists and iterators of microbatches, short tails."""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import dataclasses
+import enum
+import types
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
+from transformers import BatchEncoding, BatchFeature, DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
+
+import schedir
+from schedir.runtime import Executor
+
+MSE = nn.functional.mse_loss
+
+
+class Takes(nn.Module):
+    """Any container of `a` and `b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        a, b = (x for x in tree_leaves((given, named)) if isinstance(x, Tensor))
+        y: Tensor = self.linear(a + b)
+        return y
+
+
+class Named(collections.namedtuple("Named", "a b")):
+    __slots__ = ()
+
+
+Make = Callable[[Tensor, Tensor], Any]
+WHOLE: dict[str, Make] = {
+    "tuple": lambda a, b: (a, b),
+    "namedtuple": Named,
+    "dict": lambda a, b: {"a": a, "b": b},
+    "OrderedDict": lambda a, b: collections.OrderedDict(a=a, b=b),
+    "defaultdict": lambda a, b: collections.defaultdict(list, a=a, b=b),
+    "Counter": lambda a, b: collections.Counter({"a": a, "b": b}),
+    "ChainMap": lambda a, b: collections.ChainMap({"a": a}, {"b": b}),
+    "UserDict": lambda a, b: collections.UserDict(a=a, b=b),
+    "MappingProxyType": lambda a, b: types.MappingProxyType({"a": a, "b": b}),
+    "BatchEncoding": lambda a, b: BatchEncoding({"a": a, "b": b}),
+    "BatchFeature": lambda a, b: BatchFeature({"a": a, "b": b}),
+    "ModelOutput": lambda a, b: BaseModelOutput(last_hidden_state=a, hidden_states=(b,)),
+    "nested": lambda a, b: ({"a": a}, [b]),
+    "a mapping in a tuple": lambda a, b: (BatchEncoding({"a": a}), collections.UserDict(b=b)),
+    "a deque in a tuple": lambda a, b: (a, collections.deque([b])),
+}
+
+
+def trained(make: Callable[[Tensor, Tensor], Any], beside: bool) -> tuple[float, Tensor]:
+    """The loss and the gradient with a batch made so: as input, or as a stage's own input."""
+    a, b, y = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(1))
+    if beside:
+        schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+        stages: dict[int, nn.Module] = {0: nn.Identity(), 1: TakesBeside()}
+        call = {"inputs": a, "stage_inputs": {1: make(a, b)}}
+    else:
+        schedule = schedir.build("1f1b", ranks=1, microbatches=4)
+        stages = {0: Takes()}
+        call = {"inputs": make(a, b)}
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
+        loss = executor.step(**call, target=y).loss
+    grad = next(iter(stages[len(stages) - 1].parameters())).grad
+    assert grad is not None
+    return loss, grad
+
+
+class TakesBeside(Takes):
+    def forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
+        return super().forward(*given, **named)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_container_of_rows_is_cut(name: str, beside: bool) -> None:
+    loss, grad = trained(WHOLE[name], beside)
+    expected_loss, expected = trained(WHOLE["tuple"], beside)
+    assert loss == expected_loss
+    assert torch.equal(grad, expected)
+
+
+@dataclasses.dataclass
+class Data:
+    a: Tensor
+    b: Tensor
+
+
+@attrs.define
+class Record:
+    a: Tensor
+    b: Tensor
+
+
+class Holder:
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b = a, b
+
+
+def cached(a: Tensor, b: Tensor) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(a[:, None, None], b[:, None, None], 0)
+    return cache
+
+
+NOT_UNDERSTOOD: dict[str, Make] = {
+    "Data": Data,
+    "Record": Record,
+    "Holder": Holder,
+    "SimpleNamespace": lambda a, b: types.SimpleNamespace(a=a, b=b),
+    "set": lambda a, b: {a, b},
+    "frozenset": lambda a, b: frozenset([a, b]),
+    "UserList": lambda a, b: collections.UserList([a, b]),
+    "dict_values": lambda a, b: {"a": a, "b": b}.values(),
+    "ndarray": lambda a, b: a.numpy(),
+    "array": lambda a, b: array.array("f", [1.0] * len(a)),
+    "memoryview": lambda a, b: memoryview(b"12345678"),
+    "range": lambda a, b: range(len(a)),
+    "PackedSequence": lambda a, b: pack_sequence([a, b]),
+    "DynamicCache": cached,
+    "generator": lambda a, b: (t for t in (a, b)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
+def test_a_container_that_is_not_understood_is_named(name: str) -> None:
+    """Within a batch it would go whole to every microbatch."""
+    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
+    a, b, y = torch.randn(3, 8, 3)
+    held = NOT_UNDERSTOOD[name](a, b)
+    with Executor(schedule, {0: Takes()}, MSE) as executor:
+        for inputs in ((a, held), {"a": a, "b": {"inner": held}}, [(a, held)] * 4):
+            with pytest.raises(schedir.ExecutionError, match=f"inputs: {name} is no container"):
+                executor.step(inputs, target=y)
+        with pytest.raises(schedir.ExecutionError, match=f"stage_inputs.0.: {name} is no"):
+            executor.step(a, target=y, stage_inputs={0: (b, held)})
+
+
+@pytest.mark.parametrize(
+    ("held", "name"),
+    [({1, 2}, "set"), ("text", "str"), (b"text", "bytes"), (3, "int"), (Holder, "type")],
+)
+def test_what_is_no_batch_at_all_is_named(held: Any, name: str) -> None:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
+    y = torch.randn(8, 3)
+    with (
+        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
+        pytest.raises(schedir.ExecutionError, match=f"inputs: expected a tensor.*not {name}$"),
+    ):
+        executor.step(held, target=y)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Setting:
+    """Neither a container nor a holder of tensors: it goes to every microbatch."""
+
+    scale = 2.0
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [None, 1, 2.5, 1j, True, "text", b"b", torch.float16, torch.Size([2]), Colour.RED, Setting()],
+)
+def test_constants_go_to_every_microbatch(constant: Any) -> None:
+    seen = []
+
+    class Sees(nn.Linear):
+        def forward(self, x: Tensor, constant: Any = None) -> Tensor:
+            seen.append(constant)
+            return super().forward(x)
+
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(4, 3)
+    with Executor(schedule, {0: Sees(3, 3)}, MSE) as executor:
+        executor.step(x, target=x, stage_inputs={0: (constant,)})
+    assert all(entry is constant or entry == constant for entry in seen)
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "nested"])
+def test_tensors_that_can_not_be_cut_are_named(kind: str) -> None:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(4, 3)
+    odd = (
+        x.to_sparse()
+        if kind == "sparse_coo"
+        else torch.nested.as_nested_tensor([x, x, x, x], layout=torch.jagged)
+    )
+    with (
+        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
+        pytest.raises(schedir.ExecutionError, match=f"inputs: a {kind} tensor can't be split"),
+    ):
+        executor.step(odd, target=x)
+
+
+def test_an_iterator_gives_as_many_as_are_needed() -> None:
+    """So that one goes on from step to step."""
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    module = nn.Linear(3, 3)
+    x = torch.randn(10, 3)
+    inputs, targets = iter(x.split(1)), iter(x.split(1))
+    with Executor(schedule, {0: module}, MSE) as executor:
+        found = [executor.step(inputs, target=targets).loss for _ in range(5)]
+        with pytest.raises(schedir.ExecutionError, match="inputs: 0 microbatches given"):
+            executor.step(inputs, target=targets)
+    with torch.no_grad():
+        expected = [float(MSE(module(part), part)) for part in x.split(2)]
+    assert found == pytest.approx(expected)
+
+
+def test_a_loader_itself_is_refused_with_the_word_that_mends_it() -> None:
+    """It would give its first batches at every step."""
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(8, 3)
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+    with (
+        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
+        pytest.raises(schedir.ExecutionError, match=r"more than 2 microbatches .* iter\(...\)"),
+    ):
+        executor.step(loader, target=x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
+def test_a_short_tail_is_evaluated(rows: int) -> None:
+    """With fewer rows than there are microbatches."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.BatchNorm1d(3)}
+    model = nn.Sequential(*copy.deepcopy(list(stages.values()))).eval()
+    x, y = torch.randn(2, rows, 3)
+    with Executor(schedule, stages, MSE, in_process=True) as executor, torch.no_grad():
+        assert executor.evaluate(x, target=y).loss == pytest.approx(float(MSE(model(x), y)))
+        outputs = executor.infer(x)
+        assert outputs is not None
+        assert len(outputs) == min(rows, 4)
+        torch.testing.assert_close(torch.cat(outputs), model(x))
+        kept = executor.evaluate(x, target=y, outputs=True).outputs
+        assert kept is not None
+        torch.testing.assert_close(torch.cat(kept), model(x))
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
+        if rows < 4:
+            with pytest.raises(schedir.ExecutionError, match=f"{rows} rows can't be.*drop_last"):
+                executor.step(x, target=y)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(0, 3)
+    with (
+        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
+        pytest.raises(schedir.ExecutionError, match="0 rows"),
+    ):
+        executor.evaluate(x, target=x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"target": torch.ones(6, 3)}, "inputs 8, target 6"),
+        ({"target": torch.ones(8, 3), "stage_inputs": {1: torch.ones(4)}}, r"stage_inputs\[1\] 4"),
+        ({"target": torch.ones(8, 3), "loss_kwargs": {"w": torch.ones(4)}}, "loss_kwargs 4"),
+    ],
+)
+def test_rows_that_differ_are_named_before_the_loss(arguments: Any, text: str) -> None:
+    """A loss may broadcast them, and say nothing."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.Linear(3, 3)}
+    with (
+        Executor(schedule, stages, MSE, in_process=True) as executor,
+        pytest.raises(schedir.ExecutionError, match=f"rows differ: .*{text}.*ready microbatches"),
+    ):
+        executor.step(torch.ones(8, 3), **arguments)
+
+
+def test_other_rows_come_ready_made() -> None:
+    """Targets that are flat, say: of each microbatch 6 rows for 2."""
+    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
+    x = torch.randn(8, 3)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output.flatten(), target)
+
+    with Executor(schedule, {0: nn.Linear(3, 3)}, loss_fn) as executor:
+        executor.step(x, target=list(x.flatten().chunk(4)))
