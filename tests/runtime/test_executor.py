@@ -14,6 +14,7 @@ from schedir.runtime import Executor
 from tests.runtime import (
     aliasing_scenarios,
     difference_scenarios,
+    layout_scenarios,
     scenarios,
     shared_scenarios,
 )
@@ -21,7 +22,13 @@ from tests.runtime.launch import json_lines, merged, torchrun
 
 RANKS = {
     (module.__name__, name): ranks
-    for module in (scenarios, shared_scenarios, difference_scenarios, aliasing_scenarios)
+    for module in (
+        scenarios,
+        shared_scenarios,
+        difference_scenarios,
+        aliasing_scenarios,
+        layout_scenarios,
+    )
     for name, (ranks, _) in module.SCENARIOS.items()
 }
 
