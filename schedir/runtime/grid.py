@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -21,6 +21,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _enable_record_function
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -138,7 +139,7 @@ class Group:
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a send. Raises WaitError where the other side is gone."""
         try:
-            work: dist.Work = self._backend.send(tensors, rank, tag)
+            work: dist.Work = _unseen(self._backend.send)(tensors, rank, tag)
         except RuntimeError as error:
             raise WaitError(error) from error
         return work
@@ -146,14 +147,14 @@ class Group:
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a receive. Raises WaitError where the other side is gone."""
         try:
-            work: dist.Work = self._backend.recv(tensors, rank, tag)
+            work: dist.Work = _unseen(self._backend.recv)(tensors, rank, tag)
         except RuntimeError as error:
             raise WaitError(error) from error
         return work
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group."""
-        work: dist.Work = self._backend.allreduce(tensors)
+        work: dist.Work = _unseen(self._backend.allreduce)(tensors)
         return work
 
     def close(self, abort: bool) -> None:
@@ -164,6 +165,25 @@ class Group:
             self._backend.abort()
         else:
             self._backend.shutdown()
+
+
+def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that posts, hidden from a profiler that runs.
+
+    Work that one has seen posted tells it when it ends, and if that is after the profile, as for
+    receives posted ahead, writes into memory that was freed.
+    """
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return post
+
+    def unseen(*arguments: Any) -> Any:
+        _enable_record_function(False)
+        try:
+            return post(*arguments)
+        finally:
+            _enable_record_function(True)
+
+    return unseen
 
 
 class Groups:

@@ -132,7 +132,12 @@ class Stage:
             target, keywords = _copy_of(target), _copy_of(keywords)
         loss = self.loss_fn(output, target, **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            raise ExecutionError("loss_fn must return a real scalar tensor: the microbatch's mean")
+            got = type(loss).__name__
+            if isinstance(loss, Tensor):
+                got = f"{loss.dtype} of shape {list(loss.shape)}"
+            raise ExecutionError(
+                f"loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
+            )
         return loss
 
 

@@ -13,8 +13,8 @@ class StepResult:
 
     `outputs` is what the last stage returned, by microbatch, without its graph: where that was
     asked for, on the rank of the last stage; else None. `grad_norm` is the norm of all gradients
-    before they were clipped, on every rank; None where they were not. `busy` is the time that
-    this rank spent in compute, `elapsed` that of the whole step, both in seconds.
+    before they were clipped, on every rank with a stage; None where they were not. `busy` is the
+    time that this rank spent in compute, `elapsed` that of the whole step, both in seconds.
     """
 
     def __init__(

@@ -149,7 +149,9 @@ class Shared:
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self._stages.items()
         }
-        speaks = not self._grid.number(self._grid.rank)
+        speaks = self._grid.number(self._grid.rank) == self._grid.number(
+            self._schedule.placement[0][0], pipeline=0
+        )
         return Clipping(max_norm, trained, self._skipped, self._norms, self._gather, speaks)
 
     def _gather(self, own: Norms) -> Norms:
@@ -164,8 +166,9 @@ class Shared:
         this = self._grid.number(self._grid.rank)
         said = [norm for stage in speaks.get(this, ()) for norm in own[stage]]
         if said:
-            everyone = map(self._grid.number, range(self._schedule.ranks))
-            exchange.give(torch.tensor(said, dtype=torch.float64), everyone)
+            # A rank without stages has no step to hear them at.
+            holders = sorted({rank for held in self._schedule.placement for rank in held})
+            exchange.give(torch.tensor(said, dtype=torch.float64), map(self._grid.number, holders))
         heard = iter(exchange.result())
         found: Norms = {}
         for number, stages in speaks.items():

@@ -1,8 +1,12 @@
-"""Run by torchrun: a module that fails at its second microbatch on rank 1."""
+"""Run by torchrun: rank 1 fails in a step, as its argument says; nobody catches it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +16,44 @@ from schedir.runtime import Executor
 
 
 class Failing(nn.Module):
-    def __init__(self) -> None:
+    """Fails at its second microbatch."""
+
+    def __init__(self, fail: Callable[[], NoReturn]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.fail = fail
         self.real_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor:  # not while shapes are found
             self.real_calls += 1
             if self.real_calls == 2:
-                raise ValueError("no more of this")
+                self.fail()
         y: Tensor = self.layer(x)
         return y
 
 
-def main() -> None:
-    rank = int(os.environ["RANK"])
+def raise_error() -> NoReturn:
+    raise ValueError("no more of this")
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit
+
+
+def main(how: str) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)  # the same batches on every rank
-    schedule = schedir.build("fill-drain", ranks=2, microbatches=3)
-    stage = Failing() if rank == 1 else nn.Linear(4, 4)
+    x, y = torch.randn(2, 6, 4)
+    schedule = schedir.build("fill-drain", ranks=ranks, microbatches=3)
+    fails = rank == 1 and how != "call"
+    stage = Failing(die if how == "die" else raise_error) if fails else nn.Linear(4, 4)
     with Executor(schedule, {rank: stage}, nn.functional.mse_loss, torch.optim.SGD) as executor:
-        executor.step(torch.randn(6, 4), target=torch.randn(6, 4))
+        if rank == 1 and how == "call":
+            executor.evaluate(x, target=y)
+        executor.step(x, target=y)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import schedir
 from schedir.runtime import Executor
 from tests.runtime import (
     aliasing_scenarios,
+    corner_scenarios,
     difference_scenarios,
     layout_scenarios,
     scenarios,
@@ -27,6 +29,7 @@ RANKS = {
         shared_scenarios,
         difference_scenarios,
         aliasing_scenarios,
+        corner_scenarios,
         layout_scenarios,
     )
     for name, (ranks, _) in module.SCENARIOS.items()
@@ -44,10 +47,51 @@ def test_scenario(module: str, name: str) -> None:
     assert faults(module, RANKS[module, name])[name] == []
 
 
-def test_a_failing_module_is_named_with_its_action() -> None:
-    result = torchrun(2, "-m", "tests.runtime.failing_worker", timeout=60)
+def failed(how: str, folder: Path) -> tuple[list[list[str]], str]:
+    """What each of 3 ranks has printed when rank 1 failed so, by line; and what torchrun has."""
+    options = ("--redirects", "3", "--log-dir", str(folder))
+    worker = ("-m", "tests.runtime.failing_worker", how)
+    result = torchrun(3, *options, *worker, timeout=60)
     assert result.returncode != 0
-    assert "rank 1 #3 1F1: ValueError: no more of this" in result.stderr
+    logs = [next(folder.glob(f"*/attempt_0/{rank}/stderr.log")) for rank in range(3)]
+    return [log.read_text().splitlines() for log in logs], result.stderr
+
+
+def test_a_failing_module_is_named_with_its_action(tmp_path: Path) -> None:
+    """By one traceback of its own, a line on every other rank, and torchrun's root cause."""
+    (first, failing, last), box = failed("raise", tmp_path)
+    root = "rank 1 #4 1F1: ValueError: no more of this"
+    assert failing[-1].endswith(f"schedir.errors.ExecutionError: {root}")
+    assert sum("Traceback" in line for line in failing) == 1
+    assert any('raise ValueError("no more of this")' in line for line in failing)
+    for innocent in (first, last):
+        assert len(innocent) == 1, innocent
+        assert innocent[0].startswith("ExecutionError: rank ")
+        assert innocent[0].endswith(f"the first to fail was {root}")
+    cause = box[box.index("Root Cause") :]
+    assert root in cause
+    assert 'raise ValueError("no more of this")' in cause
+
+
+def test_a_rank_that_dies_is_named_by_its_neighbours(tmp_path: Path) -> None:
+    (first, _, last), box = failed("die", tmp_path)
+    assert "Signal 9 (SIGKILL)" in box
+    for neighbour, waits in ((first, "0RECV_GRAD"), (last, "2RECV_ACT")):
+        # torchrun ends the others as soon as it sees that one has died: maybe before they say it.
+        assert len(neighbour) <= 1, neighbour
+        assert all(
+            "call 0, step: waited for " in line and waits in line and "from rank 1" in line
+            for line in neighbour
+        )
+
+
+def test_calls_that_differ_are_a_line_on_every_rank(tmp_path: Path) -> None:
+    ranks, _ = failed("call", tmp_path)
+    for said in ranks:
+        assert len(said) == 1, said
+        assert said[0].startswith("ExecutionError: ")
+        assert "rank 1: its call 0 is evaluate (" in said[0]
+        assert "but call 0 of rank 0 is step;" in said[0]
 
 
 def test_executors_follow_each_other() -> None:

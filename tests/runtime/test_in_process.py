@@ -39,6 +39,9 @@ ONE = schedir.build("1f1b", ranks=1, microbatches=2)
         ({"seed": 1.5}, r"seed must be an integer, not 1\.5"),
         ({"recompute": 1}, "true, false or a list of stages: 1"),
         ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
+        ({"loss_fn": None}, "loss_fn must be a function .* not NoneType"),
+        ({"stages": {0: nn.Linear(2, 2, device="meta")}}, "on the device meta, .*to_empty"),
+        ({"stages": {0: nn.LazyLinear(2)}}, "lazy; run the module once on an example"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None:
@@ -200,12 +203,22 @@ def test_a_loss_that_is_read_late_is_that_of_its_step() -> None:
     assert [result.loss for result in results] == [1.0, 2.0]
 
 
-def test_a_complex_loss_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [
+        (lambda y, _: y.mean() * 1j, r"torch.complex64 of shape \[\]"),
+        (lambda y, _: y, r"torch.float32 of shape \[2, 3\]"),
+        (lambda y, _: float(y.mean()), "float"),
+        (lambda y, _: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused(loss_fn: Any, got: str) -> None:
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     x = torch.zeros(4, 3)
+    text = f"0F0: loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
     with (
-        Executor(schedule, {0: nn.Linear(3, 3)}, lambda y, _: y.mean() * 1j) as executor,
-        pytest.raises(schedir.ExecutionError, match="0F0: loss_fn must return a real scalar"),
+        Executor(schedule, {0: nn.Linear(3, 3)}, loss_fn) as executor,
+        pytest.raises(schedir.ExecutionError, match=text),
     ):
         executor.step(x, target=x)
 

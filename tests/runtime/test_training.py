@@ -292,6 +292,25 @@ def test_a_norm_that_is_no_number_is_said_once(caplog: pytest.LogCaptureFixture)
     assert "the norm of the gradients is nan, by those of stage 0, 1, 2; they are applied" in said
 
 
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_loss_that_nothing_is_trained_by_is_said(detaches: bool) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages: dict[int, nn.Module] = {s: nn.Linear(4, 4) for s in range(2)}
+    if not detaches:
+        for stage in stages.values():
+            stage.requires_grad_(False)
+
+    def loss_fn(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return MSE(y.detach() if detaches else y, target)
+
+    x = torch.randn(4, 4)
+    with (
+        Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor,
+        pytest.raises(schedir.ExecutionError, match="1B0: the loss depends on nothing that req"),
+    ):
+        executor.step(x, target=x)
+
+
 def test_optimisers_that_ask_for_a_closure_are_refused() -> None:
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match=r"LBFGS, of stage 0, .* closure"):
