@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import schedir
 from tests.runtime.launch import ROOT, torchrun
@@ -43,6 +45,30 @@ def test_the_example_trains_and_verifies(schedule: str, tmp_path: Path) -> None:
     assert found is not None
     before, after = map(float, found.groups())
     assert after < before - 0.5
+
+
+def test_the_training_script_of_the_readme_trains_on_the_right_pairs(tmp_path: Path) -> None:
+    """Each rank draws its batches for itself: the losses are those of one process, bit for bit."""
+    printed = (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
+    script = tmp_path / "training.py"
+    script.write_text(printed)
+    result = torchrun(2, str(script))
+    assert result.returncode == 0, result.stderr[-3000:]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(3):
+        x, y = torch.randn(32, 8), torch.randn(32, 1)
+        optimizer.zero_grad()
+        mean = 0.0
+        for a, b in zip(x.chunk(8), y.chunk(8), strict=True):
+            loss = nn.functional.mse_loss(model(a), b)
+            (loss * (4 / 32)).backward()
+            mean += 4 * loss.item()
+        optimizer.step()
+        losses.append(mean / 32)
+    assert sorted(map(float, result.stdout.split())) == sorted(losses * 2)
 
 
 def test_the_example_runs_all_ranks_in_one_process() -> None:
