@@ -12,7 +12,7 @@ from schedir.ir import Schedule
 from schedir.runtime.boundary import NOTHING, Boundary, Grads
 from schedir.runtime.calls import Call
 from schedir.runtime.failure import WaitError
-from schedir.runtime.memory import NO_ALIASES, Aliases
+from schedir.runtime.memory import Aliases
 from schedir.runtime.split import WeightPart
 from schedir.runtime.standin import State
 from schedir.runtime.statistics import Kept
@@ -47,7 +47,7 @@ class Wiring:
     mutates_extra: bool = False
     mutates_target: bool = False
     copied: frozenset[int] = frozenset()
-    watched: Aliases = NO_ALIASES
+    watched: Aliases | None = None
     state: tuple[State, ...] | None = ()
 
     @turned.default

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.runtime.boundary import Grads, TensorMeta, empty, payload
 from schedir.runtime.cells import Cell
-from schedir.runtime.memory import NO_ALIASES
 from schedir.runtime.reduction import Reduction
 from schedir.runtime.request import STEP, Request
 from schedir.runtime.rng import seed_generators
@@ -116,7 +115,7 @@ class Stage:
         if not keep_input:
             cell.inputs = ()
         output = wiring.call(self.module, wiring.before.structure(arguments), extra)
-        if wiring.watched != NO_ALIASES:
+        if wiring.watched is not None:
             # No fake run could tell whether the module changes its inputs.
             changed = [number for number, tensor in enumerate(arguments) if tensor._version]
             reason = wiring.watched.forbid(changed)
