@@ -2,6 +2,6 @@
 
 from schedir.runtime.executor import Executor
 from schedir.runtime.result import StepResult
-from schedir.runtime.rng import rng
+from schedir.runtime.stage.rng import rng
 
 __all__ = ["Executor", "StepResult", "rng"]

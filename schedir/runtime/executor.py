@@ -18,17 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, StageVersions, weight_versions
 from schedir.passes import forward_only, insert_reductions
-from schedir.runtime.boundary import Declared
-from schedir.runtime.cells import Cells, cells_of, wait
-from schedir.runtime.control import LOSS_TAG, Control, Exchange
-from schedir.runtime.failure import (
-    Board,
-    OneLineError,
-    WaitError,
-    end_in_one_line,
-    record,
-)
-from schedir.runtime.feeding import Feed, Feeder, Given
+from schedir.runtime.batch.feeding import Feed, Feeder, Given
+from schedir.runtime.batch.microbatches import Batch, rows
+from schedir.runtime.boundaries.agreement import Wirings
+from schedir.runtime.boundaries.boundary import Declared
 from schedir.runtime.fitting import (
     TieOf,
     check_arguments,
@@ -43,22 +36,32 @@ from schedir.runtime.fitting import (
     tied_copies,
     timeout_of,
 )
-from schedir.runtime.grid import Grid, Groups, grid, init_process_group
-from schedir.runtime.instructions import Stage, StepState
-from schedir.runtime.microbatches import Batch, rows
-from schedir.runtime.nccl import NcclTransport
-from schedir.runtime.opening import UNKNOWN, Opening, Openings
-from schedir.runtime.posting import awaited
-from schedir.runtime.program import Compiler
+from schedir.runtime.gradients.sharing import Shared
+from schedir.runtime.gradients.stepping import Meetings
+from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.processes.failure import (
+    Board,
+    OneLineError,
+    WaitError,
+    end_in_one_line,
+    record,
+)
+from schedir.runtime.processes.grid import Grid, grid
+from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.opening import UNKNOWN, Opening, Openings
+from schedir.runtime.program.posting import awaited
+from schedir.runtime.program.runner import Runner
 from schedir.runtime.request import ACCUMULATE, CLOSE, EVALUATE, INFER, STEP, Request
 from schedir.runtime.result import StepResult
-from schedir.runtime.rng import SavedRng
-from schedir.runtime.runner import Runner
-from schedir.runtime.sharing import Shared
-from schedir.runtime.stepping import Meetings
-from schedir.runtime.transport import GlooTransport, InProcessTransport, Transport, Work
-from schedir.runtime.weights import StageWeights
-from schedir.runtime.wiring import Wirings
+from schedir.runtime.stage.cells import Cells, cells_of, wait
+from schedir.runtime.stage.rng import SavedRng
+from schedir.runtime.stage.stage import Stage, StepState
+from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.transports.gloo import GlooTransport
+from schedir.runtime.transports.in_process import InProcessTransport
+from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.transport import Transport, Work
 
 LossFunction = Callable[..., Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

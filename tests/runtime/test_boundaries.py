@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.boundary import meta_of, payload
+from schedir.runtime.boundaries.boundary import meta_of, payload
 
 MSE = nn.functional.mse_loss
 SPLIT = """schedir 1

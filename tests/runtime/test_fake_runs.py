@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 import schedir
-from schedir.runtime import Executor, wiring
+from schedir.runtime import Executor
+from schedir.runtime.boundaries import agreement
 from tests.runtime.launch import torchrun
 
 MSE = nn.functional.mse_loss
@@ -191,7 +192,7 @@ def test_state_that_is_changed_in_a_fake_run_stays_what_it_was() -> None:
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither agreements nor compiled lists nor torch's own memory of fake runs pile up."""
-    monkeypatch.setattr(wiring, "_MOST", 3)
+    monkeypatch.setattr(agreement, "_MOST", 3)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
     with Executor(schedule, stages, MSE, in_process=True) as executor:

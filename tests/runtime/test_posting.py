@@ -13,7 +13,7 @@ import schedir
 from schedir import Kind, Schedule
 from schedir.ir import RECEIVES
 from schedir.runtime import Executor
-from schedir.runtime.posting import arrivals, posting_order
+from schedir.runtime.program.posting import arrivals, posting_order
 from tests.test_random import drawn, scattered
 
 

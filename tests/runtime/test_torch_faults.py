@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime import Executor, boundary, instructions
+from schedir.runtime import Executor
+from schedir.runtime.boundaries import boundary
+from schedir.runtime.program import transfer
 
 MSE = nn.functional.mse_loss
 
@@ -187,7 +189,7 @@ def test_receive_buffers_live_as_long_as_they_are_used(
         peak = max(peak, len(alive))
         return buffer
 
-    monkeypatch.setattr(instructions, "empty", counted)
+    monkeypatch.setattr(transfer, "empty", counted)
     stages: dict[int, nn.Module] = {s: nn.Linear(1024, 1024) for s in range(2)}
     x = torch.randn(16 * 512, 1024)
     schedule = schedir.build(name, ranks=2, microbatches=16)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from schedir.runtime.grid import Group, Groups
-from schedir.runtime.transport import Work
+from schedir.runtime.processes.groups import Group, Groups
+from schedir.runtime.transports.transport import Work
 
 
 class NcclTransport:

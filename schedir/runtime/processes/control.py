@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.failure import WaitError
-from schedir.runtime.grid import Grid, Group, Groups
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.grid import Grid
+from schedir.runtime.processes.groups import Group, Groups
 
 _OBJECT_TAG = 0
 LOSS_TAG = 1

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime.failure import WaitError
-from schedir.runtime.grid import Group
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.groups import Group
 
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 

@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from schedir.runtime import fingerprint
-from schedir.runtime.control import PIPELINE_TAG, RANK_TAG, Control
-from schedir.runtime.failure import OneLineError, users_line
-from schedir.runtime.grid import Grid
+from schedir.runtime.batch import fingerprint
+from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
+from schedir.runtime.processes.failure import OneLineError, users_line
+from schedir.runtime.processes.grid import Grid
 from schedir.runtime.request import REQUESTS, Request
 
 UNKNOWN = -1

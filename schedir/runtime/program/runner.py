@@ -16,17 +16,18 @@ from torch.autograd.profiler import record_function
 
 from schedir.errors import ExecutionError
 from schedir.ir import Action
-from schedir.runtime.cells import Cells, wait
-from schedir.runtime.control import Control
-from schedir.runtime.failure import WaitError, describe
-from schedir.runtime.feeding import Feed
-from schedir.runtime.instructions import Send, StepState
-from schedir.runtime.microbatches import Batch
-from schedir.runtime.opening import UNKNOWN, Opening, Openings
-from schedir.runtime.posting import leading, matching_send
-from schedir.runtime.program import Compiler, Instruction
-from schedir.runtime.transport import Transport, Work
-from schedir.runtime.wiring import Wirings
+from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.batch.microbatches import Batch
+from schedir.runtime.boundaries.agreement import Wirings
+from schedir.runtime.processes.control import Control
+from schedir.runtime.processes.failure import WaitError, describe
+from schedir.runtime.program.compiler import Compiler, Instruction
+from schedir.runtime.program.opening import UNKNOWN, Opening, Openings
+from schedir.runtime.program.posting import leading, matching_send
+from schedir.runtime.program.transfer import Send
+from schedir.runtime.stage.cells import Cells, wait
+from schedir.runtime.stage.stage import StepState
+from schedir.runtime.transports.transport import Transport, Work
 
 _SMALL_CHANGE = 1 << 20
 """Bytes of receive buffers beyond what the list needs: nothing beside a model, and small transfers,

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from schedir.errors import ExecutionError
 from schedir.ir import Action
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _ROOT = "failure"
 _CLOSED = "closed"
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]

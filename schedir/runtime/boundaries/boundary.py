@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
-from schedir.runtime.memory import any_shared
+from schedir.runtime.boundaries.memory import any_shared
 
 Declared: TypeAlias = Any
 """A boundary by example: a tensor, or a structure of tensors and constants."""

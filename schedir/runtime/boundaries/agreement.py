@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.boundary import (
+from schedir.runtime.batch.microbatches import Batch, Microbatch
+from schedir.runtime.boundaries.boundary import (
     NOTHING,
     Boundary,
     Declared,
@@ -30,12 +31,12 @@ from schedir.runtime.boundary import (
     declared,
     meta_of,
 )
-from schedir.runtime.calls import Call, call_of
-from schedir.runtime.cells import Cell, Wiring
-from schedir.runtime.control import Control
-from schedir.runtime.memory import NO_ALIASES, Aliases
-from schedir.runtime.microbatches import Batch, Microbatch
-from schedir.runtime.shapes import FirstInput, Given, Trace, bounded_cache, tensors_of
+from schedir.runtime.boundaries.calls import Call, call_of
+from schedir.runtime.boundaries.memory import NO_ALIASES, Aliases
+from schedir.runtime.boundaries.shapes import FirstInput, Given, Trace, bounded_cache, tensors_of
+from schedir.runtime.boundaries.wiring import Wiring
+from schedir.runtime.processes.control import Control
+from schedir.runtime.stage.cells import Cell
 
 logger = logging.getLogger("schedir")
 

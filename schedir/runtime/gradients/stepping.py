@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from schedir.runtime.grid import Group
-from schedir.runtime.reduction import Reduction, laid_out, refuse_sparse, wait_for_sum
+from schedir.runtime.gradients.reduction import Reduction, laid_out, refuse_sparse, wait_for_sum
+from schedir.runtime.processes.groups import Group
 
 logger = logging.getLogger("schedir")
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime import fingerprint
-from schedir.runtime.control import DRIFT_TAG, Control, Exchange
+from schedir.runtime.batch import fingerprint
+from schedir.runtime.processes.control import DRIFT_TAG, Control, Exchange
 
 _EVERY = 16  # steps, from the first on
 

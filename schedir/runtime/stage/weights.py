@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.ir import StageVersions
-from schedir.runtime.memory import Occupied, keep_apart
+from schedir.runtime.boundaries.memory import Occupied, keep_apart
 
 
 class StageWeights:

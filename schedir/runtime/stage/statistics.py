@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.standin import INTERNAL, State
+from schedir.runtime.boundaries.standin import INTERNAL, State
 
 _SMALL = 1 << 16
 _ABSENT = object()

@@ -12,13 +12,14 @@ from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule, dumps, loads
-from schedir.runtime.claims import Claim, compare, compare_schedules, digest
-from schedir.runtime.control import NORM_TAG, Control
-from schedir.runtime.drift import Drift
 from schedir.runtime.fitting import TieOf
-from schedir.runtime.grid import Grid, Groups
-from schedir.runtime.reduction import Reduction
-from schedir.runtime.stepping import Clipping, Meeting, Meetings, Norms, Tie
+from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.stepping import Clipping, Meeting, Meetings, Norms, Tie
+from schedir.runtime.processes.claims import Claim, compare, compare_schedules, digest
+from schedir.runtime.processes.control import NORM_TAG, Control
+from schedir.runtime.processes.grid import Grid
+from schedir.runtime.processes.groups import Groups
 
 
 class Shared:

@@ -9,59 +9,11 @@ import attrs
 from torch import Tensor
 
 from schedir.ir import Schedule
-from schedir.runtime.boundary import NOTHING, Boundary, Grads
-from schedir.runtime.calls import Call
-from schedir.runtime.failure import WaitError
-from schedir.runtime.memory import Aliases
-from schedir.runtime.split import WeightPart
-from schedir.runtime.standin import State
-from schedir.runtime.statistics import Kept
-from schedir.runtime.transport import Work
-
-
-@attrs.frozen
-class Wiring:
-    """What is agreed of one (stage, microbatch): its boundaries, and where gradients flow.
-
-    `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
-    of `after` which gradient comes back, `grads_out` for each of `before` which one is sent;
-    None where only the run can tell, so that a mask travels beside the gradients.
-
-    `turned` are the numbers of the inputs whose gradients may lie otherwise in memory than they do:
-    autograd would turn these round, and kernels round differently then.
-
-    `call` says how the module takes its input. `mutates` says which inputs it changes in place (for
-    the first stage: its tensors in turn), `mutates_extra` and `mutates_target` whether it, or the
-    loss, does that to the other arguments. `copied` are the numbers of the outputs that somebody
-    may change later; `watched` says which inputs must not be changed, where only the run can tell.
-    `state` is what a forward leaves to the next one; None where that may be anything.
-    """
-
-    before: Boundary = NOTHING
-    after: Boundary = NOTHING
-    grads_in: Grads | None = ()
-    grads_out: Grads | None = ()
-    turned: frozenset[int] = attrs.field(init=False)
-    call: Call = attrs.field(factory=Call)
-    mutates: tuple[bool, ...] = ()
-    mutates_extra: bool = False
-    mutates_target: bool = False
-    copied: frozenset[int] = frozenset()
-    watched: Aliases | None = None
-    state: tuple[State, ...] | None = ()
-
-    @turned.default
-    def _turned(self) -> frozenset[int]:
-        pairs = zip(self.before.metas, self.grads_out or (), strict=False)
-        return frozenset(
-            number
-            for number, (meta, grad) in enumerate(pairs)
-            if grad is not None and not (meta.contiguous and grad.contiguous)
-        )
-
-    def largest(self) -> int:
-        """The bytes of the larger boundary: what one receive takes at most."""
-        return max(self.before.nbytes, self.after.nbytes)
+from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.stage.split import WeightPart
+from schedir.runtime.stage.statistics import Kept
+from schedir.runtime.transports.transport import Work
 
 
 @attrs.define(eq=False)
@@ -76,7 +28,7 @@ class Cell:
     stage: int
     microbatch: int
     draw: int  # the microbatch's number over all pipelines, which seeds its random numbers
-    wiring: Wiring = Wiring()
+    wiring: Wiring = NOT_AGREED
     batch: Any = None  # the first stage's microbatch
     extra: Any = None  # what the stage is given beside its input
     target: Any = None  # the last stage's, with what its loss takes beside it

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.boundary import Boundary, Grads, TensorMeta, empty, meta_of
-from schedir.runtime.calls import Call
-from schedir.runtime.memory import sharing
-from schedir.runtime.microbatches import Microbatch
-from schedir.runtime.standin import StandIn, State
+from schedir.runtime.batch.microbatches import Microbatch
+from schedir.runtime.boundaries.boundary import Boundary, Grads, TensorMeta, empty, meta_of
+from schedir.runtime.boundaries.calls import Call
+from schedir.runtime.boundaries.memory import sharing
+from schedir.runtime.boundaries.standin import StandIn, State
 
 
 @attrs.frozen

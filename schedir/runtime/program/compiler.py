@@ -10,19 +10,15 @@ import torch
 
 from schedir.errors import ExecutionError
 from schedir.ir import RECEIVES, SENDS, Action, Kind, Schedule, StageVersions
-from schedir.runtime.cells import Cell, wait
-from schedir.runtime.instructions import (
-    Backward,
-    Forward,
-    OptimStep,
-    Receive,
-    ReduceGrad,
-    Send,
-    Stage,
-)
-from schedir.runtime.posting import arrivals, posting_order
-from schedir.runtime.stepping import Meet, Meetings
-from schedir.runtime.transport import End, Transport, Work
+from schedir.runtime.gradients.stepping import Meet, Meetings
+from schedir.runtime.program.compute import Backward, Forward
+from schedir.runtime.program.posting import arrivals, posting_order
+from schedir.runtime.program.transfer import Receive, Send
+from schedir.runtime.program.update import OptimStep, ReduceGrad
+from schedir.runtime.stage.cells import Cell, wait
+from schedir.runtime.stage.stage import Stage
+from schedir.runtime.transports.in_process import End
+from schedir.runtime.transports.transport import Transport, Work
 
 _SPLIT = {Kind.BACKWARD: None, Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}
 

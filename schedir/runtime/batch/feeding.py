@@ -11,13 +11,13 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
-from schedir.runtime import fingerprint
-from schedir.runtime.cells import Cells
-from schedir.runtime.control import COUNT_TAG, Control
-from schedir.runtime.grid import Grid
-from schedir.runtime.microbatches import Batch, Microbatch, Pieces, cut, samples, weights
-from schedir.runtime.opening import UNKNOWN
+from schedir.runtime.batch import fingerprint
+from schedir.runtime.batch.microbatches import Batch, Microbatch, Pieces, cut, samples, weights
+from schedir.runtime.processes.control import COUNT_TAG, Control
+from schedir.runtime.processes.grid import Grid
+from schedir.runtime.program.opening import UNKNOWN
 from schedir.runtime.request import Request
+from schedir.runtime.stage.cells import Cells
 
 
 @attrs.frozen(eq=False)

@@ -1,0 +1,1 @@
+"""From a batch to microbatches, and from their losses to the loss."""

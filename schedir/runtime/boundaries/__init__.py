@@ -1,0 +1,1 @@
+"""What travels between stages, found on fake tensors and agreed on by all ranks."""

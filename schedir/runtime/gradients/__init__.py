@@ -1,0 +1,1 @@
+"""What becomes of gradients before a step: sums, ties, clipping; and copies that stay equal."""

@@ -1,0 +1,1 @@
+"""The list of a rank, compiled into bound calls and run."""

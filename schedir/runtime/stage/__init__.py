@@ -1,0 +1,1 @@
+"""One stage: its cells, weight versions, statistics, split backward and seeds."""

@@ -1,0 +1,1 @@
+"""How tensors get from rank to rank: one module for each way."""

@@ -1,0 +1,45 @@
+"""Transfers over gloo, between the processes of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from schedir.runtime.processes.groups import Groups
+from schedir.runtime.transports.transport import Work
+
+
+class GlooTransport:
+    """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
+
+    What goes to higher ranks and what goes to lower ones has a group each, and so a connection.
+    Over one for both, a payload often comes in while its receiver is posting one of its own: gloo's
+    thread finds the connection locked, tries again at once, and keeps the core from the very thread
+    that holds the lock, for up to a timer tick of 4 ms. Collectives have other groups.
+
+    Only what has the same tag meets.
+    """
+
+    def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:
+        ordered = tuple(sorted(processes))
+        self._tag = 0
+        self._numbers = [ordered.index(process) for process in processes]
+        up, down = (groups.make(f"transfers {way}/{ordered}", ordered) for way in ("up", "down"))
+        self._to = [up if peer > rank else down for peer in range(len(processes))]
+        self._from = [down if peer > rank else up for peer in range(len(processes))]
+
+    def tagged(self, tag: int) -> GlooTransport:
+        """The same connections, for traffic that meets no other."""
+        beside = copy.copy(self)
+        beside._tag = tag
+        return beside
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send."""
+        return self._to[peer].send([tensor], self._numbers[peer], self._tag)
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive."""
+        return self._from[peer].recv([buffer], self._numbers[peer], self._tag)
