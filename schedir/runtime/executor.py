@@ -452,7 +452,8 @@ class Executor:
         saved = SavedRng()
         try:
             # What is refused here has moved nothing.
-            feed = self._feeder.fill(cells, given, request)
+            feed = self._feeder.cut(given, request)
+            runner.fill(feed)
             if request.trains:
                 self._shared.check_frozen()
             try:
@@ -484,9 +485,10 @@ class Executor:
         if self._control is not None and request.has_loss:
             # Posted long before it is sent.
             losses = self._control.expect(self._loss_sizes, LOSS_TAG)
-        own = Opening(request, self._calls, self._autocast(), feed.rows, feed.inputs, feed.target)
+        rows_here = UNKNOWN if feed.rows is None else feed.rows
+        own = Opening(request, self._calls, self._autocast(), rows_here, *feed.prints)
         ready = runner.open(own, inputs, feed)
-        self._feeder.weigh(cells, feed.counts, request)
+        runner.weigh(self._feeder.shares(feed.counts, request))
         if request.trains:
             for stage in self._stages.values():
                 stage.weights.begin(0)

@@ -1,8 +1,8 @@
-"""From the arguments of a call to the microbatches in their cells."""
+"""From the arguments of a call to the microbatches that the stages here take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,9 +15,7 @@ from schedir.runtime.batch import fingerprint
 from schedir.runtime.batch.microbatches import Batch, Microbatch, Pieces, cut, samples, weights
 from schedir.runtime.processes.control import COUNT_TAG, Control
 from schedir.runtime.processes.grid import Grid
-from schedir.runtime.program.opening import UNKNOWN
 from schedir.runtime.request import Request
-from schedir.runtime.stage.cells import Cells
 
 
 @attrs.frozen(eq=False)
@@ -32,19 +30,25 @@ class Given:
 
 @attrs.frozen(eq=False)
 class Feed:
-    """What has been put into the cells.
+    """What a call gives to the stages here, by microbatch; empty what belongs to other ranks.
 
-    `counts` are the samples of each microbatch, on a rank of the loss; `extras` what stages get
-    beside their input, by stage and microbatch, as far as it was given here. `rows` are those of
-    the whole batches that were cut here, UNKNOWN for none. `inputs` and `target` are fingerprints,
-    for ranks that read either to compare.
+    `extras` is what stages get beside their input, by stage, as far as it was given here. `counts`
+    are the samples of each microbatch, on a rank of the loss. `rows` are those of the whole batches
+    that were cut here, None for none. `prints` are the fingerprints of inputs and target, for ranks
+    that read either to compare.
     """
 
-    counts: Sequence[float]
+    inputs: Sequence[Microbatch]
     extras: Mapping[int, Sequence[Microbatch]]
-    rows: int
-    inputs: int
-    target: int
+    targets: Sequence[Microbatch]
+    loss_keywords: Sequence[Mapping[str, Any]]
+    counts: Sequence[float]
+    rows: int | None
+    prints: tuple[int, int]
+
+    def extra(self, stage: int, microbatch: int) -> Any:
+        """What a stage gets beside its input; None for nothing."""
+        return self.extras[stage][microbatch] if stage in self.extras else None
 
 
 class Feeder:
@@ -68,11 +72,8 @@ class Feeder:
         alone = control is None or {*schedule.placement[0], *schedule.placement[-1]} == {grid.rank}
         self._compares = not alone and not {0, self._last}.isdisjoint(local)
 
-    def fill(self, cells: Cells, given: Given, request: Request) -> Feed:
-        """Put the microbatches into their cells.
-
-        Raises ExecutionError for arguments that don't fit; nothing has moved then.
-        """
+    def cut(self, given: Given, request: Request) -> Feed:
+        """The microbatches of a call. Raises ExecutionError for arguments that don't fit."""
         needs = [(0, given.inputs, "inputs")]
         if request.has_loss:
             needs.append((self._last, given.target, "target"))
@@ -81,78 +82,60 @@ class Feeder:
                 raise ExecutionError(f"stage {stage}, which runs here, needs {what}")
         pieces: dict[str, Pieces] = {}
 
-        def read(batch: Batch, what: str) -> list[Microbatch]:
+        def read(batch: Batch | None, what: str) -> list[Microbatch]:
+            if batch is None:
+                return []
             found = pieces[what] = cut(
                 batch, self._microbatches, what, may_be_short=not request.trains
             )
             return found.microbatches
 
-        if 0 in self._local and given.inputs is not None:
-            for m, piece in enumerate(read(given.inputs, "inputs")):
-                cells[0, m].batch = piece
-        extras = self._extras(cells, given.stage_inputs, read)
-        targets = keywords = None
-        if self._last in self._local and given.target is not None:
-            targets = read(given.target, "target")
-            if given.loss_kwargs is not None:
-                keywords = read(given.loss_kwargs, "loss_kwargs")
-        rows = _common_rows(pieces)
-        counts: list[float] = []
-        if targets is not None:
-            counts = [samples(self._count, target) for target in targets]
-            if rows is not None:  # what stands in for missing microbatches counts for nothing
-                counts[rows:] = [0.0] * len(counts[rows:])
-            for m, piece in enumerate(targets):
-                cells[self._last, m].target = piece
-        for m, piece in enumerate(keywords or ()):
+        inputs = read(given.inputs, "inputs") if 0 in self._local else []
+        extras = {
+            stage: read(batch, f"stage_inputs[{stage}]")
+            for stage, batch in self._known(given.stage_inputs)
+        }
+        targets = read(given.target, "target") if self._last in self._local else []
+        keywords = read(given.loss_kwargs, "loss_kwargs") if targets else []
+        for piece in keywords:
             if not isinstance(piece, Mapping):
                 raise ExecutionError(
                     "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
                     f"{type(piece).__name__}"
                 )
-            cells[self._last, m].loss_keywords = piece
-        inputs = target = fingerprint.NOTHING
+        rows = _common_rows(pieces)
+        counts = [samples(self._count, target) for target in targets]
+        if rows is not None:  # what stands in for missing microbatches counts for nothing
+            counts[rows:] = [0.0] * len(counts[rows:])
+        prints = (fingerprint.NOTHING, fingerprint.NOTHING)
         if self._compares:
-            inputs, target = map(fingerprint.of_batch, (given.inputs, given.target))
-        return Feed(counts, extras, UNKNOWN if rows is None else rows, inputs, target)
+            prints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
+        return Feed(inputs, extras, targets, keywords, counts, rows, prints)
 
-    def weigh(self, cells: Cells, counts: Sequence[float], request: Request) -> None:
-        """Give each microbatch its share of the samples of its OPTIM_STEP, over all pipelines.
+    def shares(self, counts: Sequence[float], request: Request) -> Sequence[float]:
+        """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         They wait for each other, so they have compared their calls before.
         """
         if not counts:  # the loss is on another rank
-            return
+            return ()
         # Without its updates a step is one group of microbatches.
         groups = self._groups if request.updates else [list(range(self._microbatches))]
         totals = [sum(counts[m] for m in group) for group in groups]
         if request.trains:
             totals = self._over_pipelines(totals)
-        for m, share in enumerate(weights(counts, groups, totals)):
-            cells[self._last, m].weight = share
+        return weights(counts, groups, totals)
 
-    def _extras(
-        self,
-        cells: Cells,
-        stage_inputs: Mapping[int, Batch | None],
-        read: Callable[[Batch, str], list[Microbatch]],
-    ) -> dict[int, list[Microbatch]]:
-        """Put what stages get beside their input into their cells; those of other ranks are not
-        looked at, but on the rank that has the first stage."""
-        extras = {}
+    def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
+        """What stages get beside their input, of all of them where the first one runs, since shapes
+        depend on it; other ranks look at their own stages' alone."""
         for stage, batch in stage_inputs.items():
             if stage not in range(self._last + 1):
                 raise ExecutionError(
                     f"stage_inputs: there is no stage {stage!r}, only 0..{self._last}"
                 )
-            if batch is None:
-                continue
-            if stage in self._local or 0 in self._local:
-                extras[stage] = read(batch, f"stage_inputs[{stage}]")
-            if stage in self._local:
-                for m, piece in enumerate(extras[stage]):
-                    cells[stage, m].extra = piece
-        return extras
+            if batch is not None and (stage in self._local or 0 in self._local):
+                yield stage, batch
 
     def _over_pipelines(self, totals: list[float]) -> list[float]:
         """The sums of `totals` over all pipelines, on the ranks that have them."""

@@ -13,7 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.batch.microbatches import Batch, Microbatch
+from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.boundaries.boundary import (
     NOTHING,
     Boundary,
@@ -36,10 +37,12 @@ from schedir.runtime.boundaries.memory import NO_ALIASES, Aliases
 from schedir.runtime.boundaries.shapes import FirstInput, Given, Trace, bounded_cache, tensors_of
 from schedir.runtime.boundaries.wiring import Wiring
 from schedir.runtime.processes.control import Control
-from schedir.runtime.stage.cells import Cell
 
 logger = logging.getLogger("schedir")
 
+
+Agreement: TypeAlias = Mapping[tuple[int, int], Wiring]
+"""The wirings of the stages here, by stage and microbatch."""
 
 # Beyond so many, the agreement that was used the longest ago is forgotten, on all ranks alike.
 _MOST = 64
@@ -79,62 +82,46 @@ class Wirings:
         self._replayed = replayed
         self._made = 0
         self._numbers: dict[object, int] = {}
-        self._agreed: OrderedDict[int, dict[tuple[int, int], Wiring]] = OrderedDict()
+        self._agreed: OrderedDict[int, Agreement] = OrderedDict()
         self._signature: object = None
 
-    def number(
-        self,
-        cells: Mapping[tuple[int, int], Cell],
-        inputs: Batch | None,
-        extras: Mapping[int, Sequence[Microbatch]],
-        autocast: torch.dtype | None,
-    ) -> int | None:
-        """The number of the agreement that the microbatches in the cells fall under.
+    def number(self, feed: Feed, inputs: Batch | None, autocast: torch.dtype | None) -> int | None:
+        """The number of the agreement that a call's microbatches fall under.
 
         A new one if there is none yet; None where the first stage is not here, so that the inputs
-        are not seen. `inputs` is what the microbatches were cut from; `extras` are those that any
-        stages are given beside their input, as far as they were passed here; `autocast` is the
-        active one's type.
+        are not seen. `inputs` is what the microbatches were cut from, `autocast` the active one's
+        type.
         """
         if 0 not in self._stages:
             return None
         shapes: object
-        if isinstance(inputs, Tensor) and not extras:  # which says it for all of its pieces
+        if isinstance(inputs, Tensor) and not feed.extras:  # which says it for all of its pieces
             shapes = (inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad)
         else:
-            shapes = tuple(_signatures(cells, extras))
+            shapes = tuple(_signatures(feed))
         self._signature = (shapes, autocast)
         return self._numbers.get(self._signature, self._made)
 
-    def agree(
-        self,
-        number: int,
-        cells: Mapping[tuple[int, int], Cell],
-        extras: Mapping[int, Sequence[Microbatch]],
-    ) -> list[int]:
-        """Have all ranks set their cells' wirings by one agreement, made now if it is new.
+    def agree(self, number: int, feed: Feed) -> tuple[Agreement, list[int]]:
+        """The agreement of that number, made now by all ranks together if it is new.
 
-        Every rank calls it, with the number that the call's opening gives. Returns the numbers of
-        the agreements that are forgotten for it.
+        Every rank calls it, with the number that the call's opening gives. Beside it come the
+        numbers of the agreements that are forgotten for it.
         """
         if number == self._made:
             with bounded_cache():
-                self._agreed[number] = self._agree(cells, extras)
+                self._agreed[number] = self._agree(feed)
             self._made += 1
             if 0 in self._stages:
                 self._numbers[self._signature] = number
         self._agreed.move_to_end(number)
-        for key, cell in cells.items():
-            cell.wiring = self._agreed[number][key]
         forgotten = list(self._agreed)[: max(0, len(self._agreed) - _MOST)]
         for old in forgotten:
             del self._agreed[old]
         self._numbers = {key: n for key, n in self._numbers.items() if n not in forgotten}
-        return forgotten
+        return self._agreed[number], forgotten
 
-    def _agree(
-        self, cells: Mapping[tuple[int, int], Cell], extras: Mapping[int, Sequence[Microbatch]]
-    ) -> dict[tuple[int, int], Wiring]:
+    def _agree(self, feed: Feed) -> Agreement:
         # Microbatches of one shape are of one kind, and wired alike.
         kinds: list[int] = []
         local: dict[int, Any] = {}
@@ -143,15 +130,15 @@ class Wirings:
             inputs: Sequence[Given]
             shared: Sequence[Aliases]
             if stage == 0:
-                signatures = list(_signatures(cells, extras))
+                signatures = list(_signatures(feed))
                 distinct = list(dict.fromkeys(signatures))
                 kinds = [distinct.index(signature) for signature in signatures]
-                inputs = [FirstInput(cells[0, signatures.index(kind)].batch) for kind in distinct]
+                inputs = [FirstInput(feed.inputs[signatures.index(kind)]) for kind in distinct]
                 shared = [NO_ALIASES] * len(inputs)
             else:
                 kinds, come = self._take(local, stage, stage - 1)
                 inputs, shared = zip(*come, strict=True)
-            beside = [cells[stage, kinds.index(kind)].extra for kind in range(len(inputs))]
+            beside = [feed.extra(stage, kinds.index(kind)) for kind in range(len(inputs))]
             found[stage] = [
                 self._trace(stage, given, extra, aliases)
                 for given, extra, aliases in zip(inputs, beside, shared, strict=True)
@@ -164,14 +151,21 @@ class Wirings:
             halves = found[stage]
             if stage == self._last:
                 for kind, half in enumerate(halves):
-                    half.end(self._loss_fn, cells[stage, kinds.index(kind)], self._trained)
+                    m = kinds.index(kind)
+                    keywords = feed.loss_keywords[m] if feed.loss_keywords else {}
+                    target = feed.targets[m] if feed.targets else None
+                    half.end(self._loss_fn, target, keywords, self._trained)
             else:
                 for half, grads_in in zip(halves, self._take(local, stage, stage + 1), strict=True):
                     half.flow(grads_in)
             if stage > 0:
                 self._pass(local, stage, stage - 1, [half.grads_out for half in halves])
         wirings = {stage: [half.wiring() for half in halves] for stage, halves in found.items()}
-        return {(stage, m): wirings[stage][kinds[m]] for stage, m in cells}
+        return {
+            (stage, m): halves[kind]
+            for stage, halves in wirings.items()
+            for m, kind in enumerate(kinds)
+        }
 
     def _trace(self, stage: int, given: Given, extra: Any, aliases: Aliases) -> _Half:
         module = self._stages[stage]
@@ -253,7 +247,8 @@ class _Half:
     def end(
         self,
         loss_fn: Callable[..., Tensor] | None,
-        cell: Cell,
+        target: Any,
+        keywords: Mapping[str, Any],
         trained: Collection[Tensor] | None,
     ) -> None:
         """This is the last stage: its gradients come from the loss."""
@@ -262,7 +257,7 @@ class _Half:
             return
 
         def gradients() -> Grads:
-            loss = trace.loss(loss_fn, cell.target, cell.loss_keywords)
+            loss = trace.loss(loss_fn, target, keywords)
             if trained is not None:
                 _warn_of_strangers(loss, trained)
             return trace.gradients([(loss, meta_of(loss))])
@@ -339,13 +334,13 @@ def _warn_of_strangers(loss: Tensor, trained: Collection[Tensor]) -> None:
         nodes += [child for child, _ in node.next_functions]
 
 
-def _signatures(
-    cells: Mapping[tuple[int, int], Cell], extras: Mapping[int, Sequence[Microbatch]]
-) -> Iterator[object]:
+def _signatures(feed: Feed) -> Iterator[object]:
     """What the wiring of each microbatch depends on, as far as the first stage's rank can see."""
-    for m in range(1 + max(m for _, m in cells)):
-        leaves, spec = pytree.tree_flatten(cells[0, m].batch)
-        beside = [(stage, *pytree.tree_flatten(extras[stage][m])) for stage in sorted(extras)]
+    for m, batch in enumerate(feed.inputs):
+        leaves, spec = pytree.tree_flatten(batch)
+        beside = [
+            (stage, *pytree.tree_flatten(feed.extras[stage][m])) for stage in sorted(feed.extras)
+        ]
         yield (
             tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
             spec,

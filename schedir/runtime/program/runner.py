@@ -82,13 +82,28 @@ class Runner:
     _compiled: dict[tuple[int, ...], _Program] = attrs.field(factory=dict)
     _current: int | None = None
 
+    def fill(self, feed: Feed) -> None:
+        """Put a call's microbatches into their cells."""
+        for (stage, m), cell in self.cells.items():
+            if stage == 0:
+                cell.batch = feed.inputs[m]
+            cell.extra = feed.extra(stage, m)
+            if stage == self.last:
+                cell.target = feed.targets[m] if feed.targets else None
+                cell.loss_keywords = feed.loss_keywords[m] if feed.loss_keywords else {}
+
+    def weigh(self, shares: Sequence[float]) -> None:
+        """Give the last stage's microbatches their shares of the loss."""
+        for m, share in enumerate(shares):
+            self.cells[self.last, m].weight = share
+
     def open(self, own: Opening, inputs: Batch | None, feed: Feed) -> Ready:
-        """Begin a call on the microbatches in the cells, which were cut from `inputs`.
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs`.
 
         Its boundaries are taken to be those of the call before, until the opening says that they
         are not. Raises ExecutionError where other ranks do something else.
         """
-        number = self.wirings.number(self.cells, inputs, feed.extras, own.autocast)
+        number = self.wirings.number(feed, inputs, own.autocast)
         own = attrs.evolve(own, agreement=UNKNOWN if number is None else number)
         program = None if self._current is None else self._programs[self._current]
         early = 0
@@ -101,7 +116,9 @@ class Runner:
                 return Ready(opening, program.lists, early)
             if self.posts_early:
                 self._withdraw(program)
-        forgotten = self.wirings.agree(opening.agreement, self.cells, feed.extras)
+        agreed, forgotten = self.wirings.agree(opening.agreement, feed)
+        for key, cell in self.cells.items():
+            cell.wiring = agreed[key]
         if forgotten:
             self._programs = {n: p for n, p in self._programs.items() if n not in forgotten}
             kept = list(self._programs.values())
@@ -110,6 +127,11 @@ class Runner:
         if self._current not in self._programs:
             self._programs[self._current] = self._program()
         return Ready(opening, self._programs[self._current].lists)
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.compiler.schedule.stages - 1
 
     def run(self, ready: Ready) -> None:
         """Run the list."""
