@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
@@ -11,62 +11,39 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
-from schedir.ir import Schedule, StageVersions, weight_versions
-from schedir.passes import forward_only, insert_reductions
+from schedir.ir import Schedule
+from schedir.passes import forward_only
 from schedir.runtime.batch.feeding import Feed, Feeder, Given
+from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.boundaries.agreement import Wirings
 from schedir.runtime.boundaries.boundary import Declared
-from schedir.runtime.fitting import (
-    TieOf,
-    check_arguments,
-    check_clipping,
-    check_modules,
-    check_optimizer,
-    check_stages,
-    check_stepping,
-    device_of,
-    proved,
-    recomputed_stages,
-    tied_copies,
-    timeout_of,
-)
+from schedir.runtime.fitting import TieOf
 from schedir.runtime.gradients.sharing import Shared
-from schedir.runtime.gradients.stepping import Meetings
-from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
-from schedir.runtime.processes.failure import (
-    Board,
-    OneLineError,
-    WaitError,
-    end_in_one_line,
-    record,
+from schedir.runtime.plan import (
+    Arguments,
+    LossFunction,
+    OptimizerFactory,
+    Plan,
+    optimizers_of,
+    planned,
 )
-from schedir.runtime.processes.grid import Grid, grid
-from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.opening import UNKNOWN, Opening, Openings
-from schedir.runtime.program.posting import awaited
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.request import ACCUMULATE, CLOSE, EVALUATE, INFER, STEP, Request
 from schedir.runtime.result import StepResult
-from schedir.runtime.stage.cells import Cells, cells_of, wait
+from schedir.runtime.stage.cells import cells_of, wait
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import Stage, StepState
 from schedir.runtime.stage.weights import StageWeights
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.in_process import InProcessTransport
-from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport, Work
-
-LossFunction = Callable[..., Tensor]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-_TRAINING, _EVALUATION = 0, 1  # tags: what is sent for one meets nothing of the other
+from schedir.runtime.world import World
 
 
 class Executor:
@@ -132,147 +109,71 @@ class Executor:
         timeout: float | timedelta | None = None,
         in_process: bool = False,
     ) -> None:
-        check_arguments(
-            schedule, stages, loss_fn, optimizer, boundaries or (), clip_grad_norm, ties, seed, step
-        )
-        limit = timeout_of(timeout)
-        schedule = proved(schedule, [[stage for stage, _ in tie] for tie in ties])
-        self._grid = Grid(((0,) * schedule.ranks,)) if in_process else grid(schedule.ranks, mesh)
-        if self._grid.pipelines > 1:
-            schedule = insert_reductions(schedule)
-        self.schedule = schedule
-        versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
-        check_stepping(schedule, versions, optimizer is not None)
-        if clip_grad_norm is not None:
-            check_clipping(schedule)
-        if optimizer is None and (ties or clip_grad_norm is not None):
-            raise ExecutionError(
-                "ties= and clip_grad_norm= act between the gradients and the step, so they need an "
-                "optimizer"
+        plan = planned(
+            Arguments(
+                schedule,
+                stages,
+                loss_fn,
+                optimizer,
+                boundaries=boundaries or {},
+                recompute=recompute,
+                count=count,
+                clip_grad_norm=clip_grad_norm,
+                ties=ties,
+                mesh=mesh,
+                seed=seed,
+                step=step,
+                timeout=timeout,
+                in_process=in_process,
             )
-        self.rank = self._grid.rank
-        here = tuple(range(schedule.ranks)) if in_process else (self.rank,)
-        local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
-        self._last = schedule.stages - 1
-        check_stages(schedule, stages, local, None if in_process else self.rank)
-        # What holds the parameters of each stage: the loss's are trained with the last stage.
-        holders = dict(stages)
-        if isinstance(loss_fn, nn.Module) and self._last in stages:
-            holders[self._last] = nn.ModuleDict({"stage": stages[self._last], "loss": loss_fn})
-        check_modules(holders)
-        self._device = device_of(holders)
-        recomputed = recomputed_stages(recompute, schedule.stages)
-        tied = tied_copies(schedule, stages, ties)
-
+        )
+        self.schedule, self.rank = plan.schedule, plan.grid.rank
+        self._world = World(plan.grid, plan.here, plan.device, plan.timeout)
         self._state = StepState(seed, step)
         self._calls = 0
-        self._closed = False
-        self._broken: str | None = None
-        talks = not in_process and len(self._grid.everyone) > 1
-        self._made_group = talks and not dist.is_initialized()
-        if self._made_group:
-            init_process_group(limit)
-        self._groups = Groups(self._grid.everyone, limit) if talks else None
-        self._control: Control | None = None
-        self._openings: Openings | None = None
-        self._runners: list[Runner] = []
-        self._meetings = Meetings((), ())
-        self._hub = InProcessTransport()
-        alike = {
-            "optimizer": "None" if optimizer is None else "given",
-            "clip_grad_norm": clip_grad_norm,
-            "ties": [[*map(tuple, tie)] for tie in ties],
-            "mesh": self._grid.processes,
-            "seed": seed,
-            "step": step,
-        }
-        try:
-            if self._groups is not None:
-                self._board = Board(self._groups.store)
-                self._control = Control(self._grid, self._groups)
-            shared = Shared(
-                schedule,
-                self._grid,
-                holders,
-                tied,
-                alike,
-                self._device,
-                self._control,
-                self._groups,
-            )
-            if self._control is not None:
-                self._openings = Openings(self._control, self._grid, schedule.placement[0][0])
-            transport = self._connect(schedule)
-            reductions = {
-                stage: shared.reduction(stage, keeps_earlier=optimizer is None) for stage in local
-            }
-            self._clipping = None if clip_grad_norm is None else shared.clipping(clip_grad_norm)
-            self._meetings = shared.meetings(here, self._clipping)
-        except WaitError as stalled:
-            raise self._failed(stalled, "making the executor") from None
-        self._shared, self._drift = shared, shared.drift()
-
-        self._updates = optimizer is not None
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        if optimizer is not None:
-            for stage in local:
-                parameters = list(holders[stage].parameters())
-                if parameters:
-                    self.optimizers[stage] = check_optimizer(optimizer(parameters), stage)
-
-        self._boundaries = boundaries or {}
-        mine = {stage: v for rank in here for stage, v in versions[rank].items()}
-        read = mine if optimizer is not None else {}
-        self._stages = {
-            stage: Stage(
-                stage,
-                stages[stage],
-                holders[stage],
-                StageWeights(holders[stage], read.get(stage)),
-                self._device,
-                loss_fn if stage == self._last else None,
-                stage in recomputed,
-                reductions[stage],
-                self._state,
-            )
-            for stage in local
-        }
-        self._reductions = [r for r in reductions.values() if r is not None]
-        self._feeder = Feeder(schedule, local, count, self._grid, self._control)
-        # Who has a part of the loss: its sum and the number of its samples.
-        self._loss_sizes = {
-            self._grid.number(rank, line): 2
-            for line in range(self._grid.pipelines)
-            for rank in schedule.placement[self._last]
-        }
-        self._listeners = range(len(self._grid.everyone))
         self._under_way: list[Work] = []
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self._under_way)
-        self._streams: list[torch.cuda.Stream] = []
-        if in_process and self._device.type == "cuda":
-            self._streams = [torch.cuda.Stream(self._device) for _ in here]
+        with self._world.together("making the executor"):
+            self._connect(plan)
+        self._build(plan)
 
-        def transports(tag: int) -> dict[int, Transport | None]:
-            if in_process:
-                return {rank: self._hub.of(rank) for rank in here}
-            return {
-                self.rank: transport.tagged(tag)
-                if isinstance(transport, GlooTransport)
-                else transport
-            }
+    def _connect(self, plan: Plan) -> None:
+        """Compare with the other processes, and make what connects them, in one order on all."""
+        world, grid = self._world, plan.grid
+        self._shared = Shared(plan.schedule, plan.holders, plan.tied, plan.alike, world)
+        self._openings = Openings(world.control, grid, plan.schedule.placement[0][0])
+        self._transports = world.transports(plan.schedule)
+        self._reductions = self._shared.reductions(keeps_earlier=plan.asked.optimizer is None)
+        clip = plan.asked.clip_grad_norm
+        self._clipping = None if clip is None else self._shared.clipping(clip)
+        self._meetings = self._shared.meetings(plan.here, self._clipping)
+        self._drift = self._shared.drift()
 
-        self._training = self._runner(schedule, mine, loss_fn, transports(_TRAINING), trains=True)
-        forwards = forward_only(schedule)
-        read_once = {
-            stage: v
-            for rank in here
-            for stage, v in weight_versions(forwards.columns, rank).items()
+    def _build(self, plan: Plan) -> None:
+        """Make the stages, and the runners of their lists."""
+        asked, schedule = plan.asked, plan.schedule
+        self.optimizers = optimizers_of(plan)
+        read = plan.versions(schedule) if asked.optimizer is not None else {}
+        self._stages = {
+            stage: Stage(
+                stage,
+                asked.stages[stage],
+                plan.holders[stage],
+                StageWeights(plan.holders[stage], read.get(stage)),
+                plan.device,
+                asked.loss_fn if stage == schedule.stages - 1 else None,
+                stage in plan.recomputed,
+                self._reductions.get(stage),
+                self._state,
+            )
+            for stage in plan.local
         }
-        self._evaluation = self._runner(
-            forwards, read_once, loss_fn, transports(_EVALUATION), trains=False
-        )
-        self._runners += [self._training, self._evaluation]
+        self._feeder = Feeder(schedule, plan.local, asked.count, plan.grid, self._world.control)
+        self._losses = Losses(schedule, plan.grid, self._world.control)
+        training, evaluation = self._transports
+        self._training = self._runner(plan, schedule, training, trains=True)
+        self._evaluation = self._runner(plan, forward_only(schedule), evaluation, trains=False)
 
     @property
     def steps(self) -> int:
@@ -280,53 +181,31 @@ class Executor:
         that is to go on from here."""
         return self._state.step
 
-    def _connect(self, schedule: Schedule) -> GlooTransport | NcclTransport | None:
-        """The transport of the device, between the ranks of this pipeline."""
-        if self._groups is None:
-            return None
-        processes = self._grid.processes[self._grid.pipeline]
-        if self._device.type == "cpu":
-            return GlooTransport(processes, self.rank, self._groups)
-        transfers = schedule.dataflow.transfers
-        channels = set(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
-        return NcclTransport(processes, self.rank, channels, self._device, self._groups)
-
     def _runner(
-        self,
-        schedule: Schedule,
-        versions: Mapping[int, StageVersions],
-        loss_fn: LossFunction,
-        transports: Mapping[int, Transport | None],
-        trains: bool,
+        self, plan: Plan, schedule: Schedule, transports: Mapping[int, Transport], trains: bool
     ) -> Runner:
-        modules = {index: stage.module for index, stage in self._stages.items()}
-        first_draw = self._grid.pipeline * schedule.microbatches
-        cells = cells_of(schedule, tuple(modules), first_draw)
-        stepped = {
-            p
-            for made in self.optimizers.values()
-            for group in made.param_groups
-            for p in group["params"]
-        }
+        cells = cells_of(schedule, plan.local, plan.grid.pipeline * schedule.microbatches)
+        updates = plan.asked.optimizer is not None
+        groups = (g for optimizer in self.optimizers.values() for g in optimizer.param_groups)
         wirings = Wirings(
             schedule,
-            tuple(transports),
-            modules,
-            self._device,
-            loss_fn,
-            self._boundaries,
-            self._control,
+            plan.here,
+            {index: stage.module for index, stage in self._stages.items()},
+            plan.device,
+            plan.asked.loss_fn,
+            plan.asked.boundaries,
+            self._world.control,
             trains,
-            stepped if self._updates else None,
+            {p for group in groups for p in group["params"]} if updates else None,
             {i for i, stage in self._stages.items() if stage.recompute or stage.weights.stashes},
         )
         compiler = Compiler(
             schedule,
             self._stages,
             cells,
-            versions,
+            plan.versions(schedule),
             self.optimizers,
-            self._updates,
+            updates,
             self._meetings,
         )
         return Runner(
@@ -334,11 +213,9 @@ class Executor:
             wirings,
             compiler,
             transports,
-            self._control,
+            self._world.control,
             self._openings,
-            any(isinstance(transport, GlooTransport) for transport in transports.values()),
             self._state,
-            self._streams,
             self._under_way,
         )
 
@@ -437,18 +314,9 @@ class Executor:
 
     def _call(self, request: Request, given: Given, outputs: bool) -> StepResult:
         started = perf_counter()
-        if self._closed:
-            raise ExecutionError("this executor is closed; make another one to go on")
-        if self._broken is not None:
-            raise ExecutionError(
-                f"this executor is broken, since {self._broken}; make another one, on every rank, "
-                "and go on from a checkpoint"
-            )
+        self._world.check_usable()
         runner = self._training if request.trains else self._evaluation
-        state, cells = self._state, runner.cells
-        state.request, state.keeps_outputs, state.busy = request, outputs, 0.0
-        types = {"cpu", self._device.type}
-        state.autocast = tuple(kind for kind in types if torch.is_autocast_enabled(kind))
+        self._state.begin(request, outputs, {"cpu", self._world.device.type})
         saved = SavedRng()
         try:
             # What is refused here has moved nothing.
@@ -464,140 +332,89 @@ class Executor:
                     raise
                 raise failure from None
         finally:
-            for stage in self._stages.values():
-                stage.weights.restore()
-            for reduction in self._reductions:
-                reduction.restore()
-            for cell in cells.values():
-                cell.clear()
+            self._tidy(runner)
             saved.restore()
         self._calls += 1
         norm = self._clipping.norm if self._clipping and request.updates else None
-        return StepResult(loss, norm, found, state.busy, perf_counter() - started)
+        return StepResult(loss, norm, found, self._state.busy, perf_counter() - started)
 
     def _run(
         self, runner: Runner, inputs: Batch | None, feed: Feed
     ) -> tuple[Callable[[], float] | None, list[Any] | None]:
         """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
-        state, cells = self._state, runner.cells
-        request = state.request
-        losses = None
-        if self._control is not None and request.has_loss:
-            # Posted long before it is sent.
-            losses = self._control.expect(self._loss_sizes, LOSS_TAG)
+        state, request = self._state, self._state.request
+        exchange = self._losses.expect() if request.has_loss else None
         rows_here = UNKNOWN if feed.rows is None else feed.rows
         own = Opening(request, self._calls, self._autocast(), rows_here, *feed.prints)
         ready = runner.open(own, inputs, feed)
         runner.weigh(self._feeder.shares(feed.counts, request))
         if request.trains:
-            for stage in self._stages.values():
-                stage.weights.begin(0)
-            for reduction in self._reductions:
-                reduction.begin()
+            self._begin()
         with state.forwards_apart():
             runner.run(ready)
-        if self._control is not None:
-            self._control.settle()
+        self._world.control.settle()
         if request.trains:
-            for reduction in self._reductions:
+            for reduction in self._reductions.values():
                 reduction.finish()
             self._drift.step()
-        loss = self._share_loss(cells, feed.counts, losses) if request.has_loss else None
-        if not state.keeps_outputs or self._last not in self._stages:
-            return loss, None
-        number = self.schedule.microbatches
-        if ready.opening.rows != UNKNOWN:  # of a short batch some microbatches were copies
-            number = min(number, ready.opening.rows)
-        return loss, [cells[self._last, m].result for m in range(number)]
+        loss = None
+        if exchange is not None:
+            ran = runner.losses() if feed.counts else []
+            loss = self._told(self._losses.share(exchange, feed.counts, ran))
+        return loss, runner.results(ready.opening.rows) if state.keeps_outputs else None
+
+    def _begin(self) -> None:
+        """Begin to train: at the present weights, with no gradients of this call."""
+        for stage in self._stages.values():
+            stage.weights.begin(0)
+        for reduction in self._reductions.values():
+            reduction.begin()
+
+    def _tidy(self, runner: Runner) -> None:
+        """Leave nothing of a call behind but weights and gradients."""
+        for stage in self._stages.values():
+            stage.weights.restore()
+        for reduction in self._reductions.values():
+            reduction.restore()
+        for cell in runner.cells.values():
+            cell.clear()
+
+    def _told(self, fetch: Callable[[], float]) -> Callable[[], float]:
+        """How to get the loss, which may be waited for in vain."""
+        where = f"the loss of call {self._calls}, {self._state.request.name}"
+
+        def told() -> float:
+            try:
+                return fetch()
+            except WaitError as stalled:
+                raise self._failed(stalled, where) from None
+
+        return told
 
     def _autocast(self) -> torch.dtype | None:
         """The type that the caller's autocast computes in, which every rank must be under."""
-        kind = self._device.type
+        kind = self._world.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
-        """Something has failed that ranks do together; returns what to raise.
-
-        Nobody may be left to take what is under way, so the connections end, and with them the
-        waits of all other ranks. Within one process there is nothing but to forget it.
-        """
-        for runner in self._runners:
+        """A call has failed, and with several processes the executor; returns what to raise."""
+        for runner in (self._training, self._evaluation):
             runner.forget()
-        self._hub.clear()
         for meeting in self._meetings.all:
             meeting.reset()
-        if self._groups is None:
-            return error
-        found = error
-        if isinstance(error, WaitError):
-            found = self._explained(error, where)
-            error.forget_frames()
-        self._broken = f"{where} has failed: {found}"
-        if self._board.write(str(found)) or found is error:
-            record(found)
-        if isinstance(found, OneLineError):
-            end_in_one_line(found)
-        self._let_go(abort=True)
-        return found
-
-    def _explained(self, stalled: WaitError, where: str) -> ExecutionError:
-        """Where this rank stands, what it waits for, and why that doesn't come."""
-        assert self._groups is not None  # nobody to wait for
-        what = stalled.what
-        if not what and stalled.action is not None:
-            what = awaited(self.schedule, stalled.action)
-        seconds = self._groups.timeout.total_seconds()
-        how = f"waited {seconds:g} s in vain" if stalled.timed_out else "waited"
-        ended = "" if stalled.timed_out else ", but the connection has ended"
-        return OneLineError(
-            f"{where}: {how} for {what}{ended}{self._board.reasons(self._grid.everyone)}",
-            rank=self.rank if stalled.rank is None else stalled.rank,
-            index=stalled.index,
-            action=stalled.action,
-            cause=stalled.cause,
-        )
-
-    def _let_go(self, abort: bool) -> None:
-        """End the connections to other processes."""
-        if self._control is not None:
-            self._control.drop()
-        if self._openings is not None:
-            self._openings.drop()
-        if self._groups is not None:
-            self._groups.close(abort)
+        return self._world.failure(error, where)
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._control is not None and self._broken is None:
-                self._leave(self._control)
-            if self._made_group and self._broken is None:
-                # The ranks leave together: none loses a peer that still talks to it, and gloo's
-                # threads have let go of the last collective (while Python shuts down they would
-                # abort).
-                try:
-                    dist.barrier()
-                except RuntimeError as error:
-                    raise WaitError(error, "the other ranks to close") from error
-        except WaitError as stalled:
-            raise self._failed(stalled, "close") from None
-        finally:
-            if self._made_group:
-                dist.destroy_process_group()
-
-    def _leave(self, control: Control) -> None:
-        """End what is under way, and the connections."""
-        wait(self._under_way)
-        if self._openings is not None:
-            self._openings.last(Opening(CLOSE, self._calls))
-        for _ in range(2):  # what the step before the last one has posted, and what it has
-            control.settle()
-        self._drift.look()
-        self._board.leave(self._grid.number(self.rank), self._calls)
-        self._let_go(abort=False)
+        with self._world.closing() as still_works:
+            if still_works:
+                # End what is under way, and say that there is no other call.
+                wait(self._under_way)
+                self._openings.last(Opening(CLOSE, self._calls))
+                for _ in range(2):  # what the step before the last one has posted, and what it has
+                    self._world.control.settle()
+                self._drift.look()
+                self._world.leave(self._calls)
 
     def __enter__(self) -> Executor:
         return self
@@ -611,45 +428,6 @@ class Executor:
         # After a failure the other ranks may never answer; the process is about to end anyway.
         if error is None:
             self.close()
-
-    def _share_loss(
-        self, cells: Cells, counts: Sequence[float], losses: Exchange | None
-    ) -> Callable[[], float]:
-        """The step's mean loss, on its way to every process."""
-        ran: list[tuple[float, Tensor]] = []
-        if self._last in self._stages:
-            # By microbatch, not by order of arrival.
-            found = [cells[self._last, m].loss for m in range(len(counts))]
-            # One without samples has no mean to count.
-            ran = [(n, x) for n, x in zip(counts, found, strict=True) if x is not None and n]
-        if losses is None:
-            return lambda: _mean([_sums(ran)])
-        if self._last in self._stages:
-            losses.give(_sums(ran), self._listeners)
-        where = f"the loss of call {self._calls}, {self._state.request.name}"
-
-        def fetch() -> float:
-            try:
-                return _mean(losses.result())
-            except WaitError as stalled:
-                raise self._failed(stalled, where) from None
-
-        return fetch
-
-
-def _sums(ran: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """The sum of the losses over all samples, and their number."""
-    if ran and ran[0][1].is_cuda:
-        torch.cuda.synchronize(ran[0][1].device)  # whatever stream is current by now
-    return torch.tensor(
-        [sum(n * float(loss) for n, loss in ran), sum(n for n, _ in ran)], dtype=torch.float64
-    )
-
-
-def _mean(shares: Sequence[Tensor]) -> float:
-    """The mean loss, of the sums of the losses and of the samples."""
-    total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
-    return float(total / samples)
 
 
 def _arrive(works: list[Work]) -> None:

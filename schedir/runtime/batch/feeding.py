@@ -60,7 +60,7 @@ class Feeder:
         local: Collection[int],
         count: Callable[[Any], float | Tensor],
         grid: Grid,
-        control: Control | None,
+        control: Control,
     ) -> None:
         self._microbatches = schedule.microbatches
         self._last = schedule.stages - 1
@@ -69,7 +69,7 @@ class Feeder:
         self._grid, self._control = grid, control
         self._groups = _loss_groups(schedule)
         # One rank alone has nobody to compare with; others don't read what they are given.
-        alone = control is None or {*schedule.placement[0], *schedule.placement[-1]} == {grid.rank}
+        alone = {*schedule.placement[0], *schedule.placement[-1]} == {grid.rank}
         self._compares = not alone and not {0, self._last}.isdisjoint(local)
 
     def cut(self, given: Given, request: Request) -> Feed:
@@ -139,7 +139,7 @@ class Feeder:
 
     def _over_pipelines(self, totals: list[float]) -> list[float]:
         """The sums of `totals` over all pipelines, on the ranks that have them."""
-        if self._control is None or self._grid.pipelines == 1:
+        if self._grid.pipelines == 1:
             return totals
         numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
         own = torch.tensor(totals, dtype=torch.float64)

@@ -63,7 +63,7 @@ class Wirings:
         device: torch.device,
         loss_fn: Callable[..., Tensor] | None,
         boundaries: Mapping[int, Declared],
-        control: Control | None,
+        control: Control,
         trains: bool,
         trained: Collection[Tensor] | None,
         replayed: Collection[int],
@@ -203,17 +203,14 @@ class Wirings:
         if self._holders[stage][0] not in self._here:
             return
         local[to] = message
-        if self._control is not None:
-            for rank in self._holders[to]:
-                if rank not in self._here:
-                    self._control.send(message, rank)
+        for rank in self._holders[to]:
+            if rank not in self._here:
+                self._control.send(message, rank)
 
     def _take(self, local: dict[int, Any], stage: int, source: int) -> Any:
         speaker = self._holders[source][0]
         if speaker in self._here:
             return local.pop(stage)
-        if self._control is None:
-            raise ExecutionError(f"stage {source} is on no rank that can be reached")
         return self._control.receive(speaker)
 
 

@@ -31,7 +31,7 @@ class Drift:
         copies: Mapping[str, Sequence[Sequence[nn.Parameter]]],
         holders: Mapping[str, Sequence[int]],
         own: int,
-        control: Control | None,
+        control: Control,
     ) -> None:
         self._copies = {label: copies[label] for label in sorted(copies)}
         self._holders, self._own, self._control = holders, own, control
@@ -56,8 +56,6 @@ class Drift:
             own[label] = found[0]
             if len(set(found)) > 1:
                 raise _differ(label, f"on process {self._own}", self._steps)
-        if self._control is None:
-            return
         sizes = {peer: len(self._shared(peer)) for peer in self._peers}
         exchange = self._control.expect(sizes, DRIFT_TAG)
         for peer in self._peers:

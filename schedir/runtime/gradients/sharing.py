@@ -17,9 +17,8 @@ from schedir.runtime.gradients.drift import Drift
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.stepping import Clipping, Meeting, Meetings, Norms, Tie
 from schedir.runtime.processes.claims import Claim, compare, compare_schedules, digest
-from schedir.runtime.processes.control import NORM_TAG, Control
-from schedir.runtime.processes.grid import Grid
-from schedir.runtime.processes.groups import Groups
+from schedir.runtime.processes.control import NORM_TAG
+from schedir.runtime.world import World
 
 
 class Shared:
@@ -35,17 +34,14 @@ class Shared:
     def __init__(
         self,
         schedule: Schedule,
-        grid: Grid,
         stages: Mapping[int, nn.Module],
         ties: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]],
         arguments: Mapping[str, object],
-        device: torch.device,
-        control: Control | None,
-        groups: Groups | None,
+        world: World,
     ) -> None:
-        self._schedule, self._grid, self._stages = schedule, grid, stages
-        self._device = device
-        self._groups = groups
+        self._schedule, self._stages = schedule, stages
+        self._grid, self._control, self._groups = world.grid, world.control, world.groups
+        self._device = world.device
         self._ties = ties
         self._settled: dict[int, tuple[list[nn.Parameter], list[bool]]] = {}
         for _, held in ties:
@@ -72,16 +68,13 @@ class Shared:
                     )
         sizes = {stage: len(self._counted(stage)) for stage in stages}
         doubles = any(p.dtype is torch.float64 for m in stages.values() for p in m.parameters())
-        mine = Claim(schedule.content_hash, device.type, arguments, copies, sizes, doubles)
-        claims = [mine]
-        if control is not None:
-            claims = control.gather(mine)
-            if any(claim.schedule != mine.schedule for claim in claims):
-                compare_schedules([loads(text) for text in control.gather(dumps(schedule))])
+        mine = Claim(schedule.content_hash, world.device.type, arguments, copies, sizes, doubles)
+        claims = world.control.gather(mine)
+        if any(claim.schedule != mine.schedule for claim in claims):
+            compare_schedules([loads(text) for text in world.control.gather(dumps(schedule))])
         compare(claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
         self._norms = torch.float64 if any(claim.doubles for claim in claims) else torch.float32
-        self._control = control
 
     def _processes(self, stage: int) -> tuple[int, ...]:
         return self._grid.holders(self._schedule.placement[stage])
@@ -93,11 +86,15 @@ class Shared:
             if p.requires_grad and p not in self._skipped
         ]
 
-    def reduction(self, stage: int, keeps_earlier: bool) -> Reduction | None:
-        """The sums that the stage's REDUCE_GRADs are, if several processes run it."""
+    def reductions(self, keeps_earlier: bool) -> dict[int, Reduction]:
+        """The sums that REDUCE_GRADs are, of the stages that several processes run."""
+        found = ((stage, self._reduction(stage, keeps_earlier)) for stage in self._stages)
+        return {stage: reduction for stage, reduction in found if reduction is not None}
+
+    def _reduction(self, stage: int, keeps_earlier: bool) -> Reduction | None:
         processes = self._processes(stage)
         parameters = [p for p in self._stages[stage].parameters() if p.requires_grad]
-        if self._groups is None or len(processes) == 1 or not parameters:
+        if len(processes) == 1 or not parameters:
             return None
         # A group for each stage: two stages' replicas may reach their sums in another order.
         self._settle(stage)
@@ -156,8 +153,6 @@ class Shared:
         return Clipping(max_norm, trained, self._skipped, self._norms, self._gather, speaks)
 
     def _gather(self, own: Norms) -> Norms:
-        if self._control is None:
-            return own
         speaks: dict[int, list[int]] = {}  # by number, the stages that a process speaks for
         for stage, held in enumerate(self._schedule.placement):
             speaks.setdefault(self._grid.number(held[0]), []).append(stage)
@@ -185,8 +180,8 @@ class Shared:
             ranks = {placement[stage][0] for stage, _ in tie}
             row = self._grid.processes[self._grid.pipeline]
             group = None
-            if self._groups is not None and len(ranks) > 1 and held:
-                processes = sorted(row[rank] for rank in ranks)
+            processes = sorted({row[rank] for rank in ranks})
+            if len(processes) > 1 and held:
                 purpose = f"tie/{number}/{processes}"
                 group = self._groups.make(purpose, processes, self._device)
             if held:

@@ -153,13 +153,18 @@ class Control:
     all pipelines.
     """
 
-    def __init__(self, grid: Grid, groups: Groups) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
         self._own = grid.number(grid.rank)
         self._all = len(grid.everyone)
-        self._group = groups.make("control", grid.everyone)
+        self._everyone = grid.everyone
+        self._relays: list[Relay] = []
         self._earlier: list[_Posted] = []  # by the steps before
         self._posted: list[_Posted] = []
+
+    def connect(self, groups: Groups) -> None:
+        """Make the group. Raises WaitError where the other processes don't come in time."""
+        self._group = groups.make("control", self._everyone)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by number, on each of them."""
@@ -176,7 +181,8 @@ class Control:
 
     def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
         """A relay between some numbers, of which this process is one."""
-        return Relay(self._group, members, self._own, size, tag)
+        self._relays.append(Relay(self._group, members, self._own, size, tag))
+        return self._relays[-1]
 
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""
@@ -232,6 +238,8 @@ class Control:
 
     def drop(self) -> None:
         """Forget what is under way."""
+        for relay in self._relays:
+            relay.drop()
         for posted in (*self._earlier, *self._posted):
             posted.drop()
         self._earlier, self._posted = [], []

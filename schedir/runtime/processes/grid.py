@@ -46,6 +46,11 @@ class Grid:
         """All processes, as a process group numbers them."""
         return tuple(sorted({process for row in self.processes for process in row}))
 
+    @property
+    def alone(self) -> bool:
+        """Whether this process runs everything."""
+        return len(self.everyone) == 1
+
     def number(self, rank: int, pipeline: int | None = None) -> int:
         """The number of a process in a group of `everyone`."""
         row = self.processes[self.pipeline if pipeline is None else pipeline]

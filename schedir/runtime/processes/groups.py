@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _enable_record_function
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed import (  # type: ignore[attr-defined]  # public, unlisted
+    HashStore,
+    PrefixStore,
+)
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -97,15 +100,19 @@ class Groups:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
         Groups._made[everyone] += 1
-        self.store = PrefixStore(name, _get_default_store())
+        alone = len(everyone) == 1
+        self.store = PrefixStore(name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
         self._groups: list[Group] = []
 
     def make(self, purpose: str, processes: Sequence[int], device: torch.device = _CPU) -> Group:
         """A group for a purpose that no other one has: of gloo, or of NCCL for a GPU.
 
-        Raises WaitError where the other processes don't make it in time.
+        That of one process alone is never used. Raises WaitError where the other processes don't
+        make it in time.
         """
+        if len(processes) == 1:
+            return Group(None)
         store = PrefixStore(purpose, self.store)
         position, size = processes.index(dist.get_rank()), len(processes)
         backend: Any
@@ -128,7 +135,9 @@ class Groups:
 
 
 def _timeout_of_user() -> timedelta:
-    """That of the default process group."""
+    """That of the default process group, where there is one."""
+    if not dist.is_initialized():
+        return default_pg_timeout
     group = _get_default_group()
     for device in group._device_types:
         with suppress(RuntimeError):  # it has no backend for it

@@ -68,9 +68,7 @@ class Compiler:
     updates: bool  # whether OPTIM_STEPs are carried out, also by stages without parameters
     meetings: Meetings
 
-    def compile(
-        self, rank: int, transport: Transport | None, more_buffers: int
-    ) -> list[Instruction]:
+    def compile(self, rank: int, transport: Transport, more_buffers: int) -> list[Instruction]:
         """The instructions of a rank whose stages are here.
 
         Receives may take `more_buffers` beyond what the list needs.
@@ -130,7 +128,7 @@ class Compiler:
         index: int,
         action: Action,
         steps: dict[int, int],
-        transport: Transport | None,
+        transport: Transport,
     ) -> Callable[[], None] | None:
         stage = self.stages[action.stage]
         if action.kind is Kind.REDUCE_GRAD:
@@ -143,7 +141,7 @@ class Compiler:
         cell = self._cell(action)
         if action.kind in SENDS or action.kind in RECEIVES:
             peer = self.schedule.dataflow.peer(action)
-            if peer is None or transport is None:
+            if peer is None:
                 raise ExecutionError(f"{action} has no peer", rank=rank, index=index)
             grads = action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
             end = Send if action.kind in SENDS else Receive

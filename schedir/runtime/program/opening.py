@@ -63,7 +63,8 @@ class Openings:
     def __init__(self, control: Control, grid: Grid, speaker: int) -> None:
         self._grid, self._speaker = grid, speaker
         size = len(attrs.fields(Opening))
-        ranks = [grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks)]
+        # One process may run several ranks.
+        ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
         self._within = control.relay(ranks, size, RANK_TAG)
         speakers = [grid.number(speaker, line) for line in range(grid.pipelines)]
         self._between = (
@@ -92,12 +93,6 @@ class Openings:
         for relay in (self._between, self._within):
             if relay is not None:
                 relay.leave(_encoded(own))
-
-    def drop(self) -> None:
-        """Forget what is under way."""
-        for relay in (self._between, self._within):
-            if relay is not None:
-                relay.drop()
 
     def _same_call(self, own: Opening, heard: Opening, pipeline: int) -> None:
         if (own.request, own.autocast) == (heard.request, heard.autocast):

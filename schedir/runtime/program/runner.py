@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from schedir.errors import ExecutionError
@@ -23,7 +25,7 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.program.compiler import Compiler, Instruction
 from schedir.runtime.program.opening import UNKNOWN, Opening, Openings
-from schedir.runtime.program.posting import leading, matching_send
+from schedir.runtime.program.posting import awaited, leading, matching_send
 from schedir.runtime.program.transfer import Send
 from schedir.runtime.stage.cells import Cells, wait
 from schedir.runtime.stage.stage import StepState
@@ -63,24 +65,30 @@ class Runner:
 
     Its programs go by the number of the agreement on the boundaries, of which the current one is
     that of the step before. Most agreements share one: it depends on the shapes only in how far
-    receives are posted ahead. `posts_early` where receives may be posted before the call's opening
-    has come. `under_way` are the sends that may not have arrived by the end of a step; `streams`
-    those of the ranks in one process, on a GPU.
+    receives are posted ahead. `under_way` are the sends that may not have arrived by the end of a
+    step.
     """
 
     cells: Cells
     wirings: Wirings
     compiler: Compiler
-    transports: Mapping[int, Transport | None]
-    control: Control | None
-    openings: Openings | None
-    posts_early: bool
+    transports: Mapping[int, Transport]
+    control: Control
+    openings: Openings
     state: StepState
-    streams: Sequence[torch.cuda.Stream]
     under_way: list[Work]
+    _streams: list[torch.cuda.Stream] = attrs.field(init=False)
     _programs: dict[int, _Program] = attrs.field(factory=dict)
     _compiled: dict[tuple[int, ...], _Program] = attrs.field(factory=dict)
     _current: int | None = None
+
+    @_streams.default
+    def _stream_of_each(self) -> list[torch.cuda.Stream]:
+        """One for each rank, where this process runs several on a GPU."""
+        devices = [stage.device for stage in self.compiler.stages.values()]
+        if len(self.transports) == 1 or devices[0].type != "cuda":
+            return []
+        return [torch.cuda.Stream(devices[0]) for _ in self.transports]
 
     def fill(self, feed: Feed) -> None:
         """Put a call's microbatches into their cells."""
@@ -110,7 +118,7 @@ class Runner:
         if program is not None and number is None and self.posts_early:
             early = program.early
             _advance(program.lists[0][:early])
-        opening = own if self.openings is None else self.openings.exchange(own)
+        opening = self.openings.exchange(own)
         if program is not None:
             if opening.agreement == self._current:
                 return Ready(opening, program.lists, early)
@@ -129,6 +137,11 @@ class Runner:
         return Ready(opening, self._programs[self._current].lists)
 
     @property
+    def posts_early(self) -> bool:
+        """Whether receives may be posted before the call's opening has come."""
+        return all(transport.early for transport in self.transports.values())
+
+    @property
     def last(self) -> int:
         """The last stage."""
         return self.compiler.schedule.stages - 1
@@ -141,15 +154,34 @@ class Runner:
         except WaitError as error:
             raise WaitError(error.cause, "what the call before has sent to arrive") from error
         lists, done = ready.lists, ready.done
-        if len(lists) == 1:
-            _advance(lists[0][done:] if done else lists[0])
-        else:
-            self._take_turns(lists)
+        try:
+            if len(lists) == 1:
+                _advance(lists[0][done:] if done else lists[0])
+            else:
+                self._take_turns(lists)
+        except WaitError as stalled:
+            if not stalled.what and stalled.action is not None:
+                stalled.what = awaited(self.compiler.schedule, stalled.action)
+            raise
         for cell in self.cells.values():
             self.under_way += cell.outputs_going
             self.under_way += cell.grads_going
             cell.outputs_going.clear()
             cell.grads_going.clear()
+
+    def losses(self) -> list[Tensor | None]:
+        """Those of the microbatches whose last stage ran here, by microbatch."""
+        # By microbatch, not by order of arrival.
+        return [self.cells[self.last, m].loss for m in range(self.compiler.schedule.microbatches)]
+
+    def results(self, rows: int) -> list[Any] | None:
+        """What the last stage has returned, by microbatch, if it is here."""
+        if (self.last, 0) not in self.cells:
+            return None
+        number = self.compiler.schedule.microbatches
+        if rows != UNKNOWN:  # of a short batch some microbatches were copies
+            number = min(number, rows)
+        return [self.cells[self.last, m].result for m in range(number)]
 
     def forget(self) -> None:
         """A step has failed: the next one, where there can be one, starts anew."""
@@ -177,7 +209,7 @@ class Runner:
         largest = max((cell.wiring.largest() for cell in self.cells.values()), default=0)
         more = min(_SMALL_CHANGE // max(largest, 1), 2 * len(self.cells))
         rooms = dict.fromkeys(self.transports, more)
-        if self.control is not None and self.posts_early:
+        if self.posts_early:
             rooms = dict(enumerate(self.control.share(more)))
         key = tuple(rooms.values())
         if key not in self._compiled:
@@ -214,14 +246,14 @@ class Runner:
         On a GPU each has a stream of its own.
         """
         reached = [0] * len(lists)
-        for stream in self.streams:
+        for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         progress = True
         while progress:
             progress = False
             for turn, instructions in enumerate(lists):
                 first = reached[turn]
-                with torch.cuda.stream(self.streams[turn]) if self.streams else nullcontext():
+                with torch.cuda.stream(self._streams[turn]) if self._streams else nullcontext():
                     while (
                         reached[turn] < len(instructions)
                         and not instructions[reached[turn]].waits()
@@ -229,7 +261,7 @@ class Runner:
                         _advance(instructions[reached[turn] : reached[turn] + 1])
                         reached[turn] += 1
                 progress |= reached[turn] > first
-        for stream in self.streams:
+        for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         for at, instructions in zip(reached, lists, strict=True):
             if at < len(instructions):

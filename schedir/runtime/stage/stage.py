@@ -5,7 +5,7 @@ What an action waits for has been waited for when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,6 +37,11 @@ class StepState:
         self.request: Request = STEP
         self.keeps_outputs = False
         self.autocast: Sequence[str] = ()
+
+    def begin(self, request: Request, keeps_outputs: bool, devices: Iterable[str]) -> None:
+        """A call begins, under whatever autocast its caller is."""
+        self.request, self.keeps_outputs, self.busy = request, keeps_outputs, 0.0
+        self.autocast = tuple(kind for kind in devices if torch.is_autocast_enabled(kind))
 
     @contextmanager
     def forwards_apart(self) -> Iterator[None]:

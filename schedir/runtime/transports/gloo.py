@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class GlooTransport:
 
     Only what has the same tag meets.
     """
+
+    early: ClassVar[bool] = True
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:
         ordered = tuple(sorted(processes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import ClassVar
 
 import attrs
 import torch
@@ -83,6 +84,7 @@ def _now(tensor: Tensor) -> torch.cuda.Event | None:
 class Endpoint:
     """One rank's side of the transfers within a process."""
 
+    early: ClassVar[bool] = False
     hub: InProcessTransport
     rank: int
 

@@ -8,6 +8,7 @@ that was queued before it, and compute waits for it by an event: the host never 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class NcclTransport:
 
     `channels` are the pairs (source, target) of ranks that send to each other.
     """
+
+    early: ClassVar[bool] = False  # the host would have to wait for what it then learns
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,12 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """The point-to-point transfers of one rank."""
+    """The point-to-point transfers of one rank.
+
+    `early` where receives may be posted before it is known what the call is.
+    """
+
+    early: ClassVar[bool]
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""

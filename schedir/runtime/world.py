@@ -1,0 +1,156 @@
+"""The processes that train together: made by torchrun, or this one alone, which runs all ranks.
+
+A world of one process has the same parts: its small talk answers itself, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.runtime.processes.control import Control
+from schedir.runtime.processes.failure import (
+    Board,
+    OneLineError,
+    WaitError,
+    end_in_one_line,
+    record,
+)
+from schedir.runtime.processes.grid import Grid
+from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.transports.gloo import GlooTransport
+from schedir.runtime.transports.in_process import InProcessTransport
+from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.transport import Transport
+
+
+class World:
+    """The processes of one executor, of which this one runs the ranks `here`.
+
+    Hands out the transports between ranks, the groups for sums, and `control`, the small talk. With
+    several processes a failure of any ends their connections, and the world is broken for good.
+
+    Raises ExecutionError where the others do not come in time.
+    """
+
+    def __init__(
+        self, grid: Grid, here: Collection[int], device: torch.device, timeout: timedelta | None
+    ) -> None:
+        self.grid, self.here, self.device = grid, here, device
+        self.broken: str | None = None
+        self.closed = False
+        self._made_group = not grid.alone and not dist.is_initialized()
+        if self._made_group:
+            init_process_group(timeout)
+        self.groups = Groups(grid.everyone, timeout)
+        self._board = Board(self.groups.store)
+        self._hub = InProcessTransport()
+        self.control = Control(grid)
+        with self.together("making the executor"):
+            self.control.connect(self.groups)
+
+    def transports(self, schedule: Schedule) -> list[Mapping[int, Transport]]:
+        """For training and for evaluation: the transfers of each rank here.
+
+        What is sent for one meets nothing of the other.
+        """
+        if self.grid.alone:
+            return [{rank: self._hub.of(rank) for rank in self.here}] * 2
+        processes, rank = self.grid.processes[self.grid.pipeline], self.grid.rank
+        if self.device.type == "cpu":
+            gloo = GlooTransport(processes, rank, self.groups)
+            return [{rank: gloo.tagged(tag)} for tag in range(2)]
+        transfers = schedule.dataflow.transfers
+        pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
+        nccl = NcclTransport(processes, rank, set(pairs), self.device, self.groups)
+        return [{rank: nccl}] * 2
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What this process waits for others in, said if that ends in vain."""
+        try:
+            yield
+        except WaitError as stalled:
+            raise self.failure(stalled, what) from None
+
+    def check_usable(self) -> None:
+        """Raise ExecutionError where there can be no further call."""
+        if self.closed:
+            raise ExecutionError("this executor is closed; make another one to go on")
+        if self.broken is not None:
+            raise ExecutionError(
+                f"this executor is broken, since {self.broken}; make another one, on every rank, "
+                "and go on from a checkpoint"
+            )
+
+    def failure(self, error: BaseException, what: str) -> BaseException:
+        """Something has failed that processes do together; returns what to raise.
+
+        Nobody may be left to take what is under way, so the connections end, and with them the
+        waits of all others. Within one process there is nothing but to forget it.
+        """
+        self._hub.clear()
+        if self.grid.alone:
+            return error
+        found = error
+        if isinstance(error, WaitError):
+            found = self._explained(error, what)
+            error.forget_frames()
+        self.broken = f"{what} has failed: {found}"
+        if self._board.write(str(found)) or found is error:
+            record(found)
+        if isinstance(found, OneLineError):
+            end_in_one_line(found)
+        self._let_go(abort=True)
+        return found
+
+    def _explained(self, stalled: WaitError, what: str) -> ExecutionError:
+        """Where this rank stands, what it waits for, and why that doesn't come."""
+        seconds = self.groups.timeout.total_seconds()
+        how = f"waited {seconds:g} s in vain" if stalled.timed_out else "waited"
+        ended = "" if stalled.timed_out else ", but the connection has ended"
+        return OneLineError(
+            f"{what}: {how} for {stalled.what}{ended}{self._board.reasons(self.grid.everyone)}",
+            rank=self.grid.rank if stalled.rank is None else stalled.rank,
+            index=stalled.index,
+            action=stalled.action,
+            cause=stalled.cause,
+        )
+
+    @contextmanager
+    def closing(self) -> Iterator[bool]:
+        """Say good-bye inside, if it is told that there is somebody to say it to."""
+        first, self.closed = not self.closed, True
+        try:
+            with self.together("close"):
+                yield first and self.broken is None
+                if first and self._made_group and self.broken is None:
+                    # The ranks leave together: none loses a peer that still talks to it, and
+                    # gloo's threads have let go of the last collective (while Python shuts down
+                    # they would abort).
+                    self._wait_for_all()
+        finally:
+            if first and self._made_group:
+                dist.destroy_process_group()
+
+    def leave(self, calls: int) -> None:
+        """Write down that this process has made so many calls, and end its connections."""
+        self._board.leave(self.grid.number(self.grid.rank), calls)
+        self._let_go(abort=False)
+
+    def _wait_for_all(self) -> None:
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise WaitError(error, "the other ranks to close") from error
+
+    def _let_go(self, abort: bool) -> None:
+        """End the connections to other processes."""
+        self.control.drop()
+        self.groups.close(abort)
