@@ -154,6 +154,15 @@ class Dataflow:
             ),
         )
 
+    @cached_property
+    def arrivals(self) -> Ints:
+        """For every place, the transfer that brings it its input, -1 where none does."""
+        user = self.transfers.user
+        used = np.flatnonzero(user >= 0)
+        arrivals = np.full(len(self.columns), -1)
+        arrivals[user[used]] = used
+        return arrivals
+
     def _on(self, places: Ints, rank: Ints) -> Ints:
         """The places that are on their rank; -1 for the others."""
         return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
