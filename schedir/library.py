@@ -14,6 +14,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from os.path import isfile
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,6 +43,7 @@ logger = logging.getLogger("schedir")
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 ENTRY_POINT_GROUP = "schedir.schedules"
+_MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
 
 Parameter: TypeAlias = str | int | bool | None
 
@@ -174,13 +176,15 @@ def load(
                 raise LoadError(f"{target} has {has} {what}, not {asked}; leave {what} out")
         return found
     generator = find(target)
-    pipe = _pipeline(
-        generator,
-        DEFAULT_RANKS if ranks is None else ranks,
-        DEFAULT_MICROBATCHES if microbatches is None else microbatches,
-        generator.chunks if chunks is None else chunks,
-    )
-    return _generate(generator, pipe, parameters)
+    ranks = DEFAULT_RANKS if ranks is None else ranks
+    microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+    chunks = generator.chunks if chunks is None else chunks
+    if ranks * chunks * microbatches > _MOST_PAIRS:
+        raise LoadError(
+            f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
+            f"their product may be at most {_MOST_PAIRS}"
+        )
+    return _generate(generator, _pipeline(generator, ranks, microbatches, chunks), parameters)
 
 
 def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
@@ -256,7 +260,7 @@ def _plain(name: str) -> str:
 
 
 def _from_file(path: Path, function: str | None) -> Generator:
-    if not path.is_file():
+    if not isfile(path):
         raise LoadError(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
@@ -512,5 +516,7 @@ def _read(path: Path) -> Schedule:
         return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise LoadError(f"{str(path)!r}: {error}") from error
     except MemoryError:
         raise LoadError(f"{path}: too large for the memory of this machine") from None

@@ -61,7 +61,8 @@ class Schedule:
     are the lines of Python behind the actions; they take no part in equality or the hash.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
-    no Action. Whether the actions make sense is for `schedir.check` to say.
+    no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
+    to say.
     """
 
     name: str
@@ -72,7 +73,8 @@ class Schedule:
 
     def __attrs_post_init__(self) -> None:
         name = self.name
-        if not name or not name.isprintable() or name != name.strip() or "#" in name:
+        fits = isinstance(name, str) and name and name.isprintable() and name == name.strip()
+        if not fits or "#" in name:
             raise ValueError(f"name must be one printable line without '#', not {name!r}")
         if not is_number(self.microbatches) or self.microbatches < 1:
             raise ValueError(
