@@ -14,6 +14,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from os.path import isfile
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, ModuleType
@@ -32,6 +33,7 @@ from schedir.ir import (
     columns_of,
     loads,
     loads_torch_csv,
+    stages_by_rank,
 )
 from schedir.passes import insert_communication
 
@@ -52,7 +54,8 @@ GeneratorFunction: TypeAlias = Callable[..., Iterable[Action]]
 """What an author writes: `(pipe, rank, **parameters)` → the actions of one rank."""
 
 
-@attrs.frozen
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
 class Pipeline:
     """The shape that a generator fills: `ranks` × `chunks` stages and `microbatches`."""
 
@@ -66,9 +69,13 @@ class Pipeline:
         """The number of stages, over all ranks."""
         return len(self.placement)
 
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return stages_by_rank(self.placement)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending: its model chunks."""
-        return tuple(stage for stage, held in enumerate(self.placement) if rank in held)
+        return self._stages_by_rank.get(rank, ())
 
 
 PlacementFunction: TypeAlias = Callable[[Pipeline], Sequence[int | Sequence[int]]]

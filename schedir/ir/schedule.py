@@ -114,9 +114,13 @@ class Schedule:
         """Every (stage, rank) where the rank holds the stage, ascending."""
         return tuple((stage, rank) for stage, held in enumerate(self.placement) for rank in held)
 
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return stages_by_rank(self.placement)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""
-        return tuple(stage for stage, held in enumerate(self.placement) if rank in held)
+        return self._stages_by_rank.get(rank, ())
 
     def source_of(self, rank: int, index: int) -> Source | None:
         """The line of Python that yielded `actions[rank][index]`, if it is known."""
@@ -154,6 +158,15 @@ class Schedule:
             actions=self.columns.take(places, starts),
             sources=None if sources is None else Sources(sources.lines, sources.line_of[places]),
         )
+
+
+def stages_by_rank(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """The stages of each rank that holds any, ascending."""
+    found: dict[int, list[int]] = {}
+    for stage, held in enumerate(placement):
+        for rank in held:
+            found.setdefault(rank, []).append(stage)
+    return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 def starts_of(ranks: Ints, number: int) -> Ints:
