@@ -13,9 +13,11 @@ import inspect
 import logging
 import pkgutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from os.path import isfile
+from itertools import islice
+from os.path import isdir, isfile
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,6 +47,7 @@ logger = logging.getLogger("schedir")
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 ENTRY_POINT_GROUP = "schedir.schedules"
+_LISTS = (".sched", ".csv")  # the extensions of files that list actions
 _MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
 
 Parameter: TypeAlias = str | int | bool | None
@@ -170,7 +173,7 @@ def load(
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number is not None and (type(number) is not int or number < 1):
             raise LoadError(f"{what} must be an int >= 1, not {number!r}")
-    if isinstance(target, (str, Path)) and Path(target).suffix in (".sched", ".csv"):
+    if isinstance(target, (str, Path)) and Path(target).suffix in _LISTS:
         found = _read(Path(target))
         if parameters or chunks is not None:
             given = ", ".join([*parameters, *(["chunks"] if chunks is not None else [])])
@@ -208,6 +211,8 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
         return _from_file(Path(target), None)
     if colon and location.endswith(".py"):
         return _from_file(Path(location), function)
+    if colon and location.endswith(_LISTS):
+        raise LoadError(f"{location} is a list of actions and has no function {function!r}")
     if colon:
         return _from_module(location, function)
     wanted = _plain(target)
@@ -219,11 +224,35 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
         return _from_entry_point(entries[wanted])
     names = {plain: g.name for plain, g in known.items()} | {p: e.name for p, e in entries.items()}
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    hint = f"did you mean {names[close[0]]!r}? " if close else ""
-    raise LoadError(
-        f"no schedule is named {target!r}; {hint}`schedir list` names them all; "
-        "a file is given as path.py[:function]"
+    raise LoadError(_not_found(target, names[close[0]] if close else None))
+
+
+def _not_found(target: str, close: str | None) -> str:
+    """What to say of a target that no schedule is named like, but perhaps one that is `close`."""
+    if isdir(target):
+        return f"{target} is a directory; a schedule is a name or a file: path.py[:function]"
+    if isfile(target):
+        return f"{target}: the name of a schedule's file ends in .py, .sched or .csv"
+    beside = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
+    meant = [*beside, close][0]
+    return (
+        f"no schedule is named {target!r}; {f'did you mean {meant!r}? ' if meant else ''}"
+        "`schedir list` names them all; a file is given as path.py[:function]"
     )
+
+
+def _no_file(path: Path) -> LoadError:
+    """What to raise where a file is to be read and there is none."""
+    why = "not a regular file"  # a FIFO or a device may never end
+    try:
+        path.stat()
+    except (FileNotFoundError, ValueError):  # or a name that no file can have
+        why = "no such file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    named = {_plain(name): g.name for g in built_in() for name in (g.name, *g.aliases)}
+    name = named.get(_plain(path.stem))
+    return LoadError(f"{path}: {why}{f'; did you mean {name!r}?' if name else ''}")
 
 
 def built_in() -> list[Generator]:
@@ -268,7 +297,9 @@ def _plain(name: str) -> str:
 
 def _from_file(path: Path, function: str | None) -> Generator:
     if not isfile(path):
-        raise LoadError(f"{path}: no such file")
+        raise _no_file(path)
+    if function == "":
+        raise LoadError(f"{path}: no function is named behind the colon")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: not a Python file")
@@ -299,7 +330,9 @@ def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
     if function is not None:
         found = getattr(module, function, None)
         if found is None:
-            raise LoadError(f"{where} has no function {function!r}")
+            names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
+            hint = f"; it has: {', '.join(names)}" if names else ""
+            raise LoadError(f"{where} has no function {function!r}{hint}")
         return _as_generator(found, f"{where}:{function}")
     declared = _declared(module)
     if len(declared) == 1:
@@ -473,13 +506,31 @@ def _collect(
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        hint = ""
-        if pipe.chunks != generator.chunks:
-            hint = f" (built with {pipe.chunks} chunks; its own number is {generator.chunks})"
-        raise LoadError(
-            f"{_user_line(error) or _where(generator)}: {generator.name}, rank {rank}: "
-            f"{_said(error)}{hint}"
-        ) from error
+        line = _user_line(error) or _where(generator)
+        own = attrs.evolve(pipe, chunks=generator.chunks)
+        if pipe.chunks != own.chunks and _gets_through(generator, own, rank, parameters, limit):
+            stages = "one stage" if own.chunks == 1 else f"{own.chunks} stages"
+            raise LoadError(
+                f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out "
+                f"({line}: {_said(error)})"
+            ) from error
+        raise LoadError(f"{line}: {generator.name}, rank {rank}: {_said(error)}") from error
+
+
+def _gets_through(
+    generator: Generator,
+    shape: Pipeline,
+    rank: int,
+    parameters: dict[str, Parameter],
+    limit: int,
+) -> bool:
+    """Whether the generator has actions for a pipeline of that shape, placed as it says."""
+    try:
+        pipe = _pipeline(generator, shape.ranks, shape.microbatches, shape.chunks)
+        deque(islice(generator(pipe, rank, **parameters), limit), maxlen=0)
+    except (Exception, SystemExit):
+        return False
+    return True
 
 
 def _frame(iterator: object) -> FrameType | None:
@@ -517,13 +568,10 @@ def _a(value: object) -> str:
 def _read(path: Path) -> Schedule:
     parse = loads_torch_csv if path.suffix == ".csv" else loads
     try:
-        # A FIFO or a device may never end.
-        if path.exists() and not path.is_file():
-            raise LoadError(f"{path}: not a regular file")
+        if not isfile(path):
+            raise _no_file(path)
         return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # a name that no file can have
-        raise LoadError(f"{str(path)!r}: {error}") from error
     except MemoryError:
         raise LoadError(f"{path}: too large for the memory of this machine") from None
