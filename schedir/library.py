@@ -327,10 +327,10 @@ def _from_module(name: str, function: str) -> Generator:
 
 
 def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
+    names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
     if function is not None:
         found = getattr(module, function, None)
         if found is None:
-            names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
             hint = f"; it has: {', '.join(names)}" if names else ""
             raise LoadError(f"{where} has no function {function!r}{hint}")
         return _as_generator(found, f"{where}:{function}")
@@ -338,7 +338,6 @@ def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
     if len(declared) == 1:
         return declared[0]
     if declared:
-        names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
         raise LoadError(
             f"{where} declares several schedules; choose one: "
             + ", ".join(f"{where}:{name}" for name in names)
@@ -507,9 +506,9 @@ def _collect(
         raise
     except (Exception, SystemExit) as error:
         line = _user_line(error) or _where(generator)
-        own = attrs.evolve(pipe, chunks=generator.chunks)
-        if pipe.chunks != own.chunks and _gets_through(generator, own, rank, parameters, limit):
-            stages = "one stage" if own.chunks == 1 else f"{own.chunks} stages"
+        own = generator.chunks
+        if pipe.chunks != own and _has_actions(generator, pipe, rank, parameters, limit):
+            stages = "one stage" if own == 1 else f"{own} stages"
             raise LoadError(
                 f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out "
                 f"({line}: {_said(error)})"
@@ -517,17 +516,13 @@ def _collect(
         raise LoadError(f"{line}: {generator.name}, rank {rank}: {_said(error)}") from error
 
 
-def _gets_through(
-    generator: Generator,
-    shape: Pipeline,
-    rank: int,
-    parameters: dict[str, Parameter],
-    limit: int,
+def _has_actions(
+    generator: Generator, pipe: Pipeline, rank: int, parameters: dict[str, Parameter], limit: int
 ) -> bool:
-    """Whether the generator has actions for a pipeline of that shape, placed as it says."""
+    """Whether the generator gets through such a pipeline of its own number of chunks."""
     try:
-        pipe = _pipeline(generator, shape.ranks, shape.microbatches, shape.chunks)
-        deque(islice(generator(pipe, rank, **parameters), limit), maxlen=0)
+        own = _pipeline(generator, pipe.ranks, pipe.microbatches, generator.chunks)
+        deque(islice(generator(own, rank, **parameters), limit), maxlen=0)
     except (Exception, SystemExit):
         return False
     return True

@@ -257,7 +257,7 @@ def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], suf
     device.symlink_to("/dev/zero")
     for path in (directory, fifo, device):
         assert check(capsys, path) == f"error: {path}: not a regular file\n"
-    assert "No such file" in check(capsys, tmp_path / f"none{suffix}")
+    assert "no such file" in check(capsys, tmp_path / f"none{suffix}")
 
 
 def test_empty_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, LoadError, Schedule, ScheduleError, Timeline
-from schedir.check import check_compute
-from schedir.ir import dumps_torch_csv
+from schedir.check import CHANNELS, check_compute
+from schedir.ir import dumps_torch_csv, parse_action
 from schedir.passes import forward_only, insert_reductions, strip_communication
 from schedir.render import timeline_json, timeline_text
 from tests.test_random import drawn
@@ -235,3 +238,71 @@ def test_no_name_is_more_than_not_found(kind: type, stem: str, suffix: str) -> N
 def test_a_shape_beyond_all_memory(what: str) -> None:
     with pytest.raises(LoadError, match="are too many: their product may be at most 100000000"):
         schedir.build("interleaved-1f1b", **{what: 10**9})
+
+
+def test_a_group_beyond_all_microbatches_is_one_of_all() -> None:
+    shape = {"ranks": 3, "microbatches": 5, "chunks": 2}
+    huge = schedir.build("interleaved-1f1b", **shape, group_size=10**9)
+    assert huge == schedir.build("interleaved-1f1b", **shape, group_size=5)
+
+
+HUGE = st.sampled_from([10**9, 10**9 - 1, -(10**9), 1 << 63, 1 << 70])
+JUNK = st.one_of(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=2),
+    st.binary(max_size=2),
+    st.lists(st.none() | st.integers(-1, 2) | st.text(max_size=1), max_size=3),
+    st.lists(st.lists(st.integers(-1, 2) | st.none(), max_size=2), max_size=3),
+    st.just((schedir.forward(0, 0),)),
+    st.just(((schedir.forward(0, 0), schedir.backward(0, 0)),)),
+)
+SOUND: dict[str, object] = {"name": "x", "microbatches": 1, "placement": (0,), "actions": ((),)}
+
+
+@given(st.dictionaries(st.sampled_from(sorted(SOUND)), JUNK, min_size=1))
+def test_a_schedule_of_junk_is_a_schedule_or_an_error(fields: dict[str, object]) -> None:
+    try:
+        made = Schedule(**(SOUND | fields))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return
+    assert schedir.loads(schedir.dumps(made)) == made
+    schedir.check(made)
+
+
+@given(st.tuples(st.sampled_from(list(Kind)) | JUNK, JUNK, JUNK, JUNK))
+def test_an_action_of_junk_is_an_action_or_an_error(fields: tuple[Any, ...]) -> None:
+    try:
+        made = Action(*fields)
+    except ValueError:
+        return
+    assert parse_action(str(made)) == made
+
+
+@given(st.sampled_from([field.name for field in attrs.fields(CostModel)]), JUNK)
+def test_a_cost_of_junk_is_a_cost_or_an_error(name: str, cost: Any) -> None:
+    try:
+        made = CostModel(**{name: cost})
+    except (TypeError, ValueError):
+        return
+    assert schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2), made).makespan >= 0
+
+
+@given(st.dictionaries(st.sampled_from(["ranks", "microbatches", "chunks", "group_size"]), JUNK))
+def test_a_shape_of_junk_is_a_shape_or_an_error(shape: dict[str, Any]) -> None:
+    with suppress(LoadError, ScheduleError):
+        assert schedir.check(schedir.build("interleaved-1f1b", **shape)).ok
+
+
+@given(
+    st.sampled_from(CHANNELS) | JUNK,
+    st.dictionaries(
+        st.sampled_from(["max_delay", "max_versions", "max_activations", "ties"]), JUNK
+    ),
+)
+def test_terms_of_junk_are_an_error(channel: Any, terms: dict[str, Any]) -> None:
+    with suppress(ValueError, TypeError):
+        schedir.check(schedir.build("1f1b", ranks=2, microbatches=2), channel, **terms)
