@@ -17,9 +17,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from schedir.ir import COMPUTE, Kind, Schedule
+from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
 from schedir.render.text import number, paint, table
-from schedir.simulate import Span, Timeline
+from schedir.simulate import Timeline
 
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -102,6 +102,26 @@ def _summary(timeline: Timeline) -> str:
     return total + table(rows, ">>>>>>")
 
 
+class _Span(NamedTuple):
+    """A compute action and its time: lighter than a `Span`, and there may be millions."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def _compute_of(timeline: Timeline) -> list[list[_Span]]:
+    """What occupies each rank, in list order."""
+    columns = timeline.schedule.columns
+    kept = columns.where(*COMPUTE)
+    compute = columns.take(kept, starts_of(columns.rank[kept], columns.ranks))
+    times = iter(zip(timeline.starts[kept].tolist(), timeline.ends[kept].tolist(), strict=True))
+    return [
+        [_Span(action, *next(times)) for action in compute.of_rank(rank)]
+        for rank in range(columns.ranks)
+    ]
+
+
 class _Cell(NamedTuple):
     """A piece of a row. It belongs to the page that holds its first `whole` columns."""
 
@@ -126,9 +146,7 @@ class _Drawing:
         self.several = any(len(stages) > 1 for stages in self.chunks)
         self.digits = len(str(self.schedule.ranks - 1))
         self.prefix = len("rank ") + self.digits + 2
-        self.spans = [
-            [span for span in spans if span.action.kind in COMPUTE] for spans in timeline.spans
-        ]
+        self.spans = _compute_of(timeline)
         self.scale = self._scale()
         self.columns = self._column(timeline.makespan)
         self.tick = _round_step(_BETWEEN_TICKS / self.scale)
@@ -211,13 +229,13 @@ class _Drawing:
         tick = round(time / self.tick) * self.tick
         return number(tick if self._column(tick) == column else time)
 
-    def _label(self, span: Span) -> str:
+    def _label(self, span: _Span) -> str:
         action = span.action
         if action.kind is Kind.OPTIM_STEP:
             return _STEP
         return f"{action.stage if self.several else ''}{action.kind.value}{action.microbatch}"
 
-    def _cell(self, rank: int, span: Span) -> _Cell:
+    def _cell(self, rank: int, span: _Span) -> _Cell:
         left, right = self._column(span.start), self._column(span.end)
         label, kind, stage = self._label(span), span.action.kind, span.action.stage
         chunk = self.chunks[rank].get(stage, 0)
