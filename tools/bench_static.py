@@ -3,6 +3,7 @@
     python tools/bench_static.py                  # prints a table
     python tools/bench_static.py --json FILE      # and writes the figures
     python tools/bench_static.py --large          # schedir alone on 10 million actions, with memory
+    python tools/bench_static.py --show           # what `schedir show` takes per microbatch
 
 schedir: generate, insert communication, check under all channel models, simulate.
 torch:   generate, `_validate_schedule`, `_add_send_recv`, `_simulate_comms_compute`.
@@ -18,7 +19,8 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,16 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
 from schedir.library import load
+from schedir.render import timeline_text
 
 SHAPES = ((4, 2, 8), (16, 2, 512), (32, 2, 512), (64, 2, 512))
 LARGE = (128, 2, 6560)
+WIDTHS = (20_000, 40_000, 80_000)
 STEPS = ("generate", "communicate", "check", "simulate")
 
 
-def timed(steps: list[Callable[[Any], Any]]) -> tuple[list[float], Any]:
+def timed(steps: list[Callable[[Any], Any]], result: Any = None) -> tuple[list[float], Any]:
     """Run each step on the result of the one before: the seconds of each, and the last result."""
-    result: Any = None
     seconds = []
     for step in steps:
         start = time.perf_counter()
@@ -157,12 +160,32 @@ def large() -> str:
     return f"{actions:,} actions: {steps}; {sum(seconds):.1f} s, {peak:.1f} GiB at the peak"
 
 
+def show(runs: int) -> Iterator[str]:
+    """How long the drawing of ever longer timelines takes, in a pipe and on a terminal."""
+    for microbatches in WIDTHS:
+        line = schedir.simulate(schedir.build("fill-drain", microbatches=microbatches))
+        for width in (None, 100):
+            seconds = [
+                timed([partial(timeline_text, width=width)], line)[0][0] for _ in range(runs)
+            ]
+            median = statistics.median(seconds)
+            yield (
+                f"{microbatches} microbatches, width {width}: {median:.2f} s, "
+                f"{1e6 * median / microbatches:.0f} µs each"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs per shape")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--large", action="store_true", help="10 million actions, schedir alone")
+    parser.add_argument("--show", action="store_true", help="the drawing of long timelines")
     args = parser.parse_args()
+    if args.show:
+        for figure in show(args.runs):
+            print(figure, flush=True)
+        return
     if args.large:
         print(large())
         return
