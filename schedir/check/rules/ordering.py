@@ -9,7 +9,7 @@ from schedir.check.rules.example import example
 
 
 @attrs.frozen(kw_only=True)
-class _ListedEarly(Diagnostic):
+class ListedEarly(Diagnostic):
     """An action is listed before another one of its rank, whose result it uses."""
 
     labels = ("needs what comes later", "listed here")
@@ -28,7 +28,7 @@ class _ListedEarly(Diagnostic):
 
 
 @attrs.frozen(kw_only=True)
-class BackwardBeforeForward(_ListedEarly):
+class BackwardBeforeForward(ListedEarly):
     """A backward is listed before the forward of the same stage and microbatch."""
 
     code = "S201"
@@ -39,7 +39,7 @@ class BackwardBeforeForward(_ListedEarly):
 
 
 @attrs.frozen(kw_only=True)
-class WeightBeforeInput(_ListedEarly):
+class WeightBeforeInput(ListedEarly):
     """A W is listed before the I of the same stage and microbatch."""
 
     code = "S202"
@@ -50,7 +50,7 @@ class WeightBeforeInput(_ListedEarly):
 
 
 @attrs.frozen(kw_only=True)
-class InputNotReady(_ListedEarly):
+class InputNotReady(ListedEarly):
     """An action is listed before the neighbouring stage on the same rank has made its input."""
 
     code = "S203"
