@@ -312,7 +312,7 @@ def test_lints_on_compute_are_located_as_it_was_given() -> None:
     given = schedule(1, "0 1", "0F0 0I0 0W0", "1F0 1I0 1W0")
     report = schedir.check(given)
     # Stage 1's input gradient leaves before its W, which is what the split is for.
-    assert [[str(p) for p in d.locations] for d in report.diagnostics] == [
+    assert [[str(p) for p in d.locations] for d in report.diagnostics if d.code == "S503"] == [
         ["rank 0 #1 0I0", "rank 0 #2 0W0"]
     ]
 

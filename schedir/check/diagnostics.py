@@ -71,6 +71,7 @@ class Diagnostic:
     code: ClassVar[str]
     name: ClassVar[str]
     severity: ClassVar[Severity] = "error"
+    strict: ClassVar[bool] = True  # whether `schedir check --strict` fails for it
     why: ClassVar[str]
     mend: ClassVar[str]
     example: ClassVar[str]

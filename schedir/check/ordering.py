@@ -27,6 +27,13 @@ def ordering(schedule: Schedule) -> Iterator[Faults]:
         yield from _applied_once(schedule, steps)
 
 
+def without_steps(schedule: Schedule) -> Iterator[Faults]:
+    """A schedule that is right, but leaves the update to its caller."""
+    if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
+        last = int(schedule.dataflow.weight_gradients.max())
+        yield fault(rules.NoStep(locations=(locate(schedule, last),)))
+
+
 def _compute_order(schedule: Schedule) -> Iterator[Faults]:
     """Every action stands behind what it uses of its own rank."""
     flow = schedule.dataflow

@@ -17,7 +17,7 @@ from schedir.check.faults import Faults, Finding
 from schedir.check.lints import lints
 from schedir.check.memory import Limits, memory
 from schedir.check.mending import Trials
-from schedir.check.ordering import ordering
+from schedir.check.ordering import ordering, without_steps
 from schedir.check.rules.communication import WaitCycle
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
@@ -75,7 +75,7 @@ def check(
             given = None if complete is schedule else schedule
             found += deadlock(complete, channel, clean, terms.ties, given=given)
         elif not _has_errors(found):
-            found += _lints(schedule, complete, channel)
+            found += (*without_steps(schedule), *_lints(schedule, complete, channel))
     return Report(channel, _said(schedule, terms, found), clean)
 
 
