@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.check import CHANNELS, Diagnostic, Move, changed
-from schedir.ir import COMMUNICATION
+from schedir.check import CHANNELS, Change, Diagnostic, LeaveOut, Move, changed
+from schedir.ir import COMMUNICATION, RECEIVES
 from tests.oracle import happens
 from tests.test_check import BASES, edit, mutate, naive, schedule
 
@@ -32,6 +33,7 @@ def errors(checked: Schedule, channel: str) -> Counter[tuple[object, ...]]:
     return Counter(map(about, schedir.check(checked, channel).errors))
 
 
+@settings(deadline=None)  # a list with many faults is tried, and checked, hundreds of times
 @given(
     base=st.sampled_from(BASES),
     faults=st.integers(1, 2),
@@ -182,6 +184,34 @@ def test_crossed_sums_are_mended_in_the_list_as_it_was_given() -> None:
     assert finding.help == "post rank 1 #5 before rank 1 #4, in the list as it was given"
     assert finding.change is not None
     assert schedir.check(changed(wrong, finding.change), "rank").ok
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = schedir.build("1f1b", ranks=ranks, microbatches=3000)
+    chance = random.Random(0)
+    lists = []
+    for actions in base.actions:
+        places = [i for i, a in enumerate(actions) if a.kind in RECEIVES]
+        order = dict(zip(places, chance.sample(places, len(places)), strict=True))
+        lists.append([actions[order.get(i, i)] for i in range(len(actions))])
+    wrong = Schedule("shuffled", 3000, base.placement, lists)
+    tried = 0
+
+    def counted(judged: Schedule, change: Change) -> Schedule:
+        nonlocal tried
+        tried += 1
+        return changed(judged, change)
+
+    monkeypatch.setattr(import_module("schedir.check.mending"), "changed", counted)
+    report = schedir.check(wrong)
+    # A trial costs as much as the list is long, and the last is without any communication.
+    assert 2 <= tried <= 600_000 // len(wrong.columns) + 1
+    assert len(report.diagnostics) <= 1000 + 2 * ranks
+    assert sum(1 + each.more for each in report.diagnostics) > 2900
+    assert {str(d.change) for d in report.errors if isinstance(d.change, LeaveOut)}
 
 
 def test_two_receives_far_apart_are_swapped() -> None:

@@ -12,10 +12,10 @@ from schedir.check.faults import Faults, Finding, Tally, nothing_new, tally, wit
 from schedir.ir import Schedule
 
 # Trials judge whole lists. Together they may look at so many actions, where each costs as much as
-# a few thousand more: hundreds of trials on a list that a person reads, two on one of half a
+# a few thousand more: hundreds of trials on a list that a person reads, one on one of half a
 # million actions.
-_MOST_TOUCHED = 1_000_000
-_OVERHEAD = 2500
+_MOST_TOUCHED = 600_000
+_OVERHEAD = 4000
 
 Judge = Callable[[Schedule, bool], Iterator[Faults]]
 """What is wrong with a changed schedule: the errors alone, or everything."""
@@ -38,12 +38,14 @@ class Trials:
 
     def mend(self, finding: Finding, key: int, most: int) -> Change | None:
         """The first change that mends a fault, of at most so many that are tried."""
-        severity, code = finding.diagnostic.severity, finding.diagnostic.code
-        errors_only = severity == "error"
-        allowed = without(self._errors if errors_only else self._everything, code, key)
         most = min(most, self.left)
+        if not most and not finding.without:
+            return None
+        errors_only = finding.diagnostic.severity == "error"
+        known = self._errors if errors_only else self._everything
+        allowed = without(known, finding.diagnostic.code, key)
         tried = False
-        for change, _ in zip(finding.changes, range(most), strict=False):
+        for _, change in zip(range(most), finding.changes, strict=False):
             tried = True
             self.left -= 1
             if nothing_new(self.judge(changed(self.schedule, change), errors_only), allowed):

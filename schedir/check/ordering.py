@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.changes import ahead, anywhere, back, in_turn
+from schedir.check.changes import Move, ahead, anywhere, back, in_turn
 from schedir.check.diagnostics import locate, locations
 from schedir.check.faults import Faults, Finding, fault
 from schedir.check.rules import ordering as rules
@@ -285,13 +285,20 @@ def _reduced(schedule: Schedule, steps: bool) -> Iterator[Faults]:
 def _unsummed(schedule: Schedule, place: int, before: bool) -> Finding:
     location = locate(schedule, place)
     held = schedule.placement[location.action.stage]
-    columns = schedule.columns
-    reduces = columns.is_kind(Kind.REDUCE_GRAD) & (columns.rank == location.rank)
-    own = np.flatnonzero(reduces & (columns.stage == location.action.stage)).tolist()
     return Finding(
         rules.StepWithoutReduce(locations=(location,), held=held, before=before),
-        anywhere(schedule, (place, *own)) if own else (),
+        _summing(schedule, place),
     )
+
+
+def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
+    """What brings a sum before a step: moves of the step, or of the sum next to it."""
+    columns = schedule.columns
+    here = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
+    sums = np.flatnonzero(here & columns.is_kind(Kind.REDUCE_GRAD)).tolist()
+    next_to = bisect(sums, place)
+    if sums:
+        yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
 
 
 def _late(reduce: int, each: _Round) -> int:
