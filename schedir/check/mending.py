@@ -12,9 +12,9 @@ from schedir.check.faults import Faults, Finding, Tally, nothing_new, tally, wit
 from schedir.ir import Schedule
 
 # Trials judge whole lists. Together they may look at so many actions, where each costs as much as
-# a few thousand more: hundreds of trials on a list that a person reads, one on one of half a
+# a few thousand more: a hundred trials on a list that a person reads, one on one of half a
 # million actions.
-_MOST_TOUCHED = 600_000
+_MOST_TOUCHED = 400_000
 _OVERHEAD = 4000
 
 Judge = Callable[[Schedule, bool], Iterator[Faults]]
