@@ -497,7 +497,7 @@ def test_check_judges_by_channel(run: Run) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its send")
     assert out.endswith(
-        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning\n"
+        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning, 1 note\n"
     )
     assert run("check", "dead.sched", "--strict")[0] == 1
     code, out, err = run("check", "dead.sched", "--channel", "pair")
@@ -541,6 +541,13 @@ def test_strict_allows_no_warning(
     report = schedir.Report("edge", (odd(severity, *place),), CHANNELS)
     monkeypatch.setattr("schedir.cli.check.check", lambda *_, **__: report)
     assert (run("check", "1f1b")[0], run("check", "1f1b", "--strict")[0]) == codes
+
+
+def test_strict_allows_what_leaves_the_update_to_the_caller(run: Run) -> None:
+    Path("bare.csv").write_text("0F0,0B0\n")
+    code, out, err = run("check", "bare.csv", "--strict")
+    assert (code, err) == (0, "")
+    assert out.startswith("note[S213]: there is no OPTIM_STEP: the update is left to the caller")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -335,7 +335,7 @@ def test_json_has_exactly_its_keys() -> None:
 
 def test_json_of_a_missing_action_has_no_index() -> None:
     report = schedir.check(schedir.loads(RULES["S105"].example))
-    (_, found) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
 

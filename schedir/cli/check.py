@@ -52,7 +52,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="how to print what is found (default: %(default)s)",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 on warnings and notes as well"
+        "--strict",
+        action="store_true",
+        help="exit with 1 on warnings and notes as well, but for S213",
     )
     parser.set_defaults(run=run)
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = OUTPUT_FORMATS[args.output_format](report, subject)
     print(text, end="")
-    return int(bool(report.diagnostics if args.strict else report.errors))
+    return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
 
 
 def _tie(text: str) -> tuple[int, ...]:
