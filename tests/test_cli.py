@@ -670,6 +670,12 @@ def test_explain(run: Run, code: str) -> None:
     assert run("explain", code.lower()) == run("explain", RULES[code].name) == (0, out, "")
 
 
+def test_explain_a_code_that_is_retired(run: Run) -> None:
+    status, out, err = run("explain", "s402")
+    assert (status, err) == (0, "")
+    assert out.startswith("S402 is not reported any more: S105 says what it said.\n\nerror[S105]")
+
+
 def test_explain_lists_all(run: Run) -> None:
     code, out, err = run("explain")
     assert (code, err) == (0, "")

@@ -3,11 +3,12 @@
 from schedir.check.changes import Change, LeaveOut, Move, Reorder, changed
 from schedir.check.channels import CHANNELS
 from schedir.check.diagnostics import Diagnostic, Excerpt, Location, Report
-from schedir.check.rules import RULES
+from schedir.check.rules import RETIRED, RULES
 from schedir.check.run import check, check_compute
 
 __all__ = [
     "CHANNELS",
+    "RETIRED",
     "RULES",
     "Change",
     "Diagnostic",
