@@ -24,7 +24,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import schedir
-from schedir.render import timeline_text
+from schedir.render import legible, timeline_text
 from schedir.runtime import Executor, StepResult
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -35,6 +35,8 @@ console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True
 
 def main() -> None:
     """Train as the command line says."""
+    legible(sys.stdout)
+    legible(sys.stderr)
     args = parse_arguments()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))

@@ -13,7 +13,11 @@ import inspect
 import logging
 import pkgutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import islice
+from os.path import isdir, isfile
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,6 +35,7 @@ from schedir.ir import (
     columns_of,
     loads,
     loads_torch_csv,
+    stages_by_rank,
 )
 from schedir.passes import insert_communication
 
@@ -42,6 +47,8 @@ logger = logging.getLogger("schedir")
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 ENTRY_POINT_GROUP = "schedir.schedules"
+_LISTS = (".sched", ".csv")  # the extensions of files that list actions
+_MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
 
 Parameter: TypeAlias = str | int | bool | None
 
@@ -50,7 +57,8 @@ GeneratorFunction: TypeAlias = Callable[..., Iterable[Action]]
 """What an author writes: `(pipe, rank, **parameters)` → the actions of one rank."""
 
 
-@attrs.frozen
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
 class Pipeline:
     """The shape that a generator fills: `ranks` × `chunks` stages and `microbatches`."""
 
@@ -64,9 +72,13 @@ class Pipeline:
         """The number of stages, over all ranks."""
         return len(self.placement)
 
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return stages_by_rank(self.placement)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending: its model chunks."""
-        return tuple(stage for stage, held in enumerate(self.placement) if rank in held)
+        return self._stages_by_rank.get(rank, ())
 
 
 PlacementFunction: TypeAlias = Callable[[Pipeline], Sequence[int | Sequence[int]]]
@@ -161,7 +173,7 @@ def load(
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number is not None and (type(number) is not int or number < 1):
             raise LoadError(f"{what} must be an int >= 1, not {number!r}")
-    if isinstance(target, (str, Path)) and Path(target).suffix in (".sched", ".csv"):
+    if isinstance(target, (str, Path)) and Path(target).suffix in _LISTS:
         found = _read(Path(target))
         if parameters or chunks is not None:
             given = ", ".join([*parameters, *(["chunks"] if chunks is not None else [])])
@@ -174,13 +186,15 @@ def load(
                 raise LoadError(f"{target} has {has} {what}, not {asked}; leave {what} out")
         return found
     generator = find(target)
-    pipe = _pipeline(
-        generator,
-        DEFAULT_RANKS if ranks is None else ranks,
-        DEFAULT_MICROBATCHES if microbatches is None else microbatches,
-        generator.chunks if chunks is None else chunks,
-    )
-    return _generate(generator, pipe, parameters)
+    ranks = DEFAULT_RANKS if ranks is None else ranks
+    microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+    chunks = generator.chunks if chunks is None else chunks
+    if ranks * chunks * microbatches > _MOST_PAIRS:
+        raise LoadError(
+            f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
+            f"their product may be at most {_MOST_PAIRS}"
+        )
+    return _generate(generator, _pipeline(generator, ranks, microbatches, chunks), parameters)
 
 
 def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
@@ -197,6 +211,8 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
         return _from_file(Path(target), None)
     if colon and location.endswith(".py"):
         return _from_file(Path(location), function)
+    if colon and location.endswith(_LISTS):
+        raise LoadError(f"{location} is a list of actions and has no function {function!r}")
     if colon:
         return _from_module(location, function)
     wanted = _plain(target)
@@ -208,11 +224,35 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
         return _from_entry_point(entries[wanted])
     names = {plain: g.name for plain, g in known.items()} | {p: e.name for p, e in entries.items()}
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    hint = f"did you mean {names[close[0]]!r}? " if close else ""
-    raise LoadError(
-        f"no schedule is named {target!r}; {hint}`schedir list` names them all; "
-        "a file is given as path.py[:function]"
+    raise LoadError(_not_found(target, names[close[0]] if close else None))
+
+
+def _not_found(target: str, close: str | None) -> str:
+    """What to say of a target that no schedule is named like, but perhaps one that is `close`."""
+    if isdir(target):
+        return f"{target} is a directory; a schedule is a name or a file: path.py[:function]"
+    if isfile(target):
+        return f"{target}: the name of a schedule's file ends in .py, .sched or .csv"
+    beside = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
+    meant = [*beside, close][0]
+    return (
+        f"no schedule is named {target!r}; {f'did you mean {meant!r}? ' if meant else ''}"
+        "`schedir list` names them all; a file is given as path.py[:function]"
     )
+
+
+def _no_file(path: Path) -> LoadError:
+    """What to raise where a file is to be read and there is none."""
+    why = "not a regular file"  # a FIFO or a device may never end
+    try:
+        path.stat()
+    except (FileNotFoundError, ValueError):  # or a name that no file can have
+        why = "no such file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    named = {_plain(name): g.name for g in built_in() for name in (g.name, *g.aliases)}
+    name = named.get(_plain(path.stem))
+    return LoadError(f"{path}: {why}{f'; did you mean {name!r}?' if name else ''}")
 
 
 def built_in() -> list[Generator]:
@@ -256,8 +296,10 @@ def _plain(name: str) -> str:
 
 
 def _from_file(path: Path, function: str | None) -> Generator:
-    if not path.is_file():
-        raise LoadError(f"{path}: no such file")
+    if not isfile(path):
+        raise _no_file(path)
+    if function == "":
+        raise LoadError(f"{path}: no function is named behind the colon")
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: not a Python file")
@@ -285,16 +327,17 @@ def _from_module(name: str, function: str) -> Generator:
 
 
 def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
+    names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
     if function is not None:
         found = getattr(module, function, None)
         if found is None:
-            raise LoadError(f"{where} has no function {function!r}")
+            hint = f"; it has: {', '.join(names)}" if names else ""
+            raise LoadError(f"{where} has no function {function!r}{hint}")
         return _as_generator(found, f"{where}:{function}")
     declared = _declared(module)
     if len(declared) == 1:
         return declared[0]
     if declared:
-        names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
         raise LoadError(
             f"{where} declares several schedules; choose one: "
             + ", ".join(f"{where}:{name}" for name in names)
@@ -462,13 +505,27 @@ def _collect(
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
-        hint = ""
-        if pipe.chunks != generator.chunks:
-            hint = f" (built with {pipe.chunks} chunks; its own number is {generator.chunks})"
-        raise LoadError(
-            f"{_user_line(error) or _where(generator)}: {generator.name}, rank {rank}: "
-            f"{_said(error)}{hint}"
-        ) from error
+        line = _user_line(error) or _where(generator)
+        own = generator.chunks
+        if pipe.chunks != own and _has_actions(generator, pipe, rank, parameters, limit):
+            stages = "one stage" if own == 1 else f"{own} stages"
+            raise LoadError(
+                f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out "
+                f"({line}: {_said(error)})"
+            ) from error
+        raise LoadError(f"{line}: {generator.name}, rank {rank}: {_said(error)}") from error
+
+
+def _has_actions(
+    generator: Generator, pipe: Pipeline, rank: int, parameters: dict[str, Parameter], limit: int
+) -> bool:
+    """Whether the generator gets through such a pipeline of its own number of chunks."""
+    try:
+        own = _pipeline(generator, pipe.ranks, pipe.microbatches, generator.chunks)
+        deque(islice(generator(own, rank, **parameters), limit), maxlen=0)
+    except (Exception, SystemExit):
+        return False
+    return True
 
 
 def _frame(iterator: object) -> FrameType | None:
@@ -506,9 +563,8 @@ def _a(value: object) -> str:
 def _read(path: Path) -> Schedule:
     parse = loads_torch_csv if path.suffix == ".csv" else loads
     try:
-        # A FIFO or a device may never end.
-        if path.exists() and not path.is_file():
-            raise LoadError(f"{path}: not a regular file")
+        if not isfile(path):
+            raise _no_file(path)
         return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error

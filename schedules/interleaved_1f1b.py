@@ -27,8 +27,9 @@ def interleaved_1f1b(
     if group_size is None:
         rounds = max(1, microbatches // pipe.ranks)
         group_size = pipe.ranks if microbatches % rounds else microbatches // rounds
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, not {group_size}")
+    if not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
+    group_size = min(group_size, microbatches)  # beyond, the lists stay the same
     chunks = pipe.stages_of(rank)
 
     # A short last group is laid out as if it were full, and what it lacks is left out at the end:

@@ -28,6 +28,24 @@ MAY_IMPORT = {
 }
 
 
+# The runtime's parts, each of which imports those before it alone.
+RUNTIME = (
+    "request",
+    "result",
+    "fitting",
+    "processes",
+    "transports",
+    "world",
+    "batch",
+    "gradients",
+    "boundaries",
+    "stage",
+    "program",
+    "plan",
+    "executor",
+)
+
+
 def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -47,6 +65,23 @@ def test_imports_go_one_way(part: str) -> None:
                 imported = name.split(".")[1]
                 assert imported in MAY_IMPORT[part] | {part, "errors"}, f"{file} imports {name}"
             assert name.split(".")[0] != "torch" or part == "runtime", f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("part", RUNTIME)
+def test_the_wings_of_the_runtime_import_one_way(part: str) -> None:
+    package = ROOT / "schedir" / "runtime" / part
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+    assert files
+    before = RUNTIME[: RUNTIME.index(part) + 1]
+    for file in files:
+        for name in imports(file):
+            if name.startswith("schedir.runtime."):
+                assert name.split(".")[2] in before, f"{file} imports {name}"
+
+
+def test_the_runtime_has_no_other_part() -> None:
+    found = {path.stem for path in (ROOT / "schedir" / "runtime").iterdir()}
+    assert found - {"__init__", "__pycache__"} == set(RUNTIME)
 
 
 def test_schedules_import_only_schedir() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Action, Kind, Schedule
 from schedir.check import CHANNELS, RULES
-from schedir.ir import COMMUNICATION, parse_action, recv_act, recv_grad, send_act, send_grad
+from schedir.check.rules.ordering import UnevenSteps
+from schedir.ir import (
+    COMMUNICATION,
+    RECEIVES,
+    parse_action,
+    recv_act,
+    recv_grad,
+    send_act,
+    send_grad,
+)
 from schedir.passes import strip_communication
 from tests.oracle import happens
 
@@ -227,7 +237,54 @@ def test_all_findings_are_reported() -> None:
 
 def test_a_file_that_claims_a_billion_microbatches_is_answered() -> None:
     report = schedir.check(schedule(999_999_999, "0", "0F0 0B0"))
-    assert 1000 <= len(report.diagnostics) <= 3000
+    assert len(report.diagnostics) == 1000
+    # Each of the others lacks its F and its B.
+    assert sum(1 + d.more for d in report.diagnostics) == 2 * 999_999_998
+    assert report.diagnostics[-1].headline.endswith("; and 1,999,998,996 more of S105")
+    with pytest.raises(schedir.ScheduleError, match="and 1999999995 more"):
+        report.raise_if_errors()
+
+
+def test_what_is_wrong_thousands_of_times_is_said_a_thousand_times_by_place() -> None:
+    """Every receive behind its user, under two codes of which each has its own thousand."""
+    base = schedir.build("fill-drain", ranks=2, microbatches=1500)
+    late = [sorted(actions, key=lambda a: a.kind in RECEIVES) for actions in base.actions]
+    report = schedir.check(Schedule("late", 1500, base.placement, late))
+    assert Counter(d.code for d in report.diagnostics) == {"S304": 1000}
+    assert [d.more for d in report.diagnostics] == [0] * 999 + [2000]
+    assert {d.locations[0].rank for d in report.diagnostics} == {0}
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "said"),
+    [
+        ((), "none"),
+        ((3, 4), "3, 4"),
+        ((0, 1, 2, 3, 5), "0-3, 5"),
+        (range(1000), "0-999"),
+        (range(0, 2000, 2), "0, 2, 4, 6, 8, 10, 12, 14, … and 992 more"),
+    ],
+)
+def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str) -> None:
+    place = schedir.check(schedir.loads(RULES["S207"].example)).diagnostics[0].locations
+    finding = UnevenSteps(locations=place, turn=0, here=tuple(microbatches), loss=(0,))
+    assert finding.message == (
+        f"OPTIM_STEP 0 of stage 0 applies microbatches {said}; that of the loss stage 0"
+    )
+
+
+def test_a_missing_backward_is_said_once() -> None:
+    (finding,) = schedir.check(schedule(2, "0", "0F0 0B0 0F1 0I1")).diagnostics
+    assert (finding.code, finding.locations[0].index) == ("S105", None)
+
+
+def test_a_list_without_steps_is_told_that_the_caller_steps() -> None:
+    (finding,) = schedir.check(schedule(1, "0 1", "0F0 0B0", "1F0 1B0")).diagnostics
+    assert (finding.code, finding.severity) == ("S213", "note")
+    assert str(finding.locations[0]) == "rank 1 #1 1B0"
+    # Not where an error is to be mended first, nor where any stage steps.
+    assert [d.code for d in schedir.check(schedule(1, "0", "0B0 0F0")).diagnostics] == ["S201"]
+    assert schedir.check(schedule(1, "0", "0F0 0B0 0OPTIM_STEP")).diagnostics == ()
 
 
 def test_raise_if_errors_carries_the_diagnostics() -> None:

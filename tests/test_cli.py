@@ -1,5 +1,6 @@
 """The commands, driven as a user drives them."""
 
+import io
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 import schedir
 from schedir.check import CHANNELS, RULES
 from schedir.cli import main
-from schedir.ir import COMMUNICATION
+from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
 from tests.findings import odd
 
 SCHEDULES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
@@ -155,12 +157,69 @@ def test_any_locale_can_show_any_name(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[1]) == (0, "name é")
 
 
+class Stream(io.TextIOWrapper):
+    """A stream of some encoding that keeps what is written."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, newline="")
+
+    def shown(self) -> str:
+        self.flush()
+        written = self.buffer.getvalue()  # type: ignore[attr-defined]
+        assert isinstance(written, bytes)
+        return written.decode(self.encoding)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize(
+    "argv",
+    [["list"], ["explain"], *(["explain", code] for code in RULES), ["show", "é.py", "--actions"]]
+    + [["check", "1f1b"], ["check", "dead.sched", "--channel", "rank"], ["show", "→.py"]]
+    + [["check", "é.py", "--output-format", form] for form in ("concise", "json", "github")],
+)
+def test_any_encoding_shows_something_legible(run: Run, argv: list[str], encoding: str) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    body = "def f(pipe, rank, **more):\n    yield forward(0, 0)\n    yield backward(0, 0)\n"
+    Path("é.py").write_text(f"from schedir import *\n@schedule('é→')\n{body}", encoding="utf-8")
+    with redirect_stdout(Stream(encoding)) as stdout, redirect_stderr(Stream(encoding)) as stderr:
+        assert main(argv) in (0, 1, 2)
+    text = stdout.shown() + stderr.shown()
+    if argv[:2] == ["check", "dead.sched"]:
+        before = {"utf-8": "…", "cp1252": "…"}.get(encoding, "...")
+        assert f"#1 {before} 1F0 1B0 [1SEND_GRAD0]" in text
+    if argv[:2] == ["show", "é.py"]:
+        assert {"utf-8": "é→: ", "ascii": r"\xe9->: "}.get(encoding, "é->: ") in text
+    assert r"\u" not in text or "json" in argv
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "cp1252"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_files_are_utf_8_in_any_locale(tmp_path: Path, env: dict[str, str]) -> None:
+    text = SERIAL.replace("serial", "é→")
+    (tmp_path / "x.sched").write_text(text, encoding="utf-8")
+    env = {**os.environ, **env}
+    done = schedir_process("export", "x.sched", "-o", "y.sched", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "y.sched").read_text(encoding="utf-8") == text
+    with open(tmp_path / "z.sched", "wb") as stdout:
+        schedir_process("export", "x.sched", cwd=tmp_path, env=env, stdout=stdout)
+    assert (tmp_path / "z.sched").read_text(encoding="utf-8") == text
+
+
 def test_version_and_usage(run: Run) -> None:
     assert run("--version") == (0, f"schedir {schedir.__version__}\n", "")
     for argv in ([], ["nope"], ["show"], ["show", "1f1b", "--ranks", "x"], ["check", "--channel"]):
         code, out, err = run(*argv)
         assert (code, out) == (2, "")
-        assert err.startswith("usage: schedir")
+        assert err.startswith("error: ")
+        assert len(err.splitlines()) == 1
+        assert " --help`" in err
 
 
 def test_a_command_leaves_the_logger_as_it_was(run: Run) -> None:
@@ -212,11 +271,31 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["gpipe", "--set", "ranks=2"], "ranks is not set with --set: write --ranks 2"),
         (["gpipe", "--set", "target=2"], "fill-drain has no parameter 'target'"),
         (["gpipe", "--set", "order=a", "--set", "order=b"], "--set names order twice"),
-        (["1f1b", "--ranks", "0"], "ranks must be an int >= 1, not 0"),
-        (["1f1b", "--chunks", "2"], "built with 2 chunks; its own number is 1"),
+        (["1f1b", "--ranks", "0"], "argument --ranks: '0' is not a whole number >= 1"),
+        (["1f1b", "--microbatches", "x"], "--microbatches: 'x' is not a whole number >= 1"),
+        (["1f1b", "--ranks", "999999999"], "are too many: their product may be at most"),
+        (["1f1b", "--chunks", "2"], "1f1b runs one stage per rank, not 2: leave chunks out ("),
+        (["fill-drain", "--chunks", "3"], "fill-drain runs one stage per rank, not 3: leave "),
+        (["pipedream", "--chunks", "2"], "pipedream runs one stage per rank, not 2: leave "),
+        (["1f1b", "--set", "x"], "argument --set: 'x' is not KEY=VALUE"),
+        (["interleaved-1f1b", "--set", "group_size=x"], "group_size must be an int >= 1, not 'x'"),
+        (["serial"], "no schedule is named 'serial'; did you mean 'serial.sched'?"),
+        (["./mine"], "no schedule is named './mine'; did you mean './mine.py'?"),
+        (["fold"], "fold is a directory"),
+        (["fold.py"], "fold.py: not a regular file"),
+        (["notes.txt"], "notes.txt: the name of a schedule's file ends in .py, .sched or .csv"),
+        (["1f1b.py"], "1f1b.py: no such file; did you mean '1f1b'?"),
+        (["Fill_Drain.sched"], "Fill_Drain.sched: no such file; did you mean 'fill-drain'?"),
+        (["mine.py/x.py"], "mine.py/x.py: Not a directory"),
+        (["mine.py:"], "mine.py: no function is named behind the colon"),
+        (["mine.py:yours"], "mine.py has no function 'yours'; it has: mine"),
+        (["serial.sched:f"], "serial.sched is a list of actions and has no function 'f'"),
+        (["empty.py"], "empty.py declares no schedule; decorate its function with"),
+        (["empty.csv"], "empty.csv:1:1: the file holds no action"),
+        (["empty.sched"], "empty.sched:1:1: the file ends without a 'schedir' line"),
         (["fil-drain"], "did you mean 'fill-drain'?"),
         (["missing.py"], "missing.py: no such file"),
-        (["missing.sched"], "missing.sched: No such file"),
+        (["missing.sched"], "missing.sched: no such file"),
         (["missing:function"], "missing: ModuleNotFoundError: No module named 'missing'"),
         (["serial.sched", "--ranks", "2"], "serial.sched has 1 ranks, not 2"),
         (["serial.sched", "--set", "x=1"], "takes no parameters: x"),
@@ -225,11 +304,34 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
 @pytest.mark.parametrize("command", ["show", "check"])
 def test_what_is_asked_for_in_vain(run: Run, command: str, argv: list[str], message: str) -> None:
     Path("serial.sched").write_text(SERIAL)
+    Path("mine.py").write_text(STUCK.replace("stuck", "mine"))
+    for empty in ("empty.py", "empty.csv", "empty.sched", "notes.txt"):
+        Path(empty).touch()
+    for folder in ("fold", "fold.py"):
+        Path(folder).mkdir()
     code, out, err = run(command, *argv)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_generator_that_chunks_do_not_break_is_told_its_own_fault(run: Run) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine', chunks=3)\n"
+        "def mine(pipe, rank, *, wrong=False):\n"
+        "    a, b, c = pipe.stages_of(rank)\n"
+        "    yield forward(a, 1 / 0 if wrong else 0)\n"
+    )
+    assert run("show", "mine.py", "--chunks", "2")[2] == (
+        "error: mine runs 3 stages per rank, not 2: leave chunks out (mine.py:4: ValueError: not "
+        "enough values to unpack (expected 3, got 2))\n"
+    )
+    for chunks, line in (("2", 4), ("3", 5)):
+        argv = ("show", "mine.py", "--chunks", chunks, "--set", "wrong=true")
+        assert run(*argv)[2].startswith(f"error: mine.py:{line}: mine, rank 0: ")
+    with pytest.raises(schedir.LoadError, match="1f1b runs one stage per rank, not 2: leave "):
+        schedir.build("1f1b", chunks=2)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +497,7 @@ def test_check_judges_by_channel(run: Run) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its send")
     assert out.endswith(
-        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning\n"
+        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning, 1 note\n"
     )
     assert run("check", "dead.sched", "--strict")[0] == 1
     code, out, err = run("check", "dead.sched", "--channel", "pair")
@@ -439,6 +541,13 @@ def test_strict_allows_no_warning(
     report = schedir.Report("edge", (odd(severity, *place),), CHANNELS)
     monkeypatch.setattr("schedir.cli.check.check", lambda *_, **__: report)
     assert (run("check", "1f1b")[0], run("check", "1f1b", "--strict")[0]) == codes
+
+
+def test_strict_allows_what_leaves_the_update_to_the_caller(run: Run) -> None:
+    Path("bare.csv").write_text("0F0,0B0\n")
+    code, out, err = run("check", "bare.csv", "--strict")
+    assert (code, err) == (0, "")
+    assert out.startswith("note[S213]: there is no OPTIM_STEP: the update is left to the caller")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -493,6 +602,56 @@ def test_export_to_where_nothing_can_be_written(run: Run) -> None:
         assert (code, out, err) == (2, "", f"error: {file}: {reason}\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "form"),
+    [
+        (["-o", "x.sched"], "sched"),
+        (["-o", "x.sched", "--compute-only"], "sched"),
+        (["-o", "plain"], "sched"),
+        (["-o", "x.csv"], "torch-csv-comms"),
+        (["-o", "x.csv", "--compute-only"], "torch-csv"),
+        (["-o", "x.csv", "--format", "torch-csv"], "torch-csv"),
+        (["-o", "x.txt", "--format", "torch-csv-comms"], "torch-csv-comms"),
+    ],
+)
+def test_the_extension_tells_the_format(run: Run, argv: list[str], form: str) -> None:
+    code, out, _ = run("export", "1f1b", *argv)
+    assert (code, out) == (0, "")
+    more = ["--compute-only"] if "--compute-only" in argv and form == "sched" else []
+    assert Path(argv[1]).read_text() == run("export", "1f1b", "--format", form, *more)[1]
+
+
+def test_a_csv_that_is_exported_by_its_extension_is_the_whole_list(run: Run) -> None:
+    run("export", "1f1b", "-o", "it.csv")
+    read = loads_torch_csv(Path("it.csv").read_bytes())
+    assert read.is_complete
+    kept = [
+        [a for a in actions if a.kind is not Kind.OPTIM_STEP]
+        for actions in schedir.build("1f1b").actions
+    ]
+    assert [list(actions) for actions in read.actions] == kept
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-o", "x.txt"], "x.txt does not tell the format: end it in .sched or .csv, or add"),
+        (["-o", "x.svg"], "x.svg does not tell the format"),
+        (
+            ["-o", "x.csv", "--format", "sched"],
+            "--format sched contradicts x.csv, which is to hold",
+        ),
+        (["-o", "x.sched", "--format", "torch-csv"], "contradicts x.sched, which is to hold sched"),
+    ],
+)
+def test_an_extension_that_tells_something_else(run: Run, argv: list[str], message: str) -> None:
+    code, out, err = run("export", "1f1b", *argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not Path(argv[1]).exists()
+
+
 def test_export_says_which_formats_there_are(run: Run) -> None:
     code, out, err = run("export", "1f1b", "--format", "svg")
     assert (code, out) == (2, "")
@@ -509,6 +668,12 @@ def test_explain(run: Run, code: str) -> None:
     assert (status, err) == (0, "")
     assert out.startswith(f"{RULES[code].severity}[{code}]: {RULES[code].name}\n")
     assert run("explain", code.lower()) == run("explain", RULES[code].name) == (0, out, "")
+
+
+def test_explain_a_code_that_is_retired(run: Run) -> None:
+    status, out, err = run("explain", "s402")
+    assert (status, err) == (0, "")
+    assert out.startswith("S402 is not reported any more: S105 says what it said.\n\nerror[S105]")
 
 
 def test_explain_lists_all(run: Run) -> None:

@@ -257,7 +257,7 @@ def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], suf
     device.symlink_to("/dev/zero")
     for path in (directory, fifo, device):
         assert check(capsys, path) == f"error: {path}: not a regular file\n"
-    assert "No such file" in check(capsys, tmp_path / f"none{suffix}")
+    assert "no such file" in check(capsys, tmp_path / f"none{suffix}")
 
 
 def test_empty_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,10 +443,12 @@ CSV = {
     ),
     "parts": Huge(
         lambda: b"(" + fill(b"0F0;", 4 * MB) + b"0Q0)OVERLAP_F_B",
-        "unknown action 'Q'",
-        "1:4000002",
-        "0Q0)",
-        memory=12,
+        "is no overlapped pair",
+        "1:1",
+        "(0F0;0F0;",
+    ),
+    "pairs": Huge(
+        lambda: fill(b"(0F0;0B1)OVERLAP_F_B,", 4 * MB) + b"0Q", "action 'Q'", shown="0Q", memory=16
     ),
 }
 CASES = {

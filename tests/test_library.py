@@ -86,7 +86,7 @@ def test_sources_take_no_part_in_equality(file: Path) -> None:
         ("1f1b", {"ranks": 0}, "ranks must be an int >= 1, not 0"),
         ("1f1b", {"depth": 3}, "1f1b has no parameter 'depth'; it has: none"),
         ("fill-drain", {"order": "x"}, "order must be 'ascending' or 'descending', not 'x'"),
-        ("1f1b", {"chunks": 2}, "built with 2 chunks; its own number is 1"),
+        ("1f1b", {"chunks": 2}, "1f1b runs one stage per rank, not 2: leave chunks out"),
         ("mine.py", {"once": True}, "it has: twice"),
         ("mine.py", {"twice": "no"}, "twice of mine is true or false, not 'no'"),
         ("builtins:dict", {}, "dict is no function that yields actions"),

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.check import CHANNELS, Diagnostic, moved
-from tests.test_check import BASES, mutate, naive, schedule
+from schedir.check import CHANNELS, Change, Diagnostic, LeaveOut, Move, changed
+from schedir.ir import COMMUNICATION, RECEIVES
+from tests.oracle import happens
+from tests.test_check import BASES, edit, mutate, naive, schedule
 
 
-def errors(checked: Schedule, channel: str) -> Counter[tuple[str, str]]:
-    return Counter((d.code, d.message) for d in schedir.check(checked, channel).errors)
+def about(finding: Diagnostic) -> tuple[object, ...]:
+    """What a finding is about, however much is wrong there."""
+    places = finding.locations
+    if finding.code == "S301":
+        return (finding.code,)
+    if finding.code == "S303":
+        return finding.code, places[0].rank, places[1].rank
+    return finding.code, places[0].rank, places[0].action
 
 
-def said(finding: Diagnostic) -> Counter[tuple[str, str]]:
-    return Counter({(finding.code, finding.message): 1})
+def errors(checked: Schedule, channel: str) -> Counter[tuple[object, ...]]:
+    return Counter(map(about, schedir.check(checked, channel).errors))
 
 
+@settings(deadline=None)  # a list with many faults is tried, and checked, hundreds of times
 @given(
     base=st.sampled_from(BASES),
     faults=st.integers(1, 2),
@@ -36,12 +47,13 @@ def test_every_proposed_move_mends(base: Schedule, faults: int, seed: int, chann
         mutant = mutate(mutant, chance)
     report = schedir.check(mutant, channel)
     for finding in report.diagnostics:
-        for move in finding.moves:
-            assert finding.help == str(move)
-            after = schedir.check(moved(mutant, move), channel)
+        if finding.change is not None:
+            assert finding.help == str(finding.change)
+            mended = changed(mutant, finding.change)
+            after = schedir.check(mended, channel)
             if finding.severity == "error":
-                assert errors(moved(mutant, move), channel) <= errors(mutant, channel) - said(
-                    finding
+                assert errors(mended, channel) <= errors(mutant, channel) - Counter(
+                    [about(finding)]
                 )
                 assert after.ok or len(report.errors) > 1
             else:
@@ -55,12 +67,166 @@ def test_a_move_is_what_its_text_says() -> None:
     late = naive(schedir.build("1f1b", ranks=2, microbatches=2))
     (finding,) = schedir.check(late, "pair").errors
     assert finding.help == "post rank 1 #4 before rank 1 #3"
-    mended = moved(late, finding.moves[0])
+    assert finding.change is not None
+    mended = changed(late, finding.change)
     assert mended.actions[0] == late.actions[0]
     before, after = list(late.actions[1]), list(mended.actions[1])
     before.insert(3, before.pop(4))
     assert after == before
     assert schedir.check(mended, "pair").ok
+
+
+# Sends, receives and what else is displaced, against brute force over all single moves.
+
+
+def displaced(base: Schedule, kinds: Iterable[Kind], many: int, chance: random.Random) -> Schedule:
+    """Some actions of these kinds moved to anywhere in their lists."""
+    lists = [list(actions) for actions in base.actions]
+    for _ in range(many):
+        rank, index = chance.choice(
+            [(r, i) for r, own in enumerate(lists) for i, a in enumerate(own) if a.kind in kinds]
+        )
+        action = lists[rank].pop(index)
+        lists[rank].insert(chance.randrange(len(lists[rank]) + 1), action)
+    return Schedule(base.name, base.microbatches, base.placement, lists)
+
+
+def single_moves(base: Schedule) -> Iterator[Schedule]:
+    for rank, actions in enumerate(base.actions):
+        for index, action in enumerate(actions):
+            others = [*actions[:index], *actions[index + 1 :]]
+            for to in range(len(actions)):
+                if to != index:
+                    yield edit(base, rank, [*others[:to], action, *others[to:]])
+
+
+SMALL = [base for base in BASES if sum(map(len, base.actions)) <= 24 and base.is_complete]
+CROSSED = [
+    # The sums of two replicated stages, with their steps behind both, and behind each.
+    schedule(
+        2,
+        "0,1 0,1",
+        "0F0 1F0 1B0 0B0 1REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP",
+        "0F1 1F1 1B1 0B1 1REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP",
+    ),
+    schedule(
+        2,
+        "0,1 0,1",
+        "0F0 1F0 1B0 1REDUCE_GRAD 1OPTIM_STEP 0B0 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 1F1 1B1 0B1 1REDUCE_GRAD 1OPTIM_STEP 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    ("bases", "kinds"),
+    [(SMALL, COMMUNICATION), (CROSSED, {Kind.REDUCE_GRAD}), ([*SMALL, *CROSSED], set(Kind))],
+    ids=["communication", "sums", "anything"],
+)
+def test_what_a_single_move_mends_is_offered_one(
+    bases: list[Schedule], kinds: Iterable[Kind], seed: int
+) -> None:
+    chance = random.Random(seed)
+    channel = chance.choice(CHANNELS)
+    wrong = displaced(chance.choice(bases), kinds, chance.randint(1, 3), chance)
+    found = schedir.check(wrong, channel).errors
+    if len(found) == 1:  # of several, each may need its own
+        change = found[0].change
+        if isinstance(change, Move):
+            assert happens(changed(wrong, change), channel) == "completes"
+        else:
+            better = (x for x in single_moves(wrong) if happens(x, channel) == "completes")
+            assert next(better, None) is None, (found[0].help, schedir.dumps(wrong))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_advice_that_is_followed_leads_to_a_clean_list(seed: int) -> None:
+    chance = random.Random(seed)
+    channel = chance.choice(CHANNELS)
+    wrong = displaced(chance.choice(BASES[:20]), COMMUNICATION, chance.randint(1, 6), chance)
+    seen = set()
+    while not (report := schedir.check(wrong, channel)).ok:
+        assert wrong not in seen
+        seen.add(wrong)
+        first = report.errors[0].change
+        assert first is not None, (report.errors[0], schedir.dumps(wrong))
+        wrong = changed(wrong, first)
+
+
+def test_advice_followed_on_both_ranks_at_once_pairs_no_channel_wrongly_for_good() -> None:
+    """Each of two channels has its own finding; all of their help is followed in one go."""
+    wrong = schedule(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD1 0RECV_GRAD0 0B0 0B1",
+        "1RECV_ACT1 1RECV_ACT0 1F0 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
+    )
+    found = schedir.check(wrong, "rank").errors
+    assert [d.code for d in found] == ["S303", "S303"]
+    for finding in found:
+        assert isinstance(finding.change, Move)
+        wrong = changed(wrong, finding.change)
+    assert schedir.check(wrong, "rank").ok
+
+
+def test_crossed_sums_are_mended_in_the_list_as_it_was_given() -> None:
+    """They cross under `rank` alone, where the trace counts what schedir has inserted."""
+    wrong = schedule(
+        2,
+        "0,1 0,1 2",
+        "0F0 1F0 1B0 0B0 1REDUCE_GRAD 0REDUCE_GRAD",
+        "0F1 1F1 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD",
+        "2F0 2B0 2F1 2B1",
+    )
+    assert schedir.check(wrong, "edge").ok
+    (finding,) = schedir.check(wrong, "rank").errors
+    assert finding.help == "post rank 1 #5 before rank 1 #4, in the list as it was given"
+    assert finding.change is not None
+    assert schedir.check(changed(wrong, finding.change), "rank").ok
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = schedir.build("1f1b", ranks=ranks, microbatches=3000)
+    chance = random.Random(0)
+    lists = []
+    for actions in base.actions:
+        places = [i for i, a in enumerate(actions) if a.kind in RECEIVES]
+        order = dict(zip(places, chance.sample(places, len(places)), strict=True))
+        lists.append([actions[order.get(i, i)] for i in range(len(actions))])
+    wrong = Schedule("shuffled", 3000, base.placement, lists)
+    tried = 0
+
+    def counted(judged: Schedule, change: Change) -> Schedule:
+        nonlocal tried
+        tried += 1
+        return changed(judged, change)
+
+    monkeypatch.setattr(import_module("schedir.check.mending"), "changed", counted)
+    report = schedir.check(wrong)
+    # A trial costs as much as the list is long, and the last is without any communication.
+    assert 2 <= tried <= 400_000 // len(wrong.columns) + 1
+    assert len(report.diagnostics) <= 1000 + 2 * ranks
+    assert sum(1 + each.more for each in report.diagnostics) > 2900
+    assert {str(d.change) for d in report.errors if isinstance(d.change, LeaveOut)}
+
+
+def test_two_receives_far_apart_are_swapped() -> None:
+    wrong = schedule(
+        3,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 "
+        "0RECV_GRAD2 0B2",
+        "1RECV_ACT2 1RECV_ACT1 1RECV_ACT0 1F0 1F1 1F2 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1 "
+        "1B2 1SEND_GRAD2",
+    )
+    (finding,) = schedir.check(wrong, "rank").errors
+    assert finding.help == "swap rank 1 #0 and rank 1 #2"
+    assert finding.change is not None
+    assert schedir.check(changed(wrong, finding.change), "rank").ok
 
 
 MENDED = {
@@ -81,8 +247,10 @@ def test_a_single_move_is_found(code: str) -> None:
     broken = schedule(1, *MENDED[code])
     found = {d.code: d for d in schedir.check(broken, "rank").errors}
     assert code in found
-    (move,) = found[code].moves
-    assert schedir.check(moved(broken, move), "rank").ok
+    change = found[code].change
+    assert found[code].help == str(change)
+    assert isinstance(change, Move)
+    assert schedir.check(changed(broken, change), "rank").ok
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
@@ -174,7 +342,7 @@ def test_lints_on_compute_are_located_as_it_was_given() -> None:
     given = schedule(1, "0 1", "0F0 0I0 0W0", "1F0 1I0 1W0")
     report = schedir.check(given)
     # Stage 1's input gradient leaves before its W, which is what the split is for.
-    assert [[str(p) for p in d.locations] for d in report.diagnostics] == [
+    assert [[str(p) for p in d.locations] for d in report.diagnostics if d.code == "S503"] == [
         ["rank 0 #1 0I0", "rank 0 #2 0W0"]
     ]
 

@@ -3,7 +3,9 @@
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import attrs
 import numpy as np
@@ -12,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Kind, Report, Source, Timeline
+from schedir import CostModel, Kind, Pipeline, Report, Source, Timeline
 from schedir.check import RULES, Location
 from schedir.ir import Sources
 from schedir.library import find
 from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text
 from schedir.render.diagnostics import full
+from schedir.render.timeline import _Drawing
 from tests.findings import odd
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream")
@@ -174,6 +177,51 @@ def test_pages_laid_end_to_end_are_the_whole_rows(
         assert joined.rstrip() == row
 
 
+class Counted(list[Any]):
+    """A row of cells that counts how many of them are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looks += len(range(len(self))[key]) if isinstance(key, slice) else 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_page_looks_at_its_own_cells_only() -> None:
+    def looks(microbatches: int) -> float:
+        drawing = _Drawing(timeline("fill-drain", 2, microbatches), colour=False)
+        rows = [Counted(cells) for cells in drawing.rows]
+        drawing.rows = [*rows]
+        assert len(list(drawing.pages(80))) > microbatches // 10
+        return sum(row.looks for row in rows) / microbatches
+
+    assert looks(800) < 1.5 * looks(100)  # per cell: the search for a page's first one grows
+
+
+def test_the_stages_of_all_ranks_take_one_look_at_the_placement() -> None:
+    placement = tuple((stage % 50,) for stage in range(100))
+    looks = 0
+
+    class Held(tuple[int, ...]):
+        def __contains__(self, rank: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().__contains__(rank)
+
+        def __iter__(self) -> Iterator[int]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    pipe = Pipeline(50, 1, 2, tuple(map(Held, placement)))
+    assert [pipe.stages_of(rank) for rank in range(50)] == [(r, r + 50) for r in range(50)]
+    assert looks == 100
+
+
 def test_eight_ranks_by_thirty_two_at_a_hundred_columns() -> None:
     line = timeline("1f1b", 8, 32)
     text = timeline_text(line, 100)
@@ -287,7 +335,7 @@ def test_json_has_exactly_its_keys() -> None:
 
 def test_json_of_a_missing_action_has_no_index() -> None:
     report = schedir.check(schedir.loads(RULES["S105"].example))
-    (_, found) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
 

@@ -3,6 +3,8 @@
     python tools/bench_static.py                  # prints a table
     python tools/bench_static.py --json FILE      # and writes the figures
     python tools/bench_static.py --large          # schedir alone on 10 million actions, with memory
+    python tools/bench_static.py --show           # what `schedir show` takes per microbatch
+    python tools/bench_static.py --wrong          # check of wrong lists beside that of a right one
 
 schedir: generate, insert communication, check under all channel models, simulate.
 torch:   generate, `_validate_schedule`, `_add_send_recv`, `_simulate_comms_compute`.
@@ -18,24 +20,28 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
+from schedir.ir import COMPUTE, RECEIVES, SENDS, Bools, Columns, Kind
 from schedir.library import load
+from schedir.render import timeline_text
 
 SHAPES = ((4, 2, 8), (16, 2, 512), (32, 2, 512), (64, 2, 512))
 LARGE = (128, 2, 6560)
+WIDTHS = (20_000, 40_000, 80_000)
 STEPS = ("generate", "communicate", "check", "simulate")
 
 
-def timed(steps: list[Callable[[Any], Any]]) -> tuple[list[float], Any]:
+def timed(steps: list[Callable[[Any], Any]], result: Any = None) -> tuple[list[float], Any]:
     """Run each step on the result of the one before: the seconds of each, and the last result."""
-    result: Any = None
     seconds = []
     for step in steps:
         start = time.perf_counter()
@@ -157,14 +163,104 @@ def large() -> str:
     return f"{actions:,} actions: {steps}; {sum(seconds):.1f} s, {peak:.1f} GiB at the peak"
 
 
+def show(runs: int) -> Iterator[str]:
+    """How long the drawing of ever longer timelines takes, in a pipe and on a terminal."""
+    for microbatches in WIDTHS:
+        line = schedir.simulate(schedir.build("fill-drain", microbatches=microbatches))
+        for width in (None, 100):
+            seconds = [
+                timed([partial(timeline_text, width=width)], line)[0][0] for _ in range(runs)
+            ]
+            median = statistics.median(seconds)
+            yield (
+                f"{microbatches} microbatches, width {width}: {median:.2f} s, "
+                f"{1e6 * median / microbatches:.0f} µs each"
+            )
+
+
+def without(columns: Columns, dropped: Bools) -> Columns:
+    """The lists without some of their actions."""
+    places = np.flatnonzero(~dropped)
+    starts = np.searchsorted(columns.rank[places], np.arange(columns.ranks + 1))
+    return columns.take(places, starts)
+
+
+def shuffled(columns: Columns, kinds: Iterable[Kind]) -> Columns:
+    """The actions of some kinds in any order, on each rank."""
+    chance = np.random.default_rng(0)
+    places = np.arange(len(columns))
+    for rank in range(columns.ranks):
+        own = np.flatnonzero(columns.is_kind(*kinds) & (columns.rank == rank))
+        places[own] = chance.permutation(own)
+    return columns.take(places, columns.starts)
+
+
+def at_their_compute(schedule: schedir.Schedule) -> Columns:
+    """Each send right behind its maker, each receive right before its user: a deadlock at once."""
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    place = 4 * np.arange(len(columns))
+    place[transfers.send] = place[transfers.maker] + 1
+    place[transfers.receive] = place[transfers.user] - 1
+    return columns.take(np.lexsort((place, columns.rank)), columns.starts)
+
+
+def wrong_lists(schedule: schedir.Schedule) -> dict[str, Columns]:
+    """Lists that are wrong in many places, by what is wrong."""
+    columns = schedule.columns
+    return {
+        "nothing": columns,
+        "all receives shuffled": shuffled(columns, RECEIVES),
+        "all sends shuffled": shuffled(columns, SENDS),
+        "all compute shuffled": shuffled(columns, COMPUTE),
+        "no receives": without(columns, columns.is_kind(*RECEIVES)),
+        "a rank is missing": without(columns, columns.rank == 1),
+        "deadlock everywhere": at_their_compute(schedule),
+    }
+
+
+def wrong(runs: int) -> str:
+    """How long the check of wrong lists takes, in turns, and beside that of a right one."""
+    schedule = load("interleaved-1f1b", ranks=32, chunks=2, microbatches=1024)
+    schedule = schedir.insert_communication(schedule)
+    lists = wrong_lists(schedule)
+    seconds: dict[str, list[float]] = {name: [] for name in lists}
+    found = {}
+    for _ in range(runs):
+        for name, columns in lists.items():
+            gc.collect()
+            # A schedule of its own, so that nothing is known of it yet.
+            fresh = schedir.Schedule(name, schedule.microbatches, schedule.placement, columns)
+            start = time.perf_counter()
+            report = schedir.check(fresh, "rank")
+            seconds[name].append(time.perf_counter() - start)
+            found[name] = sum(1 + each.more for each in report.diagnostics)
+    rows = [
+        "| what is wrong | findings | check | beside a right list |",
+        "| --- | --- | --- | --- |",
+    ]
+    right = statistics.median(seconds["nothing"])
+    for name, own in seconds.items():
+        median = statistics.median(own)
+        rows.append(f"| {name} | {found[name]:,} | {median:.2f} s | {median / right:.1f} |")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    head = f"{len(schedule.columns):,} actions; medians of {runs}; {peak:.0f} MiB at the peak"
+    return "\n".join([head, "", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs per shape")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--large", action="store_true", help="10 million actions, schedir alone")
+    parser.add_argument("--show", action="store_true", help="the drawing of long timelines")
+    parser.add_argument("--wrong", action="store_true", help="wrong lists, schedir alone")
     args = parser.parse_args()
-    if args.large:
-        print(large())
+    if args.show:
+        for figure in show(args.runs):
+            print(figure, flush=True)
+        return
+    if args.large or args.wrong:
+        print(large() if args.large else wrong(args.runs))
         return
     results = [measure(shape, args.runs) for shape in SHAPES]
     print(table(results))

@@ -6,58 +6,98 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, locate, move
+from schedir.check.changes import Change, ahead, back, in_turn, reorder
+from schedir.check.diagnostics import locate, locations
+from schedir.check.faults import Faults, Finding
 from schedir.check.rules import communication as rules
 from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers, reduces_by_stage
 
 _ROWS_AROUND = 2
 
 
-def communication(schedule: Schedule) -> Iterator[Diagnostic]:
+def communication(schedule: Schedule) -> Iterator[Faults]:
     """What is wrong with the sends and receives. Expects a sound structure."""
     transfers = schedule.dataflow.transfers
-    yield from _no_peer(schedule)
-    yield from _at_its_compute(schedule, transfers)
+    yield _no_peer(schedule)
+    yield _without_receive(schedule, transfers)
+    yield _sent_early(schedule, transfers)
     yield from _unmatched(schedule, transfers)
-    yield from _mis_paired(schedule, transfers)
+    yield _mis_paired(schedule, transfers)
     yield from unmatched_reduces(schedule)
 
 
-def _no_peer(schedule: Schedule) -> Iterator[Diagnostic]:
+def _no_peer(schedule: Schedule) -> Faults:
     """Each send and receive stands on the rank that runs its stage, its peer on another one."""
     columns, flow = schedule.columns, schedule.dataflow
     places = columns.where(*COMMUNICATION)
     rank, peer = columns.rank[places], flow.peers[places]
     runs = flow.runs[columns.stage[places], columns.microbatch[places]]
-    for place in places[(peer < 0) | (peer == rank) | (runs != rank)].tolist():
-        alone = flow.peers[place] < 0
-        local = flow.peers[place] == columns.rank[place]
-        yield rules.NoPeer(
+    alone = places[(peer < 0) | (peer == rank) | (runs != rank)]
+    pair = columns.stage[alone] * schedule.microbatches + columns.microbatch[alone]
+    return Faults(
+        rule=rules.NoPeer,
+        keys=columns.kind[alone] * schedule.stages * schedule.microbatches + pair,
+        findings=(_alone(schedule, place) for place in alone.tolist()),
+    )
+
+
+def _alone(schedule: Schedule, place: int) -> Finding:
+    peer = schedule.dataflow.peers[place]
+    local = peer == schedule.columns.rank[place]
+    return Finding(
+        rules.NoPeer(
             locations=(locate(schedule, place),),
-            reason="end" if alone else "local" if local else "elsewhere",
-        )
+            reason="end" if peer < 0 else "local" if local else "elsewhere",
+        ),
+    )
 
 
-def _at_its_compute(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
-    """A receive stands before the compute that uses it, a send behind the compute that makes it."""
-    columns = schedule.columns
-    for number in np.flatnonzero(
-        (transfers.receive < 0) | (transfers.receive > transfers.user)
-    ).tolist():
-        user, receive = int(transfers.user[number]), int(transfers.receive[number])
-        late = receive >= 0
-        yield rules.MissingReceive(
-            locations=(locate(schedule, user), *([locate(schedule, receive)] if late else [])),
-            receive=_receive(transfers, number),
-            moves=(move(columns, receive, "before", user),) if late else (),
-        )
-    early = (transfers.send >= 0) & (transfers.send < transfers.maker)
-    for number in np.flatnonzero(early).tolist():
-        send, maker = int(transfers.send[number]), int(transfers.maker[number])
-        yield rules.SendBeforeCompute(
-            locations=(locate(schedule, send), locate(schedule, maker)),
-            moves=(move(columns, send, "behind", maker),),
-        )
+def _without_receive(schedule: Schedule, transfers: Transfers) -> Faults:
+    """A receive stands before the compute that uses it."""
+    numbers = np.flatnonzero((transfers.receive < 0) | (transfers.receive > transfers.user))
+    numbers = numbers[np.argsort(transfers.user[numbers])]
+    return Faults(
+        rule=rules.MissingReceive,
+        keys=numbers,
+        findings=(_used_too_early(schedule, transfers, number) for number in numbers.tolist()),
+    )
+
+
+def _used_too_early(schedule: Schedule, transfers: Transfers, number: int) -> Finding:
+    user, receive = int(transfers.user[number]), int(transfers.receive[number])
+    what = _receive(transfers, number)
+    if receive < 0:
+        return Finding(rules.MissingReceive(locations=(locate(schedule, user),), receive=what))
+    slides = (ahead(schedule, receive, user), back(schedule, user, receive))
+    places = locations(schedule, (user, receive))
+    return Finding(
+        rules.MissingReceive(locations=places, receive=what),
+        in_turn(schedule, slides),
+        without=True,
+    )
+
+
+def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
+    """A send stands behind the compute that makes its payload."""
+    numbers = np.flatnonzero((transfers.send >= 0) & (transfers.send < transfers.maker))
+    numbers = numbers[np.argsort(transfers.send[numbers])]
+    return Faults(
+        rule=rules.SendBeforeCompute,
+        keys=numbers,
+        findings=(
+            _nothing_to_send(schedule, int(transfers.send[number]), int(transfers.maker[number]))
+            for number in numbers.tolist()
+        ),
+    )
+
+
+def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
+    slides = (back(schedule, send, maker), ahead(schedule, maker, send))
+    return Finding(
+        rules.SendBeforeCompute(locations=locations(schedule, (send, maker))),
+        in_turn(schedule, slides),
+        without=True,
+    )
 
 
 def _receive(transfers: Transfers, number: int) -> Action:
@@ -72,86 +112,141 @@ def _send(transfers: Transfers, number: int) -> Action:
     return Action(kind, stage, int(transfers.microbatch[number]))
 
 
-def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
+def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """Every send has its receive, every receive its send."""
-    for number in np.flatnonzero((transfers.send >= 0) & (transfers.receive < 0)).tolist():
+    for side, (listed, lacked) in enumerate(
+        ((transfers.send, transfers.receive), (transfers.receive, transfers.send))
+    ):
+        numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
+        numbers = numbers[np.argsort(listed[numbers])]
+        says = _never_sent if side else _never_received
+        yield Faults(
+            rule=rules.Unmatched,
+            keys=2 * numbers + side,
+            findings=map(Finding, says(schedule, transfers, numbers)),
+        )
+
+
+def _never_received(
+    schedule: Schedule, transfers: Transfers, numbers: Ints
+) -> Iterator[rules.Unmatched]:
+    for number in numbers.tolist():
         yield rules.Unmatched(
-            locations=(locate(schedule, int(transfers.send[number])),),
+            locations=locations(schedule, (transfers.send[number],)),
             other=_receive(transfers, number),
             rank=int(transfers.target[number]),
         )
-    for number in np.flatnonzero((transfers.receive >= 0) & (transfers.send < 0)).tolist():
+
+
+def _never_sent(
+    schedule: Schedule, transfers: Transfers, numbers: Ints
+) -> Iterator[rules.Unmatched]:
+    for number in numbers.tolist():
         yield rules.Unmatched(
-            locations=(locate(schedule, int(transfers.receive[number])),),
+            locations=locations(schedule, (transfers.receive[number],)),
             other=_send(transfers, number),
             rank=int(transfers.source[number]),
         )
 
 
-def _mis_paired(schedule: Schedule, transfers: Transfers) -> Iterator[Diagnostic]:
+def _mis_paired(schedule: Schedule, transfers: Transfers) -> Faults:
     """The sends and receives of a channel stand in the same order.
 
     What is unmatched would shift all behind it, so only what has both ends is compared.
     """
-    order, follows = transfers.by_channel
-    receives = transfers.receive[order]
-    swapped = np.flatnonzero(follows[1:] & (receives[1:] < receives[:-1])) + 1
-    firsts = np.flatnonzero(~follows)
-    for channel in np.unique(np.searchsorted(firsts, swapped, side="right") - 1).tolist():
-        end = firsts[channel + 1] if channel + 1 < len(firsts) else len(order)
-        yield _swapped(schedule, transfers, order[firsts[channel] : end])
+    order, _ = transfers.by_channel
+    source, target = transfers.source[order], transfers.target[order]
+    # The same transfers channel by channel, in the order of the receives.
+    received = order[np.lexsort((transfers.receive[order], target, source))]
+    wrong = np.flatnonzero(order != received)
+    keys, extents = np.unique(source[wrong] * schedule.ranks + target[wrong], return_counts=True)
+    return Faults(
+        rule=rules.MisPaired,
+        keys=keys,
+        extents=extents,
+        findings=(
+            _swapped(schedule, transfers, order[own], received[own])
+            for own in (np.flatnonzero(source * schedule.ranks + target == key) for key in keys)
+        ),
+    )
 
 
-def _swapped(schedule: Schedule, transfers: Transfers, channel: Ints) -> Diagnostic:
-    """The finding for a channel, given its transfers in the order of the sends."""
-    columns = schedule.columns
-    received = channel[np.argsort(transfers.receive[channel])]
-    wrong = np.flatnonzero(channel != received)
+def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Ints) -> Finding:
+    """The finding for a channel, given its transfers in the order of each end."""
+    sends, receives = transfers.send[sent], transfers.receive[received]
+    wrong = np.flatnonzero(sent != received)
     turn = int(wrong[0])
-    rows = range(max(0, turn - _ROWS_AROUND), min(len(channel), turn + _ROWS_AROUND + 2))
+    rows = range(max(0, turn - _ROWS_AROUND), min(len(sent), turn + _ROWS_AROUND + 2))
     pairs = tuple(
         (
             row,
-            locate(schedule, int(transfers.send[channel[row]])),
-            locate(schedule, int(transfers.receive[received[row]])),
-            bool(channel[row] == received[row]),
+            locate(schedule, int(sends[row])),
+            locate(schedule, int(receives[row])),
+            bool(sent[row] == received[row]),
         )
         for row in rows
     )
-    receive, send = (int(transfers.receive[received[turn]]), int(transfers.send[channel[turn]]))
-    # The receive that belongs here, and the send that belongs here, wherever they are now; or the
-    # one that stands here goes to its own place.
-    right_receive = int(transfers.receive[channel[turn]])
-    right_send = int(transfers.send[received[turn]])
-    own_turn_of_receive = int(np.flatnonzero(channel == received[turn])[0])
-    own_turn_of_send = int(np.flatnonzero(received == channel[turn])[0])
-    moves = (
-        move(columns, right_receive, "before", receive, "post"),
-        move(columns, receive, "behind", int(transfers.receive[received[own_turn_of_receive]])),
-        move(columns, right_send, "before", send, "post"),
-        move(columns, send, "behind", int(transfers.send[channel[own_turn_of_send]])),
-    )
-    return rules.MisPaired(
-        locations=(
-            locate(schedule, receive),
-            locate(schedule, send),
-            locate(schedule, right_send),
+    places = (receives[turn], sends[turn], transfers.send[received[turn]])
+    return Finding(
+        rules.MisPaired(
+            locations=locations(schedule, places),
+            wrong=len(wrong),
+            transfers=len(sent),
+            pairs=pairs,
         ),
-        wrong=len(wrong),
-        transfers=len(channel),
-        pairs=pairs,
-        moves=moves,
+        _pairing(schedule, transfers, sent, received),
+        without=True,
     )
 
 
-def unmatched_reduces(schedule: Schedule) -> Iterator[Diagnostic]:
+def _pairing(
+    schedule: Schedule, transfers: Transfers, sent: Ints, received: Ints
+) -> Iterator[Change]:
+    """What may pair a channel rightly: one end moved, or the wrong ones of an end reordered."""
+    wrong = np.flatnonzero(sent != received)
+    first, last = int(wrong[0]), int(wrong[-1])
+    sends, receives = transfers.send[sent].tolist(), transfers.receive[received].tolist()
+    slides = []
+
+    # Between these an end can be moved without passing another one of its channel.
+    def begin(places: list[int]) -> int | None:
+        return places[first - 1] + 1 if first else None
+
+    def end(places: list[int]) -> int | None:
+        return places[last + 1] - 1 if last + 1 < len(places) else None
+
+    if (received[first:last] == sent[first + 1 : last + 1]).all():
+        slides += [
+            ahead(schedule, receives[last], receives[first], "post", begin(receives)),
+            back(schedule, sends[first], sends[last], "post", end(sends)),
+        ]
+    if (received[first + 1 : last + 1] == sent[first:last]).all():
+        slides += [
+            back(schedule, receives[first], receives[last], "post", end(receives)),
+            ahead(schedule, sends[last], sends[first], "post", begin(sends)),
+        ]
+    yield from in_turn(schedule, slides)
+    yield from reorder(schedule, transfers.receive[sent[wrong]])
+    yield from reorder(schedule, transfers.send[received[wrong]])
+
+
+def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
     """A replicated stage has the same number of REDUCE_GRADs on each of its ranks."""
     for stage, by_rank in reduces_by_stage(schedule).items():
         least = min(by_rank, key=lambda rank: len(by_rank[rank]))
-        for places in by_rank.values():
-            for place in places[len(by_rank[least]) :]:
-                yield rules.Unmatched(
-                    locations=(locate(schedule, place),),
-                    other=Action(Kind.REDUCE_GRAD, stage),
-                    rank=least,
-                )
+        for rank, places in by_rank.items():
+            more = places[len(by_rank[least]) :]
+            # Numbered below 0, apart from the transfers; the first ones of the stage are matched.
+            first = -1 - schedule.holdings.index((stage, rank))
+            yield Faults(
+                rule=rules.Unmatched,
+                keys=first - len(schedule.holdings) * np.arange(len(more)),
+                findings=_without_counterpart(schedule, more, least),
+            )
+
+
+def _without_counterpart(schedule: Schedule, places: list[int], least: int) -> Iterator[Finding]:
+    for place in places:
+        location = locate(schedule, place)
+        other = Action(Kind.REDUCE_GRAD, location.action.stage)
+        yield Finding(rules.Unmatched(locations=(location,), other=other, rank=least))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 
+from schedir.check.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
 from schedir.check.channels import CHANNELS
-from schedir.check.diagnostics import Diagnostic, Excerpt, Move, locate, move
+from schedir.check.diagnostics import Excerpt, locations
+from schedir.check.faults import Faults, Finding
 from schedir.check.rules.communication import MEETS, WaitCycle
 from schedir.check.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
-from schedir.ir import COMPUTE, RECEIVES, Bools, Schedule, Ties
+from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Bools, Ints, Kind, Schedule, Ties
 
 _AROUND = 2
 
@@ -24,19 +25,29 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     """
     if not ties and host_order(schedule):
         return CHANNELS
+    # Each enforces a part of what the one before does.
     for strictest, channel in enumerate(CHANNELS):
-        if (ties or channel != "host") and _has_no_cycle(schedule, channel, ties):
-            return CHANNELS[strictest:]  # each enforces a part of the one before
+        known = not ties and channel in _AS_HOST + _AS_EDGE
+        if not known and _has_no_cycle(schedule, channel, ties):
+            return CHANNELS[strictest:]
     return ()
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """Whether the schedule runs to its end under a channel model."""
-    # The walk in the order of `host` knows no ties, but all else.
-    in_order = not ties and host_order(schedule)
-    return in_order or (
-        (bool(ties) or channel != "host") and _has_no_cycle(schedule, channel, ties)
-    )
+    if ties:
+        return _has_no_cycle(schedule, channel, ties)
+    if host_order(schedule):
+        return True
+    channel = "edge" if channel in _AS_EDGE else channel
+    return channel not in _AS_HOST and _has_no_cycle(schedule, channel, ())
+
+
+# Without ties two models block as another one does. What `host` has compute wait for, `rank` has
+# the communication behind it wait for, and compute only matters to that. What `async` lets a
+# receive pass is needed by its user, which stands behind both.
+_AS_HOST = ("host", "rank")
+_AS_EDGE = ("async",)
 
 
 def _has_no_cycle(schedule: Schedule, channel: str, ties: Ties) -> bool:
@@ -49,29 +60,48 @@ def deadlock(
     clean: tuple[str, ...],
     ties: Ties = (),
     *,
-    inserted: bool = False,
-) -> Iterator[Diagnostic]:
-    """The shortest wait cycle under `channel`, if there is one; `clean` are the models without.
+    given: Schedule | None = None,
+) -> Iterator[Faults]:
+    """A deadlock under `channel`, if there is one; `clean` are the models without.
 
     A compute-only schedule is judged by its compute, collectives and ties: a cycle of these exists
-    under every model. `inserted` says that the schedule is not as its author gave it.
+    under every model. `given` is the schedule as its author gave it, where communication has been
+    inserted since.
     """
     waiting = waits(schedule, channel, ties)
     never = stuck(waiting)
-    if not never.any():
-        return
+    if never.any():
+        yield Faults(
+            rule=WaitCycle,
+            keys=np.zeros(1, np.int64),
+            findings=_shortest(schedule, waiting, never, (channel, clean), ties, given),
+        )
+
+
+def _shortest(
+    schedule: Schedule,
+    waiting: Waits,
+    never: Bools,
+    judged: tuple[str, tuple[str, ...]],
+    ties: Ties,
+    given: Schedule | None,
+) -> Iterator[Finding]:
+    """The shortest wait cycle."""
     cycle = _shortest_cycle(waiting, never)
     rows = _rows(cycle)
-    moves = () if inserted else tuple(islice(_moves(schedule, cycle), _MOST_MOVES))
-    yield WaitCycle(
-        locations=tuple(locate(schedule, place) for place, _, _ in rows),
-        reasons=tuple(why for _, why, _ in rows),
-        channel=channel,
-        clean=clean,
-        complete=schedule.is_complete,
-        inserted=inserted,
-        pieces=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
-        moves=moves,
+    channel, clean = judged
+    yield Finding(
+        WaitCycle(
+            locations=locations(schedule, (place for place, _, _ in rows)),
+            reasons=tuple(why for _, why, _ in rows),
+            channel=channel,
+            clean=clean,
+            complete=schedule.is_complete,
+            inserted=given is not None,
+            pieces=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
+        ),
+        _breaking(schedule, given or schedule, cycle, bool(ties)),
+        without=given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any()),
     )
 
 
@@ -80,11 +110,10 @@ _Wait: TypeAlias = tuple[int, int, int]
 
 # Enough to search every start in any schedule that a person reads; a longer search would be
 # quadratic, and the cycle found by then is as good an explanation.
-_SEARCH_BUDGET = 1_000_000
-_MOST_MOVES = 8
+_SEARCH_BUDGET = 250_000
 
-_Leads: TypeAlias = dict[int, list[tuple[int, _Wait]]]
-"""For each stuck node, the stuck nodes that it waits for, and why."""
+_Leads: TypeAlias = Callable[[int], Iterator[tuple[int, _Wait]]]
+"""The stuck nodes that a stuck node waits for, and why."""
 
 
 def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
@@ -92,18 +121,7 @@ def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
 
     In a huge schedule, the shortest of those that the budget allows to look for.
     """
-    node = waiting.node
-    inside = never[node[waiting.later]] & never[node[waiting.earlier]]
-    leads: _Leads = {}
-    for later, earlier, why, source, target in zip(
-        waiting.later[inside].tolist(),
-        waiting.earlier[inside].tolist(),
-        waiting.why[inside].tolist(),
-        node[waiting.later[inside]].tolist(),
-        node[waiting.earlier[inside]].tolist(),
-        strict=True,
-    ):
-        leads.setdefault(source, []).append((target, (later, earlier, why)))
+    leads = _leads(waiting, never)
     starts = np.flatnonzero(never).tolist()
     best = _some_cycle(leads, starts[0])
     # One as short that comes first in the lists is better still.
@@ -123,6 +141,23 @@ def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
     return best
 
 
+def _leads(waiting: Waits, never: Bools) -> _Leads:
+    node = waiting.node
+    inside = np.flatnonzero(never[node[waiting.later]] & never[node[waiting.earlier]])
+    inside = inside[np.argsort(node[waiting.later[inside]], kind="stable")]
+    bounds = np.searchsorted(node[waiting.later[inside]], np.arange(len(node) + 1)).tolist()
+    later, earlier, why, target = (
+        column[inside].tolist()
+        for column in (waiting.later, waiting.earlier, waiting.why, node[waiting.earlier])
+    )
+
+    def leads(source: int) -> Iterator[tuple[int, _Wait]]:
+        for at in range(bounds[source], bounds[source + 1]):
+            yield target[at], (later[at], earlier[at], why[at])
+
+    return leads
+
+
 def _some_cycle(leads: _Leads, start: int) -> list[_Wait]:
     """A cycle that following the first wait of each node leads into."""
     order: dict[int, int] = {}
@@ -130,7 +165,7 @@ def _some_cycle(leads: _Leads, start: int) -> list[_Wait]:
     current = start
     while current not in order:
         order[current] = len(path)
-        current, wait = leads[current][0]
+        current, wait = next(leads(current))
         path.append(wait)
     return path[order[current] :]
 
@@ -143,7 +178,7 @@ def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[_Wait], i
     for _ in range(most):
         following = []
         for current in layer:
-            for target, wait in leads[current]:
+            for target, wait in leads(current):
                 if target not in came_by:
                     came_by[target] = (current, wait)
                     following.append(target)
@@ -174,15 +209,82 @@ def _rows(cycle: list[_Wait]) -> list[tuple[int, str, int]]:
     return rows[first:] + rows[:first]
 
 
-def _moves(schedule: Schedule, cycle: list[_Wait]) -> Iterator[Move]:
-    """The moves that break the cycle: each takes an action ahead of the one that it waits for."""
+def _breaking(
+    schedule: Schedule, given: Schedule, cycle: list[_Wait], tied: bool
+) -> Iterator[Change]:
+    """What may break the cycle, in the list as it was given.
+
+    Where it goes through a list, from one entry to an earlier one, that wait ends only if the
+    first of them goes ahead of the other, or the other behind it: what stands between them holds
+    no more than they do, but for ties, where it keeps OPTIM_STEPs from being one point.
+    """
     columns = schedule.columns
-    receives, computes = columns.is_kind(*RECEIVES), columns.is_kind(*COMPUTE)
-    waiting = [(later, earlier) for later, earlier, why in cycle if why in (QUEUED, AFTER)]
+    computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
+    inserted = columns.is_kind(*COMMUNICATION) & (given is not schedule)
+    kept: Ints = np.cumsum(~inserted) - ~inserted  # before each place, and so its own there
+    passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
-    waiting.sort(key=lambda wait: not receives[wait[0]])
-    for later, earlier in waiting:
-        yield move(columns, later, "before", earlier, "move" if computes[later] else "post")
+    passages.sort(key=lambda passage: not receives[passage[0]])
+    forth, aside = [], []
+    for later, *between, earlier in passages:
+        inner = between if tied else []
+        forth += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
+        last = kept[later] - inserted[later]
+        aside += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
+
+    def slides(compute: bool) -> Iterator[Slide]:
+        verb: Verb = "move" if compute else "post"
+        for moves, to_side, end in ((forth, ahead, 0), (aside, back, 1)):
+            for place, to in moves:
+                if computes[place] == compute and not inserted[place]:
+                    limit = _window(schedule, place)[end]
+                    yield to_side(given, int(kept[place]), int(to), verb, limit)
+
+    # To move compute is to change the schedule, and not how it is posted.
+    yield from in_turn(given, list(slides(compute=False)))
+    yield from in_turn(given, list(slides(compute=True)))
+    sums = columns.is_kind(Kind.REDUCE_GRAD)
+    for later, *_, earlier in passages:
+        if sums[later] and sums[earlier]:
+            yield from reorder(given, kept[[later, earlier]])
+
+
+def _passages(cycle: list[_Wait]) -> list[list[int]]:
+    """The places that the cycle goes through on one rank, each waiting for the next by the list's
+    order alone."""
+    passages: list[list[int]] = []
+    for at, (later, earlier, why) in enumerate(cycle):
+        before = cycle[at - 1]
+        if why not in (QUEUED, AFTER):
+            continue
+        if at and before[1] == later and before[2] in (QUEUED, AFTER):
+            passages[-1].append(earlier)
+        else:
+            passages.append([later, earlier])
+    # The last may lead on to the first.
+    if len(passages) > 1 and passages[-1][-1] == passages[0][0]:
+        passages[0] = passages.pop() + passages[0][1:]
+    return passages
+
+
+def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
+    """The places between which a send or receive can be moved: on the right side of its compute,
+    and in the order of its channel."""
+    transfers = schedule.dataflow.transfers
+    sends = bool(schedule.columns.is_kind(*SENDS)[place])
+    own = transfers.send if sends else transfers.receive
+    (number,) = np.flatnonzero(own == place).tolist() or (None,)
+    if number is None:
+        return None, None
+    # In its channel both ends stand in the same order.
+    order, follows = transfers.by_channel
+    at = int(np.flatnonzero(order == number)[0])
+    first = int(own[order[at - 1]]) + 1 if follows[at] else -1
+    more = at + 1 < len(order) and follows[at + 1]
+    last = int(own[order[at + 1]]) - 1 if more else len(schedule.columns)
+    if sends:
+        return max(first, int(transfers.maker[number]) + 1), last
+    return first, min(last, int(transfers.user[number]) - 1)
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 import attrs
-import numpy as np
 
+from schedir.check.changes import Change
 from schedir.errors import ScheduleError
-from schedir.ir import Action, Columns, Schedule, Source
+from schedir.ir import Action, Schedule, Source
 
 Severity = Literal["error", "warning", "note"]
-Side = Literal["before", "behind"]
 
 
 @attrs.frozen
@@ -38,43 +38,9 @@ def locate(schedule: Schedule, place: int) -> Location:
     return Location(rank, index, schedule.columns.action(place), schedule.source_of(rank, index))
 
 
-@attrs.frozen
-class Move:
-    """A change that mends a list: take the action at `index` of a rank's list, and put it before
-    (or behind) the one at `target`."""
-
-    rank: int
-    index: int
-    side: Side
-    target: int
-    verb: Literal["move", "post"] = "move"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.verb} rank {self.rank} #{self.index} {self.side} rank {self.rank} "
-            f"#{self.target}"
-        )
-
-
-def move(
-    columns: Columns, place: int, side: Side, target: int, verb: Literal["move", "post"] = "move"
-) -> Move:
-    """The move of what stands at a place to a side of another one on the same rank."""
-    rank, index = columns.position(place)
-    return Move(rank, index, side, columns.position(target)[1], verb)
-
-
-def moved(schedule: Schedule, change: Move) -> Schedule:
-    """The schedule with one action moved."""
-    columns = schedule.columns
-    start, end = columns.starts[change.rank], columns.starts[change.rank + 1]
-    own = list(range(start, end))
-    target = own[change.target]
-    place = own.pop(change.index)
-    own.insert(own.index(target) + (change.side == "behind"), place)
-    places = np.arange(len(columns))
-    places[start:end] = own
-    return schedule.take(places, columns.starts)
+def locations(schedule: Schedule, places: Iterable[int]) -> tuple[Location, ...]:
+    """The locations of several places."""
+    return tuple(locate(schedule, int(place)) for place in places)
 
 
 @attrs.frozen
@@ -97,25 +63,35 @@ class Diagnostic:
 
     `code` is stable and never reused; `name` is the bad pattern's; `why`, `mend` and `example` (a
     whole `.sched` text that the rule rejects) are the texts of `schedir explain`, with the
-    docstring for the meaning. The first of `locations` is the primary one. `moves` holds a move
-    that mends the fault, if one is known: it has been tried.
+    docstring for the meaning. The first of `locations` is the primary one. `change` mends the
+    fault, if such a change is known: it has been tried. `more` says how many findings of the same
+    code a report leaves out behind this one.
     """
 
     code: ClassVar[str]
     name: ClassVar[str]
     severity: ClassVar[Severity] = "error"
+    strict: ClassVar[bool] = True  # whether `schedir check --strict` fails for it
     why: ClassVar[str]
     mend: ClassVar[str]
     example: ClassVar[str]
     options: ClassVar[tuple[tuple[str, Any], ...]] = ()  # those of `check` that the example needs
 
     locations: tuple[Location, ...]
-    moves: tuple[Move, ...] = ()
+    change: Change | None = None
+    more: int = 0
 
     @property
     def message(self) -> str:
         """What is wrong, in one line."""
         raise NotImplementedError
+
+    @property
+    def headline(self) -> str:
+        """The message, and how many findings are left out behind this one."""
+        return (
+            f"{self.message}; and {self.more:,} more of {self.code}" if self.more else self.message
+        )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -144,13 +120,13 @@ class Diagnostic:
 
     @property
     def advice(self) -> str | None:
-        """What to do where no move is known to mend it."""
+        """What to do where no change is known to mend it."""
         return None
 
     @property
     def help(self) -> str | None:
         """What to do."""
-        return str(self.moves[0]) if self.moves else self.advice
+        return self.advice if self.change is None else str(self.change)
 
     @classmethod
     def meaning(cls) -> str:
@@ -160,7 +136,8 @@ class Diagnostic:
 
 @attrs.frozen
 class Report:
-    """Every finding of a check.
+    """Every finding of a check, but that of thousands of one code the first are held, and the
+    number of the others with the last of these.
 
     `channel` is the model that the errors were judged under; `clean_channels` are those, strictest
     first, under which the schedule runs to its end (empty where errors kept that from being known).
@@ -186,7 +163,8 @@ class Report:
         if errors:
             first = errors[0]
             place = f" at {first.locations[0]}" if first.locations else ""
-            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            others = len(errors) - 1 + sum(error.more for error in errors)
+            more = f" (and {others} more)" if others else ""
             raise ScheduleError(
                 f"{first.code} {first.name}: {first.message}{place}{more}", self.diagnostics
             )

@@ -9,63 +9,35 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, locate, move
+from schedir.check.changes import back
+from schedir.check.diagnostics import locate, locations
+from schedir.check.faults import Faults, fault
+from schedir.check.late import late_receives, late_sends, posting
 from schedir.check.rules import lints as rules
 from schedir.check.waits import QUEUED, finish, waits
 from schedir.ir import (
     RECEIVES,
     TEXTBOOK,
-    Ints,
     Kind,
-    Meetings,
-    Plan,
     Schedule,
+    Time,
     plan,
-    run,
 )
 
 
-def lints(schedule: Schedule, channel: str) -> Iterator[Diagnostic]:
+def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
     """What makes a right, complete schedule slower than it need be."""
-    planned = plan(schedule)
-    ends = _ends(schedule, planned)
-    makespan = float(ends.max(initial=0))
-    yield from _late_receives(schedule, planned, ends)
+    posted = posting(schedule, plan(schedule))
+    yield from late_sends(schedule, posted)
+    yield from late_receives(schedule, posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        yield from _early_receives(schedule, channel, makespan)
+        yield from _early_receives(schedule, channel, max(posted.listed.ends, default=0))
     yield from _needless_splits(schedule)
-    yield from _group_size(schedule, makespan)
+    yield from _group_size(schedule, max(posted.prompt.ends, default=0))
 
 
-def _ends(schedule: Schedule, planned: Plan) -> Ints:
-    """When each compute action ends, and a last entry 0 for the -1 of what comes before all."""
-    durations = TEXTBOOK[schedule.columns.kind[planned.compute]].tolist()
-    meetings = Meetings(planned.posts, (), [0] * len(planned.posts))
-    times = run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
-    return np.array([*times.ends, 0], np.int64)
-
-
-def _late_receives(schedule: Schedule, planned: Plan, ends: Ints) -> Iterator[Diagnostic]:
-    """One finding for all, at the receive that is posted the latest after its send."""
-    transfers, before = schedule.dataflow.transfers, planned.last_before
-    posted = ends[before[transfers.receive]]
-    late = posted - ends[before[transfers.send]]
-    at_once = before[transfers.receive] == before[transfers.user]
-    found = np.flatnonzero((late > 0) & at_once)
-    if len(found):
-        worst = int(found[np.argmax(late[found])])
-        receive, user = int(transfers.receive[worst]), int(transfers.user[worst])
-        compute = int(planned.compute[before[receive]])
-        yield rules.LateReceive(
-            locations=(locate(schedule, receive), locate(schedule, user)),
-            late=float(late[worst]),
-            many=len(found),
-            moves=(move(schedule.columns, receive, "before", compute, "post"),),
-        )
-
-
-def _early_receives(schedule: Schedule, channel: str, possible: float) -> Iterator[Diagnostic]:
+def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterator[Faults]:
     """The receive that holds up most, where the step takes longer for what is held up."""
     waiting = waits(schedule, channel)
     done = np.array(finish(waiting, TEXTBOOK[schedule.columns.kind].tolist()), np.int64)
@@ -86,28 +58,33 @@ def _early_receives(schedule: Schedule, channel: str, possible: float) -> Iterat
     worst = int(held.argmax())
     if held[worst] > 0:
         receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
-        yield rules.EarlyReceive(
-            locations=(locate(schedule, receive), locate(schedule, other)),
-            channel=channel,
-            held=float(held[worst]),
-            makespan=makespan,
-            possible=possible,
-            moves=(move(schedule.columns, receive, "behind", other, "post"),),
+        yield fault(
+            rules.EarlyReceive(
+                locations=locations(schedule, (receive, other)),
+                channel=channel,
+                held=float(held[worst]),
+                makespan=makespan,
+                possible=float(possible),
+            ),
+            back(schedule, receive, other, "post").moves(schedule.columns),
         )
 
 
-def _needless_splits(schedule: Schedule) -> Iterator[Diagnostic]:
+def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
     """An I and its W side by side; what stands between them may be the reason for the split."""
     split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     first, second = map(schedule.dataflow.of, split)
     pairs = np.sort(first[(first >= 0) & (second == first + 1)]).tolist()
     if pairs:
-        yield rules.NeedlessSplit(
-            locations=tuple(locate(schedule, at) for place in pairs for at in (place, place + 1))
+        yield fault(
+            rules.NeedlessSplit(
+                locations=locations(schedule, (at for p in pairs for at in (p, p + 1)))
+            ),
+            extent=len(pairs),
         )
 
 
-def _group_size(schedule: Schedule, makespan: float) -> Iterator[Diagnostic]:
+def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
     """Interleaved 1F1B takes 3 · (V · M + P − 1) chunks' forwards in groups of P microbatches."""
     ranks, microbatches = schedule.ranks, schedule.microbatches
     chunks = schedule.stages // ranks
@@ -119,10 +96,12 @@ def _group_size(schedule: Schedule, makespan: float) -> Iterator[Diagnostic]:
     group = int((forward[0] < forward[ranks].min()).sum())
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
-        yield rules.GroupSize(
-            locations=(locate(schedule, int(forward[ranks].min())),),
-            group=group,
-            ranks=ranks,
-            makespan=makespan,
-            possible=possible,
+        yield fault(
+            rules.GroupSize(
+                locations=(locate(schedule, int(forward[ranks].min())),),
+                group=group,
+                ranks=ranks,
+                makespan=makespan,
+                possible=possible,
+            )
         )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, locate
+from schedir.check.diagnostics import locate, locations
+from schedir.check.faults import Faults, Finding, fault
 from schedir.check.rules import memory as rules
 from schedir.ir import Kind, Schedule, Ties, peak_activations, weight_versions
 
@@ -32,9 +33,9 @@ class Limits:
                 raise ValueError(f"{name} must be an int >= {least} or None, not {value!r}")
 
 
-def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Diagnostic]:
+def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with versions and activations. Expects a sound structure."""
-    yield from _versions_exist(schedule)
+    yield _versions_exist(schedule)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(schedule, ties)) or _versions_agree(schedule)
     if limits.max_delay is not None:
@@ -45,22 +46,35 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Diag
         for rank, (peak, index) in enumerate(peak_activations(schedule.columns)):
             if peak > limits.max_activations:
                 place = int(schedule.columns.starts[rank]) + index
-                yield rules.ActivationsAboveLimit(
-                    locations=(locate(schedule, place),),
-                    peak=peak,
-                    limit=limits.max_activations,
+                yield fault(
+                    rules.ActivationsAboveLimit(
+                        locations=(locate(schedule, place),),
+                        peak=peak,
+                        limit=limits.max_activations,
+                    ),
+                    key=rank,
+                    extent=peak,
                 )
 
 
-def _versions_exist(schedule: Schedule) -> Iterator[Diagnostic]:
-    version = schedule.columns.version
-    for place in np.flatnonzero(version > schedule.dataflow.steps_before).tolist():
-        yield rules.VersionNotAvailable(
-            locations=(locate(schedule, place),), newest=int(schedule.dataflow.steps_before[place])
-        )
+def _versions_exist(schedule: Schedule) -> Faults:
+    columns, newest = schedule.columns, schedule.dataflow.steps_before
+    missing = np.flatnonzero(columns.version > newest)
+    return Faults(
+        rule=rules.VersionNotAvailable,
+        keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
+        findings=(
+            Finding(
+                rules.VersionNotAvailable(
+                    locations=(locate(schedule, place),), newest=int(newest[place])
+                )
+            )
+            for place in missing.tolist()
+        ),
+    )
 
 
-def _versions_agree(schedule: Schedule) -> Iterator[Diagnostic]:
+def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
     """One note for the whole schedule: where its stages run a microbatch at different versions."""
     flow = schedule.dataflow
     differ = flow.reads != flow.reads[-1]
@@ -69,21 +83,24 @@ def _versions_agree(schedule: Schedule) -> Iterator[Diagnostic]:
         first = int(microbatches[0])
         stage = int(np.flatnonzero(differ[:, first])[0])
         forward = flow.of(Kind.FORWARD)[:, first]
-        yield rules.VersionsDisagree(
-            locations=tuple(locate(schedule, int(forward[s])) for s in (stage, -1)),
-            versions=(
-                int(flow.reads[stage, first]),
-                int(flow.reads[-1, first]),
+        yield fault(
+            rules.VersionsDisagree(
+                locations=locations(schedule, (forward[stage], forward[-1])),
+                versions=(
+                    int(flow.reads[stage, first]),
+                    int(flow.reads[-1, first]),
+                ),
+                many=len(microbatches),
+                microbatches=schedule.microbatches,
             ),
-            many=len(microbatches),
-            microbatches=schedule.microbatches,
+            extent=len(microbatches),
         )
 
 
-def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Diagnostic]:
+def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
     """The stages of a tie read one version of what they share; one finding for each tie."""
     flow = schedule.dataflow
-    for tie in ties:
+    for number, tie in enumerate(ties):
         reads = flow.reads[list(tie)]
         differ = reads != reads[0]
         microbatches = np.flatnonzero(differ.any(axis=0))
@@ -91,15 +108,19 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Diagnostic]
             first = int(microbatches[0])
             other = int(np.flatnonzero(differ[:, first])[0])
             forward = flow.of(Kind.FORWARD)[:, first]
-            yield rules.TiedVersionsDisagree(
-                locations=tuple(locate(schedule, int(forward[tie[at]])) for at in (0, other)),
-                versions=(int(reads[0, first]), int(reads[other, first])),
-                many=len(microbatches),
-                microbatches=schedule.microbatches,
+            yield fault(
+                rules.TiedVersionsDisagree(
+                    locations=locations(schedule, (forward[tie[0]], forward[tie[other]])),
+                    versions=(int(reads[0, first]), int(reads[other, first])),
+                    many=len(microbatches),
+                    microbatches=schedule.microbatches,
+                ),
+                key=number,
+                extent=len(microbatches),
             )
 
 
-def _delays(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:
+def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     """The worst delay of every stage that is above the limit."""
     flow = schedule.dataflow
     gradient = flow.weight_gradients
@@ -107,20 +128,28 @@ def _delays(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())
         places = (flow.of(Kind.FORWARD)[stage, worst], gradient[stage, worst])
-        yield rules.DelayAboveLimit(
-            locations=tuple(locate(schedule, int(place)) for place in places),
-            delay=int(delay[stage, worst]),
-            limit=limit,
-            above=int((delay[stage] > limit).sum()),
+        yield fault(
+            rules.DelayAboveLimit(
+                locations=locations(schedule, places),
+                delay=int(delay[stage, worst]),
+                limit=limit,
+                above=int((delay[stage] > limit).sum()),
+            ),
+            key=stage,
+            extent=int(delay[stage, worst]),
         )
 
 
-def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Diagnostic]:
+def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:
     for rank in range(schedule.ranks):
-        for _, versions in sorted(weight_versions(schedule.columns, rank).items()):
+        for stage, versions in sorted(weight_versions(schedule.columns, rank).items()):
             alive, index = versions.peak()
             if alive > limit and index is not None:
                 place = int(schedule.columns.starts[rank]) + index
-                yield rules.VersionsAboveLimit(
-                    locations=(locate(schedule, place),), alive=alive, limit=limit
+                yield fault(
+                    rules.VersionsAboveLimit(
+                        locations=(locate(schedule, place),), alive=alive, limit=limit
+                    ),
+                    key=stage * schedule.ranks + rank,
+                    extent=alive,
                 )

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, locate, move
+from schedir.check.changes import Move, ahead, anywhere, back, in_turn
+from schedir.check.diagnostics import locate, locations
+from schedir.check.faults import Faults, Finding, fault
 from schedir.check.rules import ordering as rules
 from schedir.ir import Columns, Ints, Kind, Schedule, collective_turns
 
 
-def ordering(schedule: Schedule) -> Iterator[Diagnostic]:
+def ordering(schedule: Schedule) -> Iterator[Faults]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
     yield from _compute_order(schedule)
     columns = schedule.columns
@@ -25,32 +27,52 @@ def ordering(schedule: Schedule) -> Iterator[Diagnostic]:
         yield from _applied_once(schedule, steps)
 
 
-def _compute_order(schedule: Schedule) -> Iterator[Diagnostic]:
+def without_steps(schedule: Schedule) -> Iterator[Faults]:
+    """A schedule that is right, but leaves the update to its caller."""
+    if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
+        last = int(schedule.dataflow.weight_gradients.max())
+        yield fault(rules.NoStep(locations=(locate(schedule, last),)))
+
+
+def _compute_order(schedule: Schedule) -> Iterator[Faults]:
     """Every action stands behind what it uses of its own rank."""
     flow = schedule.dataflow
     forward, gradient = flow.of(Kind.FORWARD), flow.gradients
     weight = flow.of(Kind.BACKWARD_WEIGHT)
-    for rule, actions, used in (
-        (rules.InputNotReady, forward[1:], forward[:-1]),
-        (rules.InputNotReady, gradient[:-1], gradient[1:]),
-        (rules.BackwardBeforeForward, gradient, forward),
-        (rules.BackwardBeforeForward, weight, forward),
-        (rules.WeightBeforeInput, weight, flow.of(Kind.BACKWARD_INPUT)),
+    rank = schedule.columns.rank
+    for number, (rule, actions, used) in enumerate(
+        (
+            (rules.InputNotReady, forward[1:], forward[:-1]),
+            (rules.InputNotReady, gradient[:-1], gradient[1:]),
+            (rules.BackwardBeforeForward, gradient, forward),
+            (rules.BackwardBeforeForward, weight, forward),
+            (rules.WeightBeforeInput, weight, flow.of(Kind.BACKWARD_INPUT)),
+        )
     ):
-        early = (actions >= 0) & (used > actions)
-        here, there = actions[early], used[early]
-        same = schedule.columns.rank[here] == schedule.columns.rank[there]
-        for place, later in zip(here[same].tolist(), there[same].tolist(), strict=True):
-            yield rule(
-                locations=(locate(schedule, place), locate(schedule, later)),
-                moves=(
-                    move(schedule.columns, place, "behind", later),
-                    move(schedule.columns, later, "before", place),
-                ),
+        early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])
+        pairs = np.flatnonzero(early)
+        if len(pairs):
+            here, there = actions.ravel()[pairs], used.ravel()[pairs]
+            order = np.argsort(here)
+            yield Faults(
+                rule=rule,
+                keys=number * forward.size + pairs[order],
+                findings=_too_early(schedule, rule, here[order], there[order]),
             )
 
 
-def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Diagnostic]:
+def _too_early(
+    schedule: Schedule, rule: type[rules.ListedEarly], here: Ints, there: Ints
+) -> Iterator[Finding]:
+    for place, later in zip(here.tolist(), there.tolist(), strict=True):
+        slides = (back(schedule, place, later), ahead(schedule, later, place))
+        yield Finding(
+            rule(locations=locations(schedule, (place, later))),
+            in_turn(schedule, slides),
+        )
+
+
+def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
     """Every gradient has an OPTIM_STEP behind it, and every OPTIM_STEP has gradients."""
     turn, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients
     places = np.sort(gradients.ravel())
@@ -59,10 +81,10 @@ def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Diagnostic]:
     many = np.bincount(holding[steps], minlength=sum(map(len, schedule.placement)))
     late = places[turn[places] >= many[holding[places]]]
     yield from _never_applied(schedule, steps, late, holding)
-    yield from _empty_steps(schedule, steps, places, holding, turn)
+    yield _empty_steps(schedule, steps, places, holding, turn)
     yield from _equally_often(schedule, steps, holding, many)
     if not len(late):  # which this would only echo
-        yield from _same_groups(schedule, steps, turn, turn[gradients])
+        yield _same_groups(schedule, steps, turn, turn[gradients])
 
 
 def _holdings(schedule: Schedule) -> Ints:
@@ -71,39 +93,63 @@ def _holdings(schedule: Schedule) -> Ints:
     return np.searchsorted(keys, schedule.columns.stage * schedule.ranks + schedule.columns.rank)
 
 
-def _never_applied(
-    schedule: Schedule, steps: Ints, late: Ints, holding: Ints
-) -> Iterator[Diagnostic]:
-    for each in np.unique(holding[late]).tolist():
-        own = late[holding[late] == each].tolist()
-        own_steps = steps[holding[steps] == each].tolist()
-        places = tuple(locate(schedule, place) for place in own)
-        if own_steps:
-            last = own_steps[-1]
-            yield rules.StepBeforeGradients(
-                locations=(locate(schedule, last), *places),
-                moves=(move(schedule.columns, last, "behind", own[-1]),),
-            )
-        else:
-            yield rules.GradientNeverApplied(locations=places)
+def _never_applied(schedule: Schedule, steps: Ints, late: Ints, holding: Ints) -> Iterator[Faults]:
+    """The stages, on each of their ranks, with gradients behind their last OPTIM_STEP."""
+    numbers, many = np.unique(holding[late], return_counts=True)
+    stepping = np.isin(numbers, holding[steps])
+    late_of = {number: late[holding[late] == number].tolist() for number in numbers.tolist()}
+    last_of = {number: int(steps[holding[steps] == number][-1]) for number in numbers[stepping]}
+    yield Faults(
+        rule=rules.StepBeforeGradients,
+        keys=numbers[stepping],
+        extents=many[stepping],
+        findings=(
+            _step_too_early(schedule, last_of[number], late_of[number])
+            for number in numbers[stepping].tolist()
+        ),
+    )
+    yield Faults(
+        rule=rules.GradientNeverApplied,
+        keys=numbers[~stepping],
+        extents=many[~stepping],
+        findings=(
+            Finding(rules.GradientNeverApplied(locations=locations(schedule, late_of[number])))
+            for number in numbers[~stepping].tolist()
+        ),
+    )
+
+
+def _step_too_early(schedule: Schedule, last: int, gradients: list[int]) -> Finding:
+    slides = [back(schedule, last, gradients[-1])]
+    if len(gradients) == 1:
+        slides.append(ahead(schedule, gradients[0], last))
+    places = locations(schedule, (last, *gradients))
+    return Finding(rules.StepBeforeGradients(locations=places), in_turn(schedule, slides))
 
 
 def _empty_steps(
     schedule: Schedule, steps: Ints, gradients: Ints, holding: Ints, turn: Ints
-) -> Iterator[Diagnostic]:
+) -> Faults:
     columns = schedule.columns
     # A replica may have run none of the step's microbatches; REDUCE_GRAD gives it the sum.
     replicated = np.array([len(held) > 1 for held in schedule.placement])
     reduces = columns.where(Kind.REDUCE_GRAD)
     filling = np.concatenate((gradients, reduces[replicated[columns.stage[reduces]]]))
     round_ = holding * len(columns) + turn
-    for place in steps[~np.isin(round_[steps], round_[filling])].tolist():
-        yield rules.EmptyStep(locations=(locate(schedule, place),))
+    empty = steps[~np.isin(round_[steps], round_[filling])]
+    return Faults(
+        rule=rules.EmptyStep,
+        keys=round_[empty],
+        findings=(
+            Finding(
+                rules.EmptyStep(locations=(locate(schedule, place),)), anywhere(schedule, [place])
+            )
+            for place in empty.tolist()
+        ),
+    )
 
 
-def _equally_often(
-    schedule: Schedule, steps: Ints, holding: Ints, many: Ints
-) -> Iterator[Diagnostic]:
+def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -> Iterator[Faults]:
     """The replicas of a stage have the same number of OPTIM_STEPs."""
     first = 0  # the number of the stage on its first rank
     for held in schedule.placement:
@@ -112,23 +158,39 @@ def _equally_often(
         for number, rank in enumerate(held, first):
             if has[rank] > has[least]:
                 own = steps[holding[steps] == number]
-                yield rules.UnevenReplicas(
-                    locations=(locate(schedule, int(own[has[least]])),),
-                    has=has[rank],
-                    least=least,
-                    fewest=has[least],
+                yield fault(
+                    rules.UnevenReplicas(
+                        locations=(locate(schedule, int(own[has[least]])),),
+                        has=has[rank],
+                        least=least,
+                        fewest=has[least],
+                    ),
+                    key=number,
                 )
         first += len(held)
 
 
-def _same_groups(schedule: Schedule, steps: Ints, turn: Ints, turns: Ints) -> Iterator[Diagnostic]:
+def _same_groups(schedule: Schedule, steps: Ints, turn: Ints, turns: Ints) -> Faults:
     """Every stage applies the same microbatches in its k-th OPTIM_STEP as the loss stage.
 
     `turns` says which step applies each gradient, shape [stages, microbatches].
     """
+    differ = turns != turns[-1]
+    stages = np.flatnonzero(differ.any(axis=1))
+    return Faults(
+        rule=rules.UnevenSteps,
+        keys=stages,
+        extents=differ.sum(axis=1)[stages],
+        findings=_unequal_groups(schedule, steps, turn, turns, stages),
+    )
+
+
+def _unequal_groups(
+    schedule: Schedule, steps: Ints, turn: Ints, turns: Ints, stages: Ints
+) -> Iterator[Finding]:
     columns = schedule.columns
     loss = turns[-1]
-    for stage in np.flatnonzero((turns != loss).any(axis=1)).tolist():
+    for stage in stages.tolist():
         here = turns[stage]
         # The first step that differs; those behind it do as a consequence.
         first = int(np.minimum(here, loss)[here != loss].min())
@@ -136,13 +198,15 @@ def _same_groups(schedule: Schedule, steps: Ints, turn: Ints, turns: Ints) -> It
             steps[(columns.stage[steps] == s) & (turn[steps] == first)]
             for s in (stage, schedule.stages - 1)
         )
-        if len(own) and len(last):
-            yield rules.UnevenSteps(
-                locations=(locate(schedule, int(own[0])), locate(schedule, int(last[0]))),
+        yield Finding(
+            rules.UnevenSteps(
+                locations=locations(schedule, (own[0], last[0])),
                 turn=first,
                 here=tuple(np.flatnonzero(here == first).tolist()),
                 loss=tuple(np.flatnonzero(loss == first).tolist()),
-            )
+            ),
+            anywhere(schedule, (int(own[0]), int(last[0]))),
+        )
 
 
 @attrs.frozen
@@ -177,7 +241,7 @@ def _rounds(columns: Columns) -> dict[tuple[int, int], list[_Round]]:
     return rounds
 
 
-def _reduced(schedule: Schedule, steps: bool) -> Iterator[Diagnostic]:
+def _reduced(schedule: Schedule, steps: bool) -> Iterator[Faults]:
     """Between two OPTIM_STEPs the gradients come first, then the REDUCE_GRAD."""
     rounds = _rounds(schedule.columns)
     held = schedule.placement
@@ -187,38 +251,74 @@ def _reduced(schedule: Schedule, steps: bool) -> Iterator[Diagnostic]:
         len(held[stage]) == 1 and any(each.reduces and each.gradients for each in own)
         for (_, stage), own in rounds.items()
     )
-    for (_, stage), own in sorted(rounds.items()):
-        for each in own:
-            yield from _reduced_last(schedule, each)
+    unsummed: dict[int, tuple[int, bool]] = {}
+    early: dict[int, tuple[int, _Round]] = {}
+    for (rank, stage), own in sorted(rounds.items()):
+        holding = (stage * schedule.ranks + rank) * len(schedule.columns)
+        nth = 0
+        for turn, each in enumerate(own):
+            for reduce in each.reduces:
+                if _late(reduce, each):
+                    early[holding + nth] = reduce, each
+                nth += 1
             # Gradients behind the last OPTIM_STEP are never applied, which is another finding.
             where = each.step
             if where is None and each.gradients and not steps:
                 where = each.gradients[-1]
             needed = over_data or len(held[stage]) > 1
             if needed and not each.reduces and where is not None:
-                yield rules.StepWithoutReduce(
-                    locations=(locate(schedule, where),),
-                    held=held[stage],
-                    before=each.step is not None,
-                )
+                unsummed[holding + turn] = where, each.step is not None
+    yield Faults(
+        rule=rules.StepWithoutReduce,
+        keys=np.array([*unsummed], np.int64),
+        findings=(_unsummed(schedule, *each) for each in unsummed.values()),
+    )
+    yield Faults(
+        rule=rules.ReduceBeforeGradients,
+        keys=np.array([*early], np.int64),
+        extents=np.array([_late(*each) for each in early.values()], np.int64),
+        findings=(_reduced_early(schedule, *each) for each in early.values()),
+    )
     yield from _collectives(schedule, rounds)
 
 
-def _reduced_last(schedule: Schedule, each: _Round) -> Iterator[Diagnostic]:
-    for reduce in each.reduces:
-        late = len(each.gradients) - bisect(each.gradients, reduce)
-        if late:
-            last = each.gradients[-1]
-            yield rules.ReduceBeforeGradients(
-                locations=(locate(schedule, reduce), locate(schedule, last)),
-                late=late,
-                moves=(move(schedule.columns, reduce, "behind", last),),
-            )
+def _unsummed(schedule: Schedule, place: int, before: bool) -> Finding:
+    location = locate(schedule, place)
+    held = schedule.placement[location.action.stage]
+    return Finding(
+        rules.StepWithoutReduce(locations=(location,), held=held, before=before),
+        _summing(schedule, place),
+    )
+
+
+def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
+    """What brings a sum before a step: moves of the step, or of the sum next to it."""
+    columns = schedule.columns
+    here = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
+    sums = np.flatnonzero(here & columns.is_kind(Kind.REDUCE_GRAD)).tolist()
+    next_to = bisect(sums, place)
+    if sums:
+        yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
+
+
+def _late(reduce: int, each: _Round) -> int:
+    return len(each.gradients) - bisect(each.gradients, reduce)
+
+
+def _reduced_early(schedule: Schedule, reduce: int, each: _Round) -> Finding:
+    last, late = each.gradients[-1], _late(reduce, each)
+    slides = [back(schedule, reduce, last)]
+    if late == 1:
+        slides.append(ahead(schedule, last, reduce))
+    places = locations(schedule, (reduce, last))
+    return Finding(
+        rules.ReduceBeforeGradients(locations=places, late=late), in_turn(schedule, slides)
+    )
 
 
 def _collectives(
     schedule: Schedule, rounds: dict[tuple[int, int], list[_Round]]
-) -> Iterator[Diagnostic]:
+) -> Iterator[Faults]:
     """The k-th REDUCE_GRAD of a replicated stage belongs to one step on all ranks, and sums
     something new on one of them at least."""
     new: dict[int, bool] = {}
@@ -230,11 +330,35 @@ def _collectives(
                 new[reduce] = so_far > summed
                 summed = so_far
     turn = schedule.dataflow.steps_before
-    for places in collective_turns(schedule):
-        locations = tuple(locate(schedule, place) for place in places)
+    across: dict[int, tuple[int, ...]] = {}
+    empty: dict[int, tuple[int, ...]] = {}
+    for number, places in enumerate(collective_turns(schedule)):
         if len(set(turn[list(places)].tolist())) > 1:
-            yield rules.ReduceAcrossSteps(
-                locations=locations, turns=tuple(turn[list(places)].tolist())
-            )
+            across[number] = places
         elif len(places) > 1 and not any(new[place] for place in places):
-            yield rules.EmptyReduce(locations=locations)
+            empty[number] = places
+
+    yield Faults(
+        rule=rules.ReduceAcrossSteps,
+        keys=np.array([*across], np.int64),
+        findings=(
+            Finding(
+                rules.ReduceAcrossSteps(
+                    locations=locations(schedule, places),
+                    turns=tuple(turn[list(places)].tolist()),
+                ),
+                anywhere(schedule, places),
+            )
+            for places in across.values()
+        ),
+    )
+    yield Faults(
+        rule=rules.EmptyReduce,
+        keys=np.array([*empty], np.int64),
+        findings=(
+            Finding(
+                rules.EmptyReduce(locations=locations(schedule, places)), anywhere(schedule, places)
+            )
+            for places in empty.values()
+        ),
+    )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain, islice, repeat
 
 import attrs
+import numpy as np
 
 from schedir.check.channels import CHANNELS
 from schedir.check.communication import communication, unmatched_reduces
 from schedir.check.deadlock import clean_channels, deadlock, runs
-from schedir.check.diagnostics import Diagnostic, Location, Report, moved
+from schedir.check.diagnostics import Diagnostic, Location, Report
+from schedir.check.faults import Faults, Finding
 from schedir.check.lints import lints
 from schedir.check.memory import Limits, memory
-from schedir.check.ordering import ordering
+from schedir.check.mending import Trials
+from schedir.check.ordering import ordering, without_steps
+from schedir.check.rules.communication import WaitCycle
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
 from schedir.errors import ScheduleError
@@ -22,10 +26,10 @@ from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, ties_of
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
-# Each move that is proposed has been tried, which costs a check; so many are.
-_MOST_TRIALS = 12
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
+# So many findings of one code say enough.
+_MOST_OF_A_CODE = 1000
 
 
 @attrs.frozen
@@ -60,49 +64,69 @@ def check(
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
     limits = Limits(max_delay, max_versions, max_activations)
     terms = _Terms(channel, limits, ties_of(schedule, ties))
-    found, complete = _findings(schedule, terms)
+    found = list(_there(structure(schedule)))
+    complete = None
+    if not found:
+        found, complete = _collected(_faults(schedule, terms))
     clean: tuple[str, ...] = ()
     if complete is not None:
         clean = clean_channels(complete, terms.ties)
         if channel not in clean:
-            inserted = complete is not schedule
-            found += deadlock(complete, channel, clean, terms.ties, inserted=inserted)
-        elif not _errors(found):
-            found += _lints(schedule, complete, channel)
-    return Report(channel, _sorted(_mended(schedule, terms, found)), clean)
+            given = None if complete is schedule else schedule
+            found += deadlock(complete, channel, clean, terms.ties, given=given)
+        elif not _has_errors(found):
+            found += (*without_steps(schedule), *_lints(schedule, complete, channel))
+    return Report(channel, _said(schedule, terms, found), clean)
 
 
 def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
     """What is wrong with a schedule before its communication is looked at."""
     terms = _Terms(channel, Limits(), ())
-    found, _ = _compute(schedule, terms)
-    return Report(channel, _sorted(_mended(schedule, terms, found)))
+    found = list(_there(structure(schedule)))
+    if not found:
+        found, _ = _collected(_compute(schedule, terms))
+    return Report(channel, _said(schedule, terms, found))
 
 
-def _findings(schedule: Schedule, terms: _Terms) -> tuple[list[Diagnostic], Schedule | None]:
-    """What is wrong with a schedule but for deadlock, and its complete form to look for that in;
-    None where a wait has no meaning yet."""
-    found, complete = _compute(schedule, terms)
+_Search = Generator[Faults, None, Schedule | None]
+"""Yields what is wrong with a schedule of sound structure; returns its complete form to look for
+deadlock in, None where a wait has no meaning yet."""
+
+
+def _there(found: Iterable[Faults]) -> Iterator[Faults]:
+    return (faults for faults in found if faults.many)
+
+
+def _collected(search: _Search) -> tuple[list[Faults], Schedule | None]:
+    found = []
+    while True:
+        try:
+            found.append(next(search))
+        except StopIteration as end:
+            return found, end.value
+
+
+def _faults(schedule: Schedule, terms: _Terms) -> _Search:
+    """All but deadlock, where the list has its communication."""
+    complete = yield from _compute(schedule, terms)
     if complete is not None:
-        mismatched = list(communication(complete))
-        if mismatched:
-            return found + mismatched, None
-    return found, complete
+        for faults in _there(communication(complete)):
+            complete = None
+            yield faults
+    return complete
 
 
-def _compute(schedule: Schedule, terms: _Terms) -> tuple[list[Diagnostic], Schedule | None]:
-    """What is wrong with the compute, and the schedule with its communication; None where that
-    can't be inserted, or where what its check would find were an echo."""
-    found = list(structure(schedule))
-    if found:
-        return found, None
-    found += ordering(schedule)
-    found += memory(schedule, terms.limits, terms.ties)
-    if any(isinstance(finding, _OWN_LIST) for finding in found):
-        return found, None
-    if schedule.is_complete:
-        return found, schedule
-    blocking = list(unmatched_reduces(schedule))
+def _compute(schedule: Schedule, terms: _Terms) -> _Search:
+    """What is wrong with the compute. No complete form where communication can't be inserted, or
+    where what its check would find were an echo."""
+    waits = True
+    for faults in _there(ordering(schedule)):
+        waits = waits and not issubclass(faults.rule, _OWN_LIST)
+        yield faults
+    yield from _there(memory(schedule, terms.limits, terms.ties))
+    if not waits or schedule.is_complete:
+        return schedule if waits else None
+    blocking = list(_there(unmatched_reduces(schedule)))
     if not blocking:
         try:
             complete = insert_communication(schedule)
@@ -112,16 +136,48 @@ def _compute(schedule: Schedule, terms: _Terms) -> tuple[list[Diagnostic], Sched
             # The collectives that the author has placed, and ties, are all that can block still.
             if terms.ties or any(len(places) > 1 for places in collective_turns(schedule)):
                 blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
-    return (found + blocking, None) if blocking else (found, complete)
+    yield from blocking
+    return None if blocking else complete
 
 
-def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Diagnostic]:
+def _judge(schedule: Schedule, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
+    """What is wrong with a changed schedule, whose structure is known to be sound."""
+    search = _faults(schedule, terms)
+    right = True
+    while True:
+        try:
+            faults = next(search)
+        except StopIteration as end:
+            complete = end.value
+            break
+        is_error = faults.rule.severity == "error"
+        right = right and not is_error
+        if is_error or not errors_only:
+            yield faults
+    if complete is None:
+        return
+    if not runs(complete, terms.channel, terms.ties):
+        yield Faults(rule=WaitCycle, keys=np.zeros(1, np.int64), findings=())
+    elif right and not errors_only:
+        yield from _lints(schedule, complete, terms.channel)
+
+
+def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Faults]:
     found = list(lints(complete, channel))
     if complete is schedule:
         return found
     # Where schedir puts the communication is not for the author to mend.
-    own = [d for d in found if all(p.action.kind not in COMMUNICATION for p in d.locations)]
-    return [_as_given(complete, each) for each in own]
+    return [
+        attrs.evolve(
+            faults, findings=[Finding(_as_given(complete, x.diagnostic)) for x in faults.findings]
+        )
+        for faults in found
+        if not any(_communicates(each.diagnostic) for each in faults.findings)
+    ]
+
+
+def _communicates(finding: Diagnostic) -> bool:
+    return any(place.action.kind in COMMUNICATION for place in finding.locations)
 
 
 def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
@@ -134,60 +190,44 @@ def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
         index = int(kept[start : start + (place.index or 0)].sum())
         return attrs.evolve(place, index=index)
 
-    return attrs.evolve(finding, locations=tuple(map(without, finding.locations)), moves=())
+    return attrs.evolve(finding, locations=tuple(map(without, finding.locations)))
 
 
-def _mended(schedule: Schedule, terms: _Terms, found: list[Diagnostic]) -> list[Diagnostic]:
-    """The findings with the first of their moves that mends them and brings nothing new."""
-    everything = Counter(map(_said, found))
-    errors = Counter(map(_said, _errors(found)))
-    trials = 0
-    mended = []
-    for finding in found:
-        best = None
-        if finding.moves and trials < _MOST_TRIALS:
-            errors_only = finding.severity == "error"
-            allowed = (errors if errors_only else everything) - Counter([_said(finding)])
-            for change in finding.moves:
-                trials += 1
-                if _mends(moved(schedule, change), terms, errors_only, allowed):
-                    best = change
-                    break
-        mended.append(attrs.evolve(finding, moves=() if best is None else (best,)))
-    return mended
+def _has_errors(found: list[Faults]) -> bool:
+    return any(faults.rule.severity == "error" for faults in found)
 
 
-def _mends(
-    changed: Schedule,
-    terms: _Terms,
-    errors_only: bool,
-    allowed: Counter[tuple[str, str]],
-) -> bool:
-    """Whether a changed schedule has nothing wrong but what is allowed."""
-    found, complete = _findings(changed, terms)
-    if complete is not None and not runs(complete, terms.channel, terms.ties):
-        return False
-    if errors_only:
-        found = _errors(found)
-    elif complete is not None and not _errors(found):
-        found += _lints(changed, complete, terms.channel)
-    return Counter(map(_said, found)) <= allowed
+def _said(schedule: Schedule, terms: _Terms, found: list[Faults]) -> tuple[Diagnostic, ...]:
+    """The findings in words, by place: the first thousand of each code, each with the first change
+    that mends it, where one is known."""
+    by_code: dict[str, list[Faults]] = {}
+    for faults in found:
+        by_code.setdefault(faults.rule.code, []).append(faults)
+    trials = Trials(schedule, found, lambda changed, errors: _judge(changed, terms, errors))
+    said: list[Diagnostic] = []
+    # What is rare goes first: thousands of findings of one code leave no time to try for others.
+    for several in sorted(by_code.values(), key=lambda several: sum(f.many for f in several)):
+        first = sorted(_first(several), key=lambda each: _place(each[1].diagnostic))
+        more = sum(faults.many for faults in several) - _MOST_OF_A_CODE
+        first = first[:_MOST_OF_A_CODE]
+        for number, (key, finding) in enumerate(first):
+            share = -(-trials.left // (len(first) - number))
+            change = trials.mend(finding, key, share)
+            said.append(attrs.evolve(finding.diagnostic, change=change))
+        if more > 0:
+            said[-1] = attrs.evolve(said[-1], more=more)
+    return tuple(sorted(said, key=_place))
 
 
-def _said(finding: Diagnostic) -> tuple[str, str]:
-    return finding.code, finding.message
+def _first(several: list[Faults]) -> Iterator[tuple[int, Finding]]:
+    """The first findings of each, with their keys."""
+    for faults in several:
+        keys = chain(faults.keys.tolist(), repeat(0))
+        yield from islice(zip(keys, faults.findings, strict=False), _MOST_OF_A_CODE)
 
 
-def _errors(found: list[Diagnostic]) -> list[Diagnostic]:
-    return [finding for finding in found if finding.severity == "error"]
-
-
-def _sorted(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+def _place(finding: Diagnostic) -> tuple[int, int, str, str]:
     """By place, then code: the order of the lists, and the same on every run."""
-
-    def key(finding: Diagnostic) -> tuple[int, int, str, str]:
-        place = finding.locations[0]
-        index = sys.maxsize if place.index is None else place.index
-        return (place.rank, index, finding.code, finding.message)
-
-    return tuple(sorted(found, key=key))
+    place = finding.locations[0]
+    index = sys.maxsize if place.index is None else place.index
+    return place.rank, index, finding.code, finding.message

@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from heapq import merge
 
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, Location, locate
-from schedir.check.rules import memory
+from schedir.check.diagnostics import Diagnostic, Location, locate, locations
+from schedir.check.faults import Faults, Finding
 from schedir.check.rules import structure as rules
-from schedir.ir import BACKWARDS, KIND_INDEX, Action, Ints, Kind, Schedule, first_places
+from schedir.ir import KIND_INDEX, Action, Ints, Kind, Schedule, first_places
 
-# A file may claim a billion microbatches and hold none of them; this many findings say enough.
-_MOST_ABSENT = 1000
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_KEPT = (Kind.FORWARD, Kind.BACKWARD, *_SPLIT)
+_ORDERLESS = np.zeros(0, np.int64)
 
 
-def structure(schedule: Schedule) -> Iterator[Diagnostic]:
-    """What is wrong with single actions, and with the set of them."""
+def structure(schedule: Schedule) -> Iterator[Faults]:
+    """What is wrong with single actions, and with the set of them. No order can mend it."""
     columns = schedule.columns
     no_stage = columns.stage >= schedule.stages
     no_microbatch = ~no_stage & (columns.microbatch >= schedule.microbatches)
-    for place in np.flatnonzero(no_stage).tolist():
-        yield rules.UnknownStage(locations=(locate(schedule, place),), stages=schedule.stages)
-    for place in np.flatnonzero(no_microbatch).tolist():
-        yield rules.UnknownMicrobatch(
+    yield _each(
+        rules.UnknownStage,
+        np.flatnonzero(no_stage),
+        lambda place: rules.UnknownStage(
+            locations=(locate(schedule, place),), stages=schedule.stages
+        ),
+    )
+    yield _each(
+        rules.UnknownMicrobatch,
+        np.flatnonzero(no_microbatch),
+        lambda place: rules.UnknownMicrobatch(
             locations=(locate(schedule, place),), microbatches=schedule.microbatches
-        )
+        ),
+    )
     known = np.flatnonzero(~(no_stage | no_microbatch))
-    yield from _on_their_ranks(schedule, known)
+    yield _on_their_ranks(schedule, known)
     yield from _once_each(schedule, known[columns.microbatch[known] >= 0])
 
 
-def _on_their_ranks(schedule: Schedule, places: Ints) -> Iterator[Diagnostic]:
+def _each(rule: type[Diagnostic], places: Ints, said: Callable[[int], Diagnostic]) -> Faults:
+    """One fault at each of the places."""
+    findings = (Finding(said(int(place))) for place in places)
+    return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
+
+
+def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     """Each action stands on a rank that holds its stage."""
     columns = schedule.columns
     held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
     holding = columns.stage[places] * schedule.ranks + columns.rank[places]
-    for place in places[~np.isin(holding, held)].tolist():
-        ranks = schedule.placement[columns.stage[place]]
-        yield rules.WrongRank(locations=(locate(schedule, place),), held=ranks)
+    return _each(
+        rules.WrongRank,
+        places[~np.isin(holding, held)],
+        lambda place: rules.WrongRank(
+            locations=(locate(schedule, place),),
+            held=schedule.placement[columns.stage[place]],
+        ),
+    )
 
 
-def _once_each(schedule: Schedule, places: Ints) -> Iterator[Diagnostic]:
+def _once_each(schedule: Schedule, places: Ints) -> Iterator[Faults]:
     """Each (stage, microbatch) has one F and one B, or I and W, all on the same rank."""
     columns = schedule.columns
     pairs = schedule.stages * schedule.microbatches
@@ -53,30 +72,48 @@ def _once_each(schedule: Schedule, places: Ints) -> Iterator[Diagnostic]:
         numbers, pair = np.unique(pair, return_inverse=True)
     table = first_places(columns.kind[places], pair, places, len(numbers))
     first = table[columns.kind[places], pair]
-    for place, original in zip(
-        places[first != places].tolist(), first[first != places].tolist(), strict=True
-    ):
-        yield rules.DuplicateAction(locations=(locate(schedule, place), locate(schedule, original)))
-    forward, backward, *split = (
-        table[KIND_INDEX[kind]] for kind in (Kind.FORWARD, Kind.BACKWARD, *_SPLIT)
-    )
-    halves = (split[0] >= 0).astype(np.int64) + (split[1] >= 0)
-    sound = (forward >= 0) & np.where(backward >= 0, halves == 0, halves == 2)
+    again = first != places
+    yield _pairs(schedule, rules.DuplicateAction, places[again], first[again])
+    yield _missing(schedule, numbers, table)
+    forward, backward, *split = (table[KIND_INDEX[kind]] for kind in _KEPT)
+    for half in split:
+        both = (half >= 0) & (backward >= 0)
+        yield _pairs(schedule, rules.MixedBackward, half[both], backward[both])
     for some in (backward, *split):
-        sound &= (some < 0) | (columns.rank[some] == columns.rank[forward])
-    unsound = np.flatnonzero(~sound)
-    rows = {int(numbers[row]): table[:, row] for row in unsound.tolist()}
-    if len(numbers) < pairs:
-        nothing = np.full(len(table), -1)
-        rows |= dict.fromkeys(islice(_absent(numbers, pairs), _MOST_ABSENT + 1), nothing)
-    absent = 0  # pairs without any backward
-    for number in sorted(rows):
-        found = rows[number]
-        absent += all(found[KIND_INDEX[kind]] < 0 for kind in BACKWARDS)
-        if absent > _MOST_ABSENT:
-            return
-        yield from _pair(schedule, *divmod(number, schedule.microbatches), found)
-    yield from _never_released(schedule, table)
+        apart = (some >= 0) & (forward >= 0) & (columns.rank[some] != columns.rank[forward])
+        yield _pairs(schedule, rules.SplitMicrobatch, some[apart], forward[apart])
+
+
+def _pairs(schedule: Schedule, rule: type[Diagnostic], places: Ints, others: Ints) -> Faults:
+    """One fault at each of the places, about another one as well."""
+    order = np.argsort(places)
+    findings = (
+        Finding(rule(locations=locations(schedule, pair)))
+        for pair in zip(places[order].tolist(), others[order].tolist(), strict=True)
+    )
+    return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
+
+
+def _missing(schedule: Schedule, numbers: Ints, table: Ints) -> Faults:
+    """Every F, and every B, or I and W. `numbers` are the (stage, microbatch) pairs of which there
+    is something, which a file that claims a billion of them need not have."""
+    forward, backward, *split = (table[KIND_INDEX[kind]] for kind in _KEPT)
+    halves = sum((half >= 0).astype(np.int64) for half in split)
+    lacks = (backward < 0) & (halves < 2)
+    rows = np.flatnonzero((forward < 0) | lacks)
+    absent = schedule.stages * schedule.microbatches - len(numbers)
+
+    def findings() -> Iterator[Finding]:
+        row_of = dict(zip(numbers[rows].tolist(), rows.tolist(), strict=True))
+        end = len(numbers) + absent
+        for number in merge(row_of, _absent(numbers, end) if absent else ()):
+            stage, microbatch = divmod(number, schedule.microbatches)
+            at = row_of.get(number)
+            there = {kind: -1 if at is None else int(table[KIND_INDEX[kind]][at]) for kind in _KEPT}
+            yield from map(Finding, _pair(schedule, stage, microbatch, there))
+
+    many = int((forward < 0).sum() + lacks.sum()) + 2 * absent
+    return Faults(rule=rules.MissingAction, keys=_ORDERLESS, findings=findings(), many=many)
 
 
 def _absent(numbers: Ints, end: int) -> Iterator[int]:
@@ -87,42 +124,17 @@ def _absent(numbers: Ints, end: int) -> Iterator[int]:
         following = number + 1
 
 
-def _pair(schedule: Schedule, stage: int, microbatch: int, row: Ints) -> Iterator[Diagnostic]:
-    """What is wrong with one stage's work on one microbatch; `row` has its place by kind."""
-    forward, backward = (int(row[KIND_INDEX[kind]]) for kind in (Kind.FORWARD, Kind.BACKWARD))
-    split = {kind: int(row[KIND_INDEX[kind]]) for kind in _SPLIT}
-    places = [place for place in (forward, backward, *split.values()) if place >= 0]
-    missing = [Kind.FORWARD] if forward < 0 else []
-    if backward < 0:
-        absent = [kind for kind, place in split.items() if place < 0]
+def _pair(
+    schedule: Schedule, stage: int, microbatch: int, there: dict[Kind, int]
+) -> Iterator[Diagnostic]:
+    """What one stage's work on one microbatch lacks; `there` has its places."""
+    missing = [Kind.FORWARD] if there[Kind.FORWARD] < 0 else []
+    if there[Kind.BACKWARD] < 0:
+        absent = [kind for kind in _SPLIT if there[kind] < 0]
         missing += absent if len(absent) < 2 else [Kind.BACKWARD]
     for kind in missing:
-        related = tuple(locate(schedule, place) for place in places)
+        related = locations(schedule, (place for place in there.values() if place >= 0))
         # On the rank of what is there of its microbatch, else of its stage.
         rank = related[0].rank if related else schedule.placement[stage][0]
         where = Location(rank, None, Action(kind, stage, microbatch))
         yield rules.MissingAction(locations=(where, *related))
-    for place in split.values():
-        if backward >= 0 and place >= 0:
-            yield rules.MixedBackward(
-                locations=(locate(schedule, place), locate(schedule, backward))
-            )
-    for place in (backward, *split.values()):
-        if forward >= 0 <= place and schedule.columns.rank[place] != schedule.columns.rank[forward]:
-            yield rules.SplitMicrobatch(
-                locations=(locate(schedule, place), locate(schedule, forward))
-            )
-
-
-def _never_released(schedule: Schedule, table: Ints) -> Iterator[Diagnostic]:
-    """Every forward's activation is released, by its B or its W."""
-    forward = table[KIND_INDEX[Kind.FORWARD]]
-    released = (table[KIND_INDEX[Kind.BACKWARD]] >= 0) | (
-        table[KIND_INDEX[Kind.BACKWARD_WEIGHT]] >= 0
-    )
-    kept = np.sort(forward[(forward >= 0) & ~released])
-    for rank in np.unique(schedule.columns.rank[kept]).tolist():
-        own = kept[schedule.columns.rank[kept] == rank].tolist()
-        yield memory.ActivationNeverReleased(
-            locations=tuple(locate(schedule, place) for place in own)
-        )

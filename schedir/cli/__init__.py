@@ -6,25 +6,24 @@ Exit codes: 0 success, 1 a schedule with errors, 2 a target or option that can't
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import schedir
 from schedir.cli import check, explain, export, list, show
 from schedir.cli.terminal import fail, show_parse_error
 from schedir.errors import ParseError, SchedirError
+from schedir.render import legible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (by default `sys.argv`) and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A `.sched` is UTF-8 in any locale, and an odd file name is no reason to fail.
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    legible(sys.stdout)
+    legible(sys.stderr)
     with _warnings():
         try:
             args = _parser().parse_args(argv)
@@ -47,14 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="schedir", description=schedir.__doc__, allow_abbrev=False
-    )
+    parser = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (list, show, check, export, explain):
         command.add(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(fail(f"{message}; see `{self.prog} --help`"))
 
 
 class _ToStderr(logging.Handler):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 
 from schedir.check import CHANNELS, check
-from schedir.cli.target import add_target, load_target, subject_of
+from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import fail, has_colour
 from schedir.ir import ties_of
 from schedir.render import OUTPUT_FORMATS
@@ -37,9 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         ("--max-versions", 1, "weight versions of a stage that may be alive at once"),
         ("--max-activations", 1, "activations that a rank may hold, one per (stage, microbatch)"),
     ):
-        parser.add_argument(
-            option, type=_at_least(least), metavar="N", help=f"error above N {text}"
-        )
+        parser.add_argument(option, type=at_least(least), metavar="N", help=f"error above N {text}")
     parser.add_argument(
         "--tie",
         type=_tie,
@@ -55,7 +52,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="how to print what is found (default: %(default)s)",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="exit with 1 on warnings and notes as well"
+        "--strict",
+        action="store_true",
+        help="exit with 1 on warnings and notes as well, but for S213",
     )
     parser.set_defaults(run=run)
 
@@ -81,16 +80,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = OUTPUT_FORMATS[args.output_format](report, subject)
     print(text, end="")
-    return int(bool(report.diagnostics if args.strict else report.errors))
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
-        return int(text)
-
-    return number
+    return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
 
 
 def _tie(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.check import RULES
+from schedir.check import RETIRED, RULES
 from schedir.cli.terminal import fail, width_of
 from schedir.render import explanation
 from schedir.render.text import table
@@ -30,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
         rows = [(rule.code, rule.name, rule.meaning()) for rule in RULES.values()]
         print(table(rows, width=width_of(sys.stdout)), end="")
         return 0
+    if args.code.upper() in RETIRED:
+        instead = RETIRED[args.code.upper()]
+        print(f"{args.code.upper()} is not reported any more: {instead} says what it said.\n")
+        args.code = instead
     for rule in RULES.values():
         if args.code.lower() in (rule.code.lower(), rule.name):
             print(explanation(rule), end="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 
 from schedir.errors import LoadError
@@ -28,7 +29,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         ("microbatches", "M", f"number of microbatches (default {DEFAULT_MICROBATCHES})"),
         ("chunks", "V", "number of stages per rank (default: the schedule's own)"),
     ):
-        shape.add_argument(f"--{option}", type=int, metavar=letter, help=text)
+        shape.add_argument(f"--{option}", type=at_least(1), metavar=letter, help=text)
     shape.add_argument(
         "--set",
         type=_setting,
@@ -37,6 +38,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a parameter of the schedule's own; repeat for more",
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
+
+    return number
 
 
 def load_target(args: argparse.Namespace) -> Schedule:

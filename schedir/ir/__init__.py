@@ -33,7 +33,7 @@ from schedir.ir.dataflow import (
     trace,
 )
 from schedir.ir.plan import Plan, plan
-from schedir.ir.schedule import Placement, Schedule, Source, Sources, starts_of
+from schedir.ir.schedule import Placement, Schedule, Source, Sources, stages_by_rank, starts_of
 from schedir.ir.text import decode, dumps, loads, parse_action
 from schedir.ir.ties import Ties, tied_steps, ties_of
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
@@ -89,6 +89,7 @@ __all__ = [
     "run",
     "send_act",
     "send_grad",
+    "stages_by_rank",
     "starts_of",
     "sums_of_steps",
     "tied_steps",

@@ -61,7 +61,8 @@ class Action:
         stage, microbatch = self.stage, self.microbatch
         # A generator makes millions of these; what most of them are is known at a glance.
         if (
-            self.version is None
+            type(self.kind) is Kind
+            and self.version is None
             and type(stage) is int
             and type(microbatch) is int
             and 0 <= stage <= MAX_NUMBER
@@ -69,6 +70,8 @@ class Action:
             and self.kind not in STAGE_WIDE
         ):
             return
+        if type(self.kind) is not Kind:
+            raise ValueError(f"kind must be a Kind, such as Kind.FORWARD, not {self.kind!r}")
         if not is_number(self.stage):
             raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {self.stage!r}")
         if (self.microbatch is None) != (self.kind in STAGE_WIDE):

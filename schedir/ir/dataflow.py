@@ -95,6 +95,28 @@ class Dataflow:
         return np.maximum(self.of(Kind.BACKWARD), self.of(Kind.BACKWARD_WEIGHT))
 
     @cached_property
+    def starved(self) -> Bools:
+        """Which (stage, microbatch) has compute that lacks its input: nothing makes that, or
+        something that stands behind it on its rank. What crosses ranks is for `transfers` to say.
+        """
+        forward, above = self.of(Kind.FORWARD), self.gradients[1:]
+        full, split = self.of(Kind.BACKWARD), self.of(Kind.BACKWARD_INPUT)
+        rank = self.columns.rank
+        starved = np.zeros(forward.shape, np.bool_)
+        for lacks, user, source, crosses in (
+            (starved[1:], forward[1:], forward[:-1], True),
+            (starved[:-1], full[:-1], above, True),
+            (starved[:-1], split[:-1], above, True),
+            (starved, full, forward, False),
+            (starved, split, forward, False),
+            (starved, self.of(Kind.BACKWARD_WEIGHT), split, False),
+        ):
+            local = rank[user] == rank[source]
+            there = (source >= 0) & (crosses & ~local | local & (source < user))
+            lacks |= (user >= 0) & ~there
+        return starved
+
+    @cached_property
     def steps_before(self) -> Ints:
         """For every place, how many OPTIM_STEPs of its stage stand before it on its rank."""
         return steps_before(self.columns)
@@ -154,6 +176,15 @@ class Dataflow:
             ),
         )
 
+    @cached_property
+    def arrivals(self) -> Ints:
+        """For every place, the transfer that brings it its input, -1 where none does."""
+        user = self.transfers.user
+        used = np.flatnonzero(user >= 0)
+        arrivals = np.full(len(self.columns), -1)
+        arrivals[user[used]] = used
+        return arrivals
+
     def _on(self, places: Ints, rank: Ints) -> Ints:
         """The places that are on their rank; -1 for the others."""
         return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
@@ -174,7 +205,7 @@ def trace(schedule: Schedule) -> Dataflow:
             "microbatches",
             (),
         )
-    if len(named) and (stage.max() >= stages or microbatch.max() >= microbatches):
+    if columns.stage.max(initial=0) >= stages or microbatch.max(initial=0) >= microbatches:
         raise ScheduleError("an action names an unknown stage or microbatch", ())
     pair = stage * microbatches + microbatch
     places = first_places(kind, pair, named, stages * microbatches)
@@ -182,14 +213,20 @@ def trace(schedule: Schedule) -> Dataflow:
 
 
 def reduces_by_stage(schedule: Schedule) -> dict[int, dict[int, list[int]]]:
-    """For each stage that has any, the places of its REDUCE_GRADs on each of its ranks."""
+    """For each stage that has any, the places of its REDUCE_GRADs on each of its ranks.
+
+    Raises ScheduleError for one where its stage does not live.
+    """
     columns = schedule.columns
     found: dict[int, dict[int, list[int]]] = {}
     for place in columns.where(Kind.REDUCE_GRAD).tolist():
-        stage = int(columns.stage[place])
+        stage, rank = int(columns.stage[place]), int(columns.rank[place])
         if stage not in found:
-            found[stage] = {rank: [] for rank in schedule.placement[stage]}
-        found[stage][int(columns.rank[place])].append(place)
+            held = schedule.placement[stage] if stage < schedule.stages else ()
+            found[stage] = {rank: [] for rank in held}
+        if rank not in found[stage]:
+            raise ScheduleError(f"rank {rank} sums the gradients of stage {stage}, not its own", ())
+        found[stage][rank].append(place)
     return {stage: found[stage] for stage in sorted(found)}
 
 

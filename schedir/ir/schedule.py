@@ -61,7 +61,8 @@ class Schedule:
     are the lines of Python behind the actions; they take no part in equality or the hash.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
-    no Action. Whether the actions make sense is for `schedir.check` to say.
+    no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
+    to say.
     """
 
     name: str
@@ -72,7 +73,8 @@ class Schedule:
 
     def __attrs_post_init__(self) -> None:
         name = self.name
-        if not name or not name.isprintable() or name != name.strip() or "#" in name:
+        fits = isinstance(name, str) and name and name.isprintable() and name == name.strip()
+        if not fits or "#" in name:
             raise ValueError(f"name must be one printable line without '#', not {name!r}")
         if not is_number(self.microbatches) or self.microbatches < 1:
             raise ValueError(
@@ -112,9 +114,13 @@ class Schedule:
         """Every (stage, rank) where the rank holds the stage, ascending."""
         return tuple((stage, rank) for stage, held in enumerate(self.placement) for rank in held)
 
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return stages_by_rank(self.placement)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""
-        return tuple(stage for stage, held in enumerate(self.placement) if rank in held)
+        return self._stages_by_rank.get(rank, ())
 
     def source_of(self, rank: int, index: int) -> Source | None:
         """The line of Python that yielded `actions[rank][index]`, if it is known."""
@@ -152,6 +158,15 @@ class Schedule:
             actions=self.columns.take(places, starts),
             sources=None if sources is None else Sources(sources.lines, sources.line_of[places]),
         )
+
+
+def stages_by_rank(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """The stages of each rank that holds any, ascending."""
+    found: dict[int, list[int]] = {}
+    for stage, held in enumerate(placement):
+        for rank in held:
+            found.setdefault(rank, []).append(stage)
+    return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 def starts_of(ranks: Ints, number: int) -> Ints:

@@ -3,8 +3,9 @@
 It has two dialects, compute only and with communication. Its tokens differ from schedir's in
 SEND_F/RECV_F/SEND_B/RECV_B, and it has no OPTIM_STEP and no weight versions. UNSHARD and RESHARD
 (FSDP's gathering of parameters) are nothing that schedir models; reading names them in a warning
-and leaves them out. `(0F1;7B0)OVERLAP_F_B` is read as its parts, in order. Around a cell there may
-be spaces and tabs, and a row ends in LF or CR LF.
+and leaves them out. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is read as its parts, in order; one
+that could never start is an error. Around a cell there may be spaces and tabs, and a row ends in LF
+or CR LF.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import PurePath
 from typing import TypeAlias
 
 from schedir.errors import ParseError
 from schedir.ir.actions import MAX_NUMBER, STAGE_WIDE, Action, Kind
+from schedir.ir.pairs import never_starts
 from schedir.ir.schedule import Schedule
 from schedir.ir.text import NUMBER, clip, decode, position, split
 
@@ -37,6 +39,7 @@ _TO_TORCH = {
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
 _NOT_MODELLED = ("UNSHARD", "RESHARD")
+_PAIRED = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.BACKWARD_INPUT})
 
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -81,6 +84,8 @@ class _Reader:
         self.file = file
         self.left_out: dict[str, int] = {}  # how many, by kind
         self.left_out_names: dict[str, None] = {}
+        self.places = 0  # how many actions are read
+        self.pairs: dict[int, int] = {}  # by the place of the first part: where each stands
 
     def read(self) -> Schedule:
         if not re.search(r"[^, \t\r\n]", self.text):
@@ -97,7 +102,17 @@ class _Reader:
             raise self._error("the file holds no action of any microbatch", 0)
         stem = PurePath(self.file).stem
         name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip() or "torch-csv"
-        return Schedule(name, microbatches, self._placement(ranks), ranks)
+        schedule = Schedule(name, microbatches, self._placement(ranks), ranks)
+        stuck = never_starts(schedule, self.pairs) if self.pairs else None
+        if stuck is not None:
+            place, why = stuck
+            one, other = (schedule.columns.action(part) for part in (place, place + 1))
+            raise self._error(
+                f"({one};{other})OVERLAP_F_B of rank {schedule.columns.rank[place]} can never "
+                f"start, as it waits for the inputs of both its parts: {why}",
+                self.pairs[place],
+            )
+        return schedule
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """Where each row starts and ends."""
@@ -112,34 +127,58 @@ class _Reader:
 
     def _row(self, start: int, end: int) -> Iterator[Action]:
         for match in _CELL.finditer(self.text, start, end):
-            for token, offset in self._parts(match[0].rstrip(_BLANKS), match.start()):
-                try:
-                    action = _action(token)
-                except ValueError as error:
-                    raise self._error(str(error), offset) from None
+            cell = match[0].rstrip(_BLANKS)
+            if cell.startswith("("):
+                self.pairs[self.places] = match.start()
+                read: Iterable[Action | None] = self._pair(cell, match.start())
+            else:
+                read = (self._action(cell, match.start()),)
+            for action in read:
                 if action is not None:
+                    self.places += 1
                     yield action
-                    continue
-                kind = token.strip("0123456789")
-                self.left_out[kind] = self.left_out.get(kind, 0) + 1
-                if len(self.left_out_names) <= _MOST_NAMED:
-                    self.left_out_names[token] = None
 
-    def _parts(self, cell: str, offset: int) -> Iterator[tuple[str, int]]:
-        """The actions of a cell: one, or those of an overlapped pair."""
-        if not cell.startswith("("):
-            yield cell, offset
-            return
+    def _pair(self, cell: str, offset: int) -> tuple[Action, Action]:
+        """The parts of an overlapped pair."""
         match = _OVERLAP.fullmatch(cell)
         if match is None:
             raise self._error(
                 f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
             )
+        parts: list[Action | None] = []
         for part, place in split(match[1], ";", offset + 1):
             token = part.strip(_BLANKS)
             if not token:
                 raise self._error("an empty part in a composite action", place)
-            yield token, place + part.index(token[0])
+            parts.append(self._action(token, place + part.index(token[0])))
+            if len(parts) > 2:
+                break
+        found = [action for action in parts if action is not None]
+        if len(parts) > 2 or {action.kind for action in found} not in _PAIRED:
+            raise self._error(
+                f"{clip(cell)} is no overlapped pair, which has one forward (F) and one backward "
+                "(B or I)",
+                offset,
+            )
+        one, other = found
+        if (one.stage, one.microbatch) == (other.stage, other.microbatch):
+            raise self._error(
+                f"{clip(cell)} can never start: its backward needs its forward", offset
+            )
+        return one, other
+
+    def _action(self, token: str, offset: int) -> Action | None:
+        """The action of a token; None for one that schedir does not model."""
+        try:
+            action = _action(token)
+        except ValueError as error:
+            raise self._error(str(error), offset) from None
+        if action is None:
+            kind = token.strip("0123456789")
+            self.left_out[kind] = self.left_out.get(kind, 0) + 1
+            if len(self.left_out_names) <= _MOST_NAMED:
+                self.left_out_names[token] = None
+        return action
 
     def _warn(self) -> None:
         names = list(self.left_out_names)

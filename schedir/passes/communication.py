@@ -52,9 +52,7 @@ def strip_communication(schedule: Schedule) -> Schedule:
 def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
     """When each action is done, each rank in list order, at the textbook costs."""
     columns = schedule.columns
-    needs = np.full(len(columns), -1)
-    used = np.flatnonzero(transfers.user >= 0)
-    needs[transfers.user[used]] = used
+    needs = schedule.dataflow.arrivals.copy()
     posts: list[tuple[int, ...]] = list(zip(transfers.maker.tolist(), strict=True))
     ends = _run(columns, needs, posts)
     turns = [places for places in collective_turns(schedule) if len(places) > 1]

@@ -2,6 +2,7 @@
 
 from schedir.render.diagnostics import OUTPUT_FORMATS
 from schedir.render.explanation import explanation
+from schedir.render.legible import legible
 from schedir.render.timeline import timeline_json, timeline_text
 
-__all__ = ["OUTPUT_FORMATS", "explanation", "timeline_json", "timeline_text"]
+__all__ = ["OUTPUT_FORMATS", "explanation", "legible", "timeline_json", "timeline_text"]

@@ -28,7 +28,7 @@ def finding(diagnostic: Diagnostic, colour: bool = False) -> str:
     """One finding in full."""
     style = _STYLES[diagnostic.severity]
     header = paint(f"{diagnostic.severity}[{diagnostic.code}]", style, colour)
-    message = paint(diagnostic.message, "1", colour)
+    message = paint(diagnostic.headline, "1", colour)
     lines = [f"{header}: {message}  ({diagnostic.name})"]
     lines += _places(diagnostic)
     if diagnostic.trace:
@@ -77,7 +77,7 @@ def concise(report: Report, subject: str) -> str:
         where = subject if source is None else f"{source.file}:{source.line}"
         for location in diagnostic.locations[:1]:
             where += f": {_place(location)}"
-        lines.append(f"{where}: {diagnostic.code} {diagnostic.name}: {diagnostic.message}\n")
+        lines.append(f"{where}: {diagnostic.code} {diagnostic.name}: {diagnostic.headline}\n")
     return "".join(lines)
 
 
@@ -88,7 +88,7 @@ def as_json(report: Report, subject: str) -> str:
             "code": diagnostic.code,
             "name": diagnostic.name,
             "severity": diagnostic.severity,
-            "message": diagnostic.message,
+            "message": diagnostic.headline,
             "locations": [
                 {"rank": place.rank, "index": place.index, "action": str(place.action)}
                 for place in diagnostic.locations
@@ -115,7 +115,7 @@ def github(report: Report, subject: str) -> str:
         properties.append(("title", f"{diagnostic.code} {diagnostic.name}"))
         written = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties)
         level = _GITHUB_LEVELS[diagnostic.severity]
-        lines.append(f"::{level} {written}::{_escaped(place + diagnostic.message)}\n")
+        lines.append(f"::{level} {written}::{_escaped(place + diagnostic.headline)}\n")
     return "".join(lines)
 
 
@@ -156,9 +156,9 @@ def _summary(report: Report) -> str:
 
 def _counts(report: Report) -> Iterator[str]:
     for severity in _STYLES:
-        many = sum(diagnostic.severity == severity for diagnostic in report.diagnostics)
+        many = sum(1 + d.more for d in report.diagnostics if d.severity == severity)
         if many:
-            yield f"{many} {severity}{'s' if many > 1 else ''}"
+            yield f"{many:,} {severity}{'s' if many > 1 else ''}"
 
 
 def _escaped(text: str, more: str = "") -> str:

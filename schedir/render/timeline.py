@@ -15,12 +15,11 @@ import re
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import groupby
 from typing import NamedTuple
 
-from schedir.ir import COMPUTE, Kind, Schedule
+from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
 from schedir.render.text import number, paint, table
-from schedir.simulate import Span, Timeline
+from schedir.simulate import Timeline
 
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -103,6 +102,26 @@ def _summary(timeline: Timeline) -> str:
     return total + table(rows, ">>>>>>")
 
 
+class _Span(NamedTuple):
+    """A compute action and its time: lighter than a `Span`, and there may be millions."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def _compute_of(timeline: Timeline) -> list[list[_Span]]:
+    """What occupies each rank, in list order."""
+    columns = timeline.schedule.columns
+    kept = columns.where(*COMPUTE)
+    compute = columns.take(kept, starts_of(columns.rank[kept], columns.ranks))
+    times = iter(zip(timeline.starts[kept].tolist(), timeline.ends[kept].tolist(), strict=True))
+    return [
+        [_Span(action, *next(times)) for action in compute.of_rank(rank)]
+        for rank in range(columns.ranks)
+    ]
+
+
 class _Cell(NamedTuple):
     """A piece of a row. It belongs to the page that holds its first `whole` columns."""
 
@@ -119,13 +138,15 @@ class _Drawing:
         self.timeline = timeline
         self.schedule: Schedule = timeline.schedule
         self.colour = colour
-        self.chunks = [self.schedule.stages_of(rank) for rank in range(self.schedule.ranks)]
+        # For each rank its stages, numbered.
+        self.chunks = [
+            {stage: chunk for chunk, stage in enumerate(self.schedule.stages_of(rank))}
+            for rank in range(self.schedule.ranks)
+        ]
         self.several = any(len(stages) > 1 for stages in self.chunks)
         self.digits = len(str(self.schedule.ranks - 1))
         self.prefix = len("rank ") + self.digits + 2
-        self.spans = [
-            [span for span in spans if span.action.kind in COMPUTE] for spans in timeline.spans
-        ]
+        self.spans = _compute_of(timeline)
         self.scale = self._scale()
         self.columns = self._column(timeline.makespan)
         self.tick = _round_step(_BETWEEN_TICKS / self.scale)
@@ -137,14 +158,14 @@ class _Drawing:
     def pages(self, width: int | None) -> Iterator[str]:
         """The pages, each its time, a ruler and the ranks' rows."""
         if width is None or self.columns <= width - self.prefix:
-            yield self._page(0, self.columns, self.columns)
+            yield self._page(0, self.columns)
             return
         # The least that a page holds, be the terminal as narrow as it will.
         least = max(cell.whole for cells in self.rows for cell in cells)
         left = 0
         while left < self.columns:
-            end, following = self._page_end(left, least, max(width - self.prefix, least))
-            yield self._page(left, end, following)
+            following = self._page_end(left, least, max(width - self.prefix, least))
+            yield self._page(left, following)
             left = following
 
     def legend(self, width: int | None) -> str:
@@ -208,17 +229,16 @@ class _Drawing:
         tick = round(time / self.tick) * self.tick
         return number(tick if self._column(tick) == column else time)
 
-    def _label(self, span: Span) -> str:
+    def _label(self, span: _Span) -> str:
         action = span.action
         if action.kind is Kind.OPTIM_STEP:
             return _STEP
         return f"{action.stage if self.several else ''}{action.kind.value}{action.microbatch}"
 
-    def _cell(self, rank: int, span: Span) -> _Cell:
+    def _cell(self, rank: int, span: _Span) -> _Cell:
         left, right = self._column(span.start), self._column(span.end)
         label, kind, stage = self._label(span), span.action.kind, span.action.stage
-        stages = self.chunks[rank]
-        chunk = stages.index(stage) if stage in stages else 0
+        chunk = self.chunks[rank].get(stage, 0)
         style = _STEP_STYLE
         if kind in _SHADES:
             style = _background(_SHADES[kind][chunk % len(_SHADES[kind])])
@@ -228,8 +248,8 @@ class _Drawing:
         mark = _STEP if kind is Kind.OPTIM_STEP else _SHORT
         return _Cell(left if right > left else max(left - 1, 0), 1, mark, style)
 
-    def _page_end(self, left: int, least: int, room: int) -> tuple[int, int]:
-        """Where the page that starts at `left` ends, and where the next one takes over.
+    def _page_end(self, left: int, least: int, room: int) -> int:
+        """Where the next page takes over from the one that starts at `left`.
 
         It ends at a tick of the ruler, if there is one. A cell that this would cut inside its
         label goes to the next page as a whole, which then starts with the first such cell.
@@ -240,51 +260,60 @@ class _Drawing:
             end = tick if tick - left >= least else end
         following = end
         for cells in self.rows:
-            for cell in cells[bisect_left(cells, left, key=_left) :]:
+            # By index, as is the row below: a slice would copy all that is behind the page.
+            for index in range(bisect_left(cells, left, key=_left), len(cells)):
+                cell = cells[index]
                 if cell.left >= end:
                     break
                 if cell.left + cell.whole > end:
                     following = min(following, cell.left)
-        return end, following
+        return following
 
-    def _page(self, left: int, end: int, following: int) -> str:
+    def _page(self, left: int, following: int) -> str:
         lines = [
             f"time {self._time(left)}..{self._time(following)}",
             self._ruler(left, following),
         ]
         for rank, cells in enumerate(self.rows):
-            row = self._row(cells, left, end, following)
+            row = self._row(cells, left, following)
             lines.append(f"rank {rank:{self.digits}}  {row}".rstrip())
         return "\n".join(lines) + "\n"
 
     def _ruler(self, left: int, right: int) -> str:
-        line = ""
+        pieces = [" " * self.prefix]
+        at = left  # the column behind the last piece
         turn = math.ceil(left / self.scale / self.tick)
         while (column := self._column(turn * self.tick)) < right:
             label = number(turn * self.tick)
             if left <= column <= right - len(label):
-                line = line.ljust(column - left) + label
+                pieces.append(" " * (column - at) + label)
+                at = max(at, column) + len(label)
             turn += 1
-        return (" " * self.prefix + line).rstrip()
+        return "".join(pieces).rstrip()
 
-    def _row(self, cells: list[_Cell], left: int, end: int, following: int) -> str:
-        """A rank's columns from `left`: up to `following`, and the labels there up to `end`."""
-        row = [(" ", "")] * (end - left)
+    def _row(self, cells: list[_Cell], left: int, following: int) -> str:
+        """A rank's columns from `left` up to `following`, and the labels there as a whole."""
+        drawn: list[tuple[int, str, str]] = []  # the first column, text and style of each piece
         # The cell before may reach into this page.
-        start = max(0, bisect_left(cells, left, key=_left) - 1)
-        for cell in cells[start:]:
+        for index in range(max(0, bisect_left(cells, left, key=_left) - 1), len(cells)):
+            cell = cells[index]
             if cell.left >= following:
                 break
+            last = min(cell.left + len(cell.text), max(following, cell.left + cell.whole))
             # Of a cell that belongs to a page before, only the dashes are left.
-            text = cell.text if cell.left >= left else "-" * len(cell.text)
-            last = max(following, cell.left + cell.whole)
-            for column in range(max(cell.left, left), min(cell.left + len(text), last)):
-                row[column - left] = (text[column - cell.left], cell.style)
-        runs = groupby(row, key=lambda column: column[1])
-        return "".join(
-            paint("".join(character for character, _ in run), style, self.colour)
-            for style, run in runs
-        ).rstrip()
+            first, text = cell.left, cell.text[: last - cell.left]
+            if first < left:
+                first, text = left, "-" * (last - left)
+            while drawn and drawn[-1][0] >= first:  # a mark without room of its own
+                drawn.pop()
+            if text:
+                drawn.append((first, text, cell.style))
+        pieces = []
+        at = left
+        for first, text, style in drawn:
+            pieces += [" " * (first - at), paint(text, style, self.colour)]
+            at = first + len(text)
+        return "".join(pieces)
 
 
 def _background(shade: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)  # each is one object: compared at every step
 class Request:
     """One call of the executor, as every rank has to make it.
 

@@ -102,16 +102,17 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where the schedule blocks.
+    `schedir.check` finds, where some action could never run.
     """
     price = (costs or CostModel()).by_kind()
+    given = schedule
     try:
-        schedule = insert_communication(schedule)
+        schedule = insert_communication(given)
         planned = plan(schedule)
         durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
         times = _run(planned, durations, price)
     except ScheduleError:
-        check(schedule).raise_if_errors()
+        check(given).raise_if_errors()
         raise
     starts, ends = _by_place(schedule, planned, times, price)
     makespan = ends.max(initial=0).item()

@@ -19,3 +19,6 @@ def _rules() -> dict[str, type[Diagnostic]]:
 
 
 RULES: dict[str, type[Diagnostic]] = _rules()
+
+RETIRED = {"S402": "S105"}
+"""Codes that are not reported any more, each with the one that says what it said."""

@@ -90,9 +90,13 @@ class WaitCycle(Diagnostic):
             for place, why in zip(self.locations, self.reasons, strict=True)
         ):
             return "list the OPTIM_STEPs of tied stages behind the last backward of all of them"
-        if not self.complete or self.inserted:
-            return None
-        return "no single move mends it; leave the communication out, and schedir inserts it"
+        return None if self.inserted else "none of the moves tried mends it"
+
+    @property
+    def help(self) -> str | None:
+        """What to do, said of the author's list."""
+        given = self.inserted and self.change is not None
+        return f"{self.change}, in the list as it was given" if given else super().help
 
 
 @attrs.frozen(kw_only=True)

@@ -176,3 +176,55 @@ class GroupSize(Diagnostic):
     def advice(self) -> str:
         """What to do."""
         return f"make the group size {self.ranks}"
+
+
+@attrs.frozen(kw_only=True)
+class LateSend(Diagnostic):
+    """A send is listed behind compute that does not make its payload, and the step takes longer
+    for it."""
+
+    code = "S505"
+    name = "late-send"
+    severity: ClassVar[Severity] = "warning"
+    why = "The payload is there, but stays where it is while other stages wait for it."
+    mend = "List each send right behind the compute that makes its payload."
+    example = example(
+        2,
+        "0 1",
+        "0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
+    )
+    labels = ("posted late", "could stand behind this")
+
+    many: int
+    makespan: float
+    alone: float  # where this one is not late
+    possible: float  # where none is
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in one line."""
+        action = self.locations[0].action
+        if self.alone < self.makespan:
+            return (
+                f"{action} is posted late: the step takes {self.makespan:g} rather than "
+                f"{self.alone:g}"
+            )
+        return (
+            f"{action} and others are posted late: the step takes {self.makespan:g} rather than "
+            f"{self.possible:g}"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How many there are, and what they cost."""
+        unit = "times are in forwards of one stage, a backward taking two"
+        if self.many == 1:
+            return (unit,)
+        return (unit, f"{self.many} sends are late; with none so it takes {self.possible:g}")
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        send, maker = self.locations
+        return f"post {send.action} right behind rank {maker.rank} #{maker.index}"

@@ -1,4 +1,7 @@
-"""S4xx: weight versions and activations, what exists and how much is alive at once."""
+"""S4xx: weight versions and activations, what exists and how much is alive at once.
+
+S402 is retired: an activation is never released where a backward is missing, which S105 says.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +38,6 @@ class VersionNotAvailable(Diagnostic):
             f"read version {self.newest}, or list the forward behind the OPTIM_STEP that makes "
             f"version {self.locations[0].action.version}"
         )
-
-
-@attrs.frozen(kw_only=True)
-class ActivationNeverReleased(Diagnostic):
-    """A forward's activation is never released: no B, or W, of its stage and microbatch follows."""
-
-    code = "S402"
-    name = "activation-never-released"
-    severity: ClassVar[Severity] = "warning"
-    why = "What the forward keeps for the backward stays in memory to the end of the step."
-    mend = "Add the backward: a B, or an I and its W."
-    example = example(2, "0", "0F0 0B0 0F1 0I1")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        many = len(self.locations)
-        are = "1 activation is" if many == 1 else f"{many} activations are"
-        return f"{are} never released on rank {self.locations[0].rank}"
 
 
 @attrs.frozen(kw_only=True)

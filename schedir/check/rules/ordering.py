@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 
-from schedir.check.diagnostics import Diagnostic
+from schedir.check.diagnostics import Diagnostic, Severity
 from schedir.check.rules.example import example
 
 
 @attrs.frozen(kw_only=True)
-class _ListedEarly(Diagnostic):
+class ListedEarly(Diagnostic):
     """An action is listed before another one of its rank, whose result it uses."""
 
     labels = ("needs what comes later", "listed here")
@@ -28,7 +30,7 @@ class _ListedEarly(Diagnostic):
 
 
 @attrs.frozen(kw_only=True)
-class BackwardBeforeForward(_ListedEarly):
+class BackwardBeforeForward(ListedEarly):
     """A backward is listed before the forward of the same stage and microbatch."""
 
     code = "S201"
@@ -39,7 +41,7 @@ class BackwardBeforeForward(_ListedEarly):
 
 
 @attrs.frozen(kw_only=True)
-class WeightBeforeInput(_ListedEarly):
+class WeightBeforeInput(ListedEarly):
     """A W is listed before the I of the same stage and microbatch."""
 
     code = "S202"
@@ -50,7 +52,7 @@ class WeightBeforeInput(_ListedEarly):
 
 
 @attrs.frozen(kw_only=True)
-class InputNotReady(_ListedEarly):
+class InputNotReady(ListedEarly):
     """An action is listed before the neighbouring stage on the same rank has made its input."""
 
     code = "S203"
@@ -157,7 +159,7 @@ class UnevenSteps(Diagnostic):
         """What is wrong, in one line."""
         return (
             f"OPTIM_STEP {self.turn} of stage {self.locations[0].action.stage} applies "
-            f"microbatches {_listed(self.here)}, that of the loss stage {_listed(self.loss)}"
+            f"microbatches {_listed(self.here)}; that of the loss stage {_listed(self.loss)}"
         )
 
     @property
@@ -321,5 +323,47 @@ class ReduceAcrossSteps(Diagnostic):
         return f"give every rank of stage {stage} as many REDUCE_GRADs between two OPTIM_STEPs"
 
 
+@attrs.frozen(kw_only=True)
+class NoStep(Diagnostic):
+    """No stage has an OPTIM_STEP, so the schedule updates nothing itself."""
+
+    code = "S213"
+    name = "no-step"
+    severity: ClassVar[Severity] = "note"
+    strict: ClassVar[bool] = False
+    why = (
+        "The gradients only accumulate: whoever runs the schedule is to apply them, and to clear "
+        "them. That is a choice, and the only one in torch's format, so `--strict` allows it."
+    )
+    mend = "End each list with the OPTIM_STEPs of its stages, or step the optimizer yourself."
+    example = example(1, "0", "0F0 0B0")
+
+    @property
+    def message(self) -> str:
+        """What is wrong, in one line."""
+        return "there is no OPTIM_STEP: the update is left to the caller"
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        return "end each list with the OPTIM_STEPs of its stages, or step the optimizer yourself"
+
+
+# Ranges of numbers; more of them explain nothing.
+_MOST_LISTED = 8
+
+
 def _listed(numbers: tuple[int, ...]) -> str:
-    return " ".join(map(str, sorted(numbers))) or "none"
+    """Numbers as ranges: `0-3, 5`, and how many more there are."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    said = [
+        f"{own[0]}-{own[-1]}" if len(own) > 2 else ", ".join(map(str, own))
+        for own in ranges[:_MOST_LISTED]
+    ]
+    more = sum(map(len, ranges[_MOST_LISTED:]))
+    return (", ".join(said) or "none") + (f", … and {more} more" if more else "")

@@ -112,7 +112,9 @@ class MissingAction(Diagnostic):
     code = "S105"
     name = "missing-action"
     why = (
-        "Its gradient would silently lack that microbatch. A backward is one B, or an I and its W."
+        "Its gradient would silently lack that microbatch, and what a forward keeps for its "
+        "backward would stay in memory to the end of the step. A backward is one B, or an I and "
+        "its W."
     )
     mend = "Add the missing action."
     example = example(2, "0", "0F0 0B0 0F1")

@@ -71,12 +71,15 @@ def cut(batch: Batch, microbatches: int, what: str, *, may_be_short: bool = Fals
 
 
 def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -> Pieces:
-    leaves, spec = pytree.tree_flatten(_understood(batch, what))
+    leaves: list[Any] = [batch]
+    spec = None
+    if not isinstance(batch, Tensor):
+        leaves, spec = pytree.tree_flatten(_understood(batch, what))
     rows = {_rows_of_whole(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(rows) > 1:
         raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
     if not rows:
-        return Pieces([pytree.tree_unflatten(leaves, spec)] * microbatches)
+        return Pieces([_understood(batch, what)] * microbatches)
     (number,) = rows
     parts = min(number, microbatches)
     if not parts or (parts < microbatches and not may_be_short):
@@ -88,7 +91,7 @@ def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -
         torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) else (leaf,) * parts
         for leaf in leaves
     ]
-    if spec.is_leaf():
+    if spec is None:
         found = list(columns[0])
     else:
         found = [pytree.tree_unflatten(piece, spec) for piece in zip(*columns, strict=True)]

@@ -16,7 +16,8 @@ class Wiring:
 
     `before` is empty for the first stage, `after` for the last. `grads_in` says for each tensor
     of `after` which gradient comes back, `grads_out` for each of `before` which one is sent;
-    None where only the run can tell, so that a mask travels beside the gradients.
+    None where only the run can tell, so that a mask travels beside the gradients. `flows` is the
+    latter in short: whether there is one.
 
     `turned` are the numbers of the inputs whose gradients may lie otherwise in memory than they do:
     autograd would turn these round, and kernels round differently then.
@@ -32,6 +33,7 @@ class Wiring:
     after: Boundary = NOTHING
     grads_in: Grads | None = ()
     grads_out: Grads | None = ()
+    flows: list[bool] | None = attrs.field(init=False)
     turned: frozenset[int] = attrs.field(init=False)
     call: Call = attrs.field(factory=Call)
     mutates: tuple[bool, ...] = ()
@@ -40,6 +42,10 @@ class Wiring:
     copied: frozenset[int] = frozenset()
     watched: Aliases | None = None
     state: tuple[State, ...] | None = ()
+
+    @flows.default
+    def _flows(self) -> list[bool] | None:
+        return None if self.grads_out is None else [grad is not None for grad in self.grads_out]
 
     @turned.default
     def _turned(self) -> frozenset[int]:

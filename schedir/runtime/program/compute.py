@@ -54,7 +54,9 @@ class Forward:
         output = stage.output(cell, keep_input)
         if stage.loss_fn is None:
             cell.outputs = cell.wiring.after.tensors(output, with_graph)
-            handed = _apart(cell.outputs, cell.wiring.copied)
+            handed, copied = cell.outputs, cell.wiring.copied
+            if copied:
+                handed = _apart(handed, copied)
             if cell.following is not None:
                 cell.following.inputs = handed
             else:
@@ -73,8 +75,6 @@ class Forward:
 def _apart(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
     """A stage's outputs for the next one, with copies of those that somebody may change before they
     are used: of a buffer, say, which the stage's next forward updates."""
-    if not copied:
-        return outputs
     return tuple(
         tensor.detach().clone() if number in copied else tensor
         for number, tensor in enumerate(outputs)
@@ -97,7 +97,7 @@ class Backward:
         stage.weights.install(self.version)
         if self.part == "weight":
             self._weights()
-            stage.weights.collect(self.version, ())
+            stage.weights.collect(self.version)
         else:
             if stage.recompute:
                 self._run_again()
@@ -111,7 +111,7 @@ class Backward:
                 if cell.turned:
                     handed = tuple(cell.turned.pop(n, grad) for n, grad in enumerate(handed))
                 self._hand_on(handed)
-                stage.weights.collect(self.version, (*grads, *handed))
+                stage.weights.collect(self.version, grads, handed)
             cell.leaves = cell.outputs = cell.output_grads = ()
         if self.last_read:
             stage.weights.release(self.version)
@@ -170,12 +170,11 @@ class Backward:
 
     def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
         cell = self.cell
-        arrives = tuple(grad is not None for grad in grads)
-        agreed = cell.wiring.grads_out
-        if agreed is not None and arrives != tuple(meta is not None for meta in agreed):
+        agreed, flows = cell.wiring.flows, [grad is not None for grad in grads]
+        if agreed is not None and agreed != flows:
             raise ExecutionError(
                 f"gradients of the stage's inputs: {_yes_no(agreed)} was agreed with the stage "
-                f"before, but {_yes_no(grads)} came out; which inputs get a gradient must "
+                f"before, but {_yes_no(flows)} came out; which inputs get a gradient must "
                 "depend neither on data nor on parameters frozen since the first step"
             )
         cell.input_grads = grads
@@ -191,5 +190,5 @@ def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
     )
 
 
-def _yes_no(grads: Sequence[object]) -> str:
-    return f"({', '.join('no' if grad is None else 'yes' for grad in grads)})"
+def _yes_no(flows: Sequence[bool]) -> str:
+    return f"({', '.join('yes' if there else 'no' for there in flows)})"

@@ -42,14 +42,20 @@ class Opening:
     target: int = fingerprint.NOTHING
     agreement: int = UNKNOWN
 
+    def under(self, agreement: int) -> Opening:
+        """The same, under an agreement."""
+        return Opening(
+            self.request, self.call, self.autocast, self.rows, self.inputs, self.target, agreement
+        )
+
     def __str__(self) -> str:
         under = "" if self.autocast is None else f" under autocast to {self.autocast}"
         return f"{self.request.name}{under}"
 
 
-def _encoded(opening: Opening) -> Tensor:
-    request, call, autocast, *rest = attrs.astuple(opening, recurse=False)
-    return torch.tensor((REQUESTS.index(request), call, _AUTOCASTS.index(autocast), *rest))
+def _encoded(o: Opening) -> Tensor:
+    kind, precision = REQUESTS.index(o.request), _AUTOCASTS.index(o.autocast)
+    return torch.tensor((kind, o.call, precision, o.rows, o.inputs, o.target, o.agreement))
 
 
 def _decoded(said: Tensor) -> Opening:

@@ -112,7 +112,7 @@ class Runner:
         are not. Raises ExecutionError where other ranks do something else.
         """
         number = self.wirings.number(feed, inputs, own.autocast)
-        own = attrs.evolve(own, agreement=UNKNOWN if number is None else number)
+        own = own.under(UNKNOWN if number is None else number)
         program = None if self._current is None else self._programs[self._current]
         early = 0
         if program is not None and number is None and self.posts_early:

@@ -79,7 +79,7 @@ class Side:
         torch.autograd.backward(self.starts, grads, inputs=self.parameters)
         if clamp:
             clamp.remove()
-        keep_apart(fresh, Occupied(grads))  # others read what came, and `.grad` is added to
+        keep_apart(fresh, grads)  # others read what came, and `.grad` is added to
 
 
 @attrs.frozen(eq=False)

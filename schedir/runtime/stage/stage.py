@@ -155,13 +155,12 @@ def _arguments(cell: Cell) -> list[Tensor]:
     """The inputs as leaves that a backward can stop at."""
     leaves, arguments = [], []
     wiring = cell.wiring
-    inputs = zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True)
-    for number, (tensor, meta, mutated) in enumerate(inputs):
+    for tensor, meta, mutated in zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True):
         leaf = tensor.detach().requires_grad_(meta.requires_grad)
         leaves.append(leaf)
-        if number in wiring.turned:
-            leaf.register_hook(partial(cell.turned.__setitem__, number))
         # A leaf can't be changed in place, and a neighbour's output must not be.
         arguments.append(leaf.clone() if mutated else leaf)
+    for number in wiring.turned:
+        leaves[number].register_hook(partial(cell.turned.__setitem__, number))
     cell.leaves = tuple(leaves)
     return arguments

@@ -9,13 +9,13 @@ wrong gradients, since a saved leaf unpacks to the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from schedir.ir import StageVersions
-from schedir.runtime.boundaries.memory import Occupied, keep_apart
+from schedir.runtime.boundaries.memory import keep_apart
 
 
 class StageWeights:
@@ -70,20 +70,22 @@ class StageWeights:
             self._installed = parameters
         return parameters
 
-    def collect(self, version: int, handed: Iterable[Tensor | None]) -> None:
+    def collect(
+        self, version: int, came: Sequence[Tensor | None] = (), handed: Sequence[Tensor | None] = ()
+    ) -> None:
         """Take in the gradients that a backward has made at a version.
 
-        None shares memory with another or with those that are `handed` from stage to stage: the
-        next backward adds to it in place. Those of an older version go to the module's own
-        parameters, past these parameters' hooks.
+        None shares memory with another or with those that `came` from the next stage and are
+        `handed` to the one before: the next backward adds to it in place. Those of an older version
+        go to the module's own parameters, past these parameters' hooks.
         """
         copy = self._stashed.get(version)
         if copy is None:
             if self._without_gradient:  # else autograd has added to what was there
-                keep_apart(self._without_gradient, Occupied(handed))
+                keep_apart(self._without_gradient, (*came, *handed))
                 self._without_gradient = [p for p in self._without_gradient if p.grad is None]
             return
-        keep_apart(copy, Occupied(handed))
+        keep_apart(copy, (*came, *handed))
         for kept, parameter in zip(copy, self.own, strict=True):
             if kept.grad is not None:
                 _accumulate(parameter, kept.grad)

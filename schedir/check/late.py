@@ -1,0 +1,161 @@
+"""S501 and S505: sends and receives that are posted later than they could be.
+
+Judged by the clock, at the textbook costs. A send may stand right behind the compute that makes its
+payload, and behind the send before it on its channel: what is computed in between, the rank at the
+other end may have to wait for. Which send costs most is found by running the list with each moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from schedir.check.changes import Move, ahead
+from schedir.check.diagnostics import locations
+from schedir.check.faults import Faults, Finding
+from schedir.check.rules import lints as rules
+from schedir.ir import TEXTBOOK, Ints, Meetings, Plan, Schedule, Time, Times, run
+
+# The list is run again for each late send that may cost something, while this many actions last.
+_MOST_RUN = 1_000_000
+_OVERHEAD = 2500
+
+
+@attrs.frozen(eq=False)
+class Posting:
+    """When a complete schedule runs: as it is listed, and where no send is late.
+
+    By transfer, the number of the compute behind which its send is posted: as `sent`, or at best,
+    on its own (`alone`: it stands behind the place `behind` then) or with all others (`together`).
+    """
+
+    planned: Plan
+    sent: Ints
+    behind: Ints
+    alone: Ints
+    together: Ints
+    listed: Times
+    prompt: Times
+
+
+def posting(schedule: Schedule, planned: Plan) -> Posting:
+    """Run the schedule, and once more if sends are late."""
+    transfers = schedule.dataflow.transfers
+    order, follows = transfers.by_channel
+    sent = planned.last_before[transfers.send]
+    maker = np.searchsorted(planned.compute, transfers.maker)
+    behind = transfers.maker.copy()
+    second = np.flatnonzero(follows)
+    previous = order[second - 1]
+    behind[order[second]] = np.maximum(behind[order[second]], transfers.send[previous])
+    alone = maker.copy()
+    alone[order[second]] = np.maximum(alone[order[second]], sent[previous])
+    # No send passes another one of its channel: the latest maker so far, channel by channel.
+    ahead_of = np.cumsum(~follows) * (len(planned.compute) + 1)
+    together = maker.copy()
+    together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
+    listed = _times(schedule, planned, sent)
+    prompt = _times(schedule, planned, together) if (sent > together).any() else listed
+    return Posting(planned, sent, behind, alone, together, listed, prompt)
+
+
+def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
+    """When all runs where the sends are posted so."""
+    received = planned.last_before[schedule.dataflow.transfers.receive]
+    posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
+    posts += planned.posts[len(posts) :]
+    durations = TEXTBOOK[schedule.columns.kind[planned.compute]].tolist()
+    meetings = Meetings(posts, (), [0] * len(posts))
+    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
+
+
+def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
+    """One finding for all, at the receive that is posted the latest after its send.
+
+    Where sends are late, a receive in step with them may come before its send or long behind it:
+    so they are judged as if no send were.
+    """
+    transfers, before = schedule.dataflow.transfers, posted.planned.last_before
+    # A last entry for the -1 of what comes before all compute.
+    ends = np.array([*posted.prompt.ends, 0], np.int64)
+    late = ends[before[transfers.receive]] - ends[posted.together]
+    at_once = before[transfers.receive] == before[transfers.user]
+    found = np.flatnonzero((late > 0) & at_once)
+    if len(found):
+        found = found[np.argsort(-late[found], kind="stable")]
+        receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
+        compute = int(posted.planned.compute[before[receive]])
+        finding = rules.LateReceive(
+            locations=locations(schedule, (receive, user)),
+            late=float(late[found[0]]),
+            many=len(found),
+        )
+        moves = ahead(schedule, receive, compute, "post").moves(schedule.columns)
+        yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
+
+
+def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
+    """One finding for all, at the send whose move regains the most."""
+    makespan, possible = max(posted.listed.ends, default=0), max(posted.prompt.ends, default=0)
+    if makespan <= possible:
+        return
+    critical = _critical(posted)
+    many = max(1, _MOST_RUN // (len(schedule.columns) + _OVERHEAD))
+    regained = dict.fromkeys(critical, 0.0)
+    for transfer in critical[:many]:
+        sent = posted.sent.copy()
+        sent[transfer] = posted.alone[transfer]
+        regained[transfer] = makespan - max(_times(schedule, posted.planned, sent).ends)
+    worst = max(regained, key=lambda transfer: regained[transfer])
+    transfers = schedule.dataflow.transfers
+    others = np.flatnonzero(posted.sent > posted.together)
+    finding = rules.LateSend(
+        locations=locations(schedule, (transfers.send[worst], posted.behind[worst])),
+        many=len(others),
+        makespan=float(makespan),
+        alone=float(makespan - regained[worst]),
+        possible=float(possible),
+    )
+    yield Faults(
+        rule=rules.LateSend,
+        keys=np.concatenate(([worst], others[others != worst])),
+        findings=[Finding(finding, _sooner(schedule, posted, worst) if regained[worst] else ())],
+        many=1,
+    )
+
+
+def _critical(posted: Posting) -> list[int]:
+    """The late sends on a critical path, those that come latest first. A move regains something
+    only if it is that of one of them."""
+    planned, times = posted.planned, posted.listed
+    needs, firsts = planned.needs.tolist(), set(planned.bounds.tolist())
+    late = posted.sent - posted.alone
+    ends = [*times.ends, 0]
+    found: dict[int, Time] = {}
+    at = int(np.argmax(times.ends))
+    while at >= 0:
+        start = times.starts[at]
+        if at not in firsts and times.ends[at - 1] == start:
+            at -= 1
+            continue
+        need = needs[at]
+        if need < 0 or not start:
+            break
+        posts = planned.posts[need]
+        at = next(post for post in posts if ends[post] == start)
+        if need < len(late) and posts[0] == at and late[need] > 0:
+            found[need] = start - ends[int(posted.alone[need])]
+    return sorted(found, key=lambda transfer: -found[transfer])
+
+
+def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move]:
+    """To right behind what it has to follow, or behind other communication there."""
+    columns, behind = schedule.columns, int(posted.behind[transfer])
+    send = int(schedule.dataflow.transfers.send[transfer])
+    rank, index = columns.position(send)
+    # The compute behind the last one that it has to follow.
+    until = int(posted.planned.compute[posted.alone[transfer] + 1])
+    for target in range(behind, min(until, send)):
+        yield Move(rank, index, "behind", columns.position(target)[1], "post")

@@ -1,0 +1,67 @@
+"""Which change mends a fault: those that are proposed are tried, as far as the time for it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import attrs
+
+from schedir.check.changes import Change, LeaveOut, changed
+from schedir.check.faults import Faults, Finding, Tally, nothing_new, tally, without
+from schedir.ir import Schedule
+
+# Trials judge whole lists. Together they may look at so many actions, where each costs as much as
+# a few thousand more: a hundred trials on a list that a person reads, one on one of half a
+# million actions.
+_MOST_TOUCHED = 400_000
+_OVERHEAD = 4000
+
+Judge = Callable[[Schedule, bool], Iterator[Faults]]
+"""What is wrong with a changed schedule: the errors alone, or everything."""
+
+
+@attrs.define(eq=False, slots=False)
+class Trials:
+    """Tries changes of one schedule, of which it is known what is wrong, until its budget is spent.
+
+    A change mends a fault where that is gone, and nothing new, or more of anything, has come.
+    """
+
+    schedule: Schedule
+    found: list[Faults]
+    judge: Judge
+    left: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.left = max(1, _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD))
+
+    def mend(self, finding: Finding, key: int, most: int) -> Change | None:
+        """The first change that mends a fault, of at most so many that are tried."""
+        most = min(most, self.left)
+        if not most and not finding.without:
+            return None
+        errors_only = finding.diagnostic.severity == "error"
+        known = self._errors if errors_only else self._everything
+        allowed = without(known, finding.diagnostic.code, key)
+        tried = False
+        for _, change in zip(range(most), finding.changes, strict=False):
+            tried = True
+            self.left -= 1
+            if nothing_new(self.judge(changed(self.schedule, change), errors_only), allowed):
+                return change
+        if finding.without and nothing_new(self._without_communication, allowed):
+            return LeaveOut(tried)
+        return None
+
+    @cached_property
+    def _everything(self) -> Tally:
+        return tally(self.found)
+
+    @cached_property
+    def _errors(self) -> Tally:
+        return tally(faults for faults in self.found if faults.rule.severity == "error")
+
+    @cached_property
+    def _without_communication(self) -> list[Faults]:
+        return list(self.judge(changed(self.schedule, LeaveOut()), True))

@@ -1,0 +1,132 @@
+"""S505 and S501: what is posted late, against brute force over the simulated lists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+import schedir
+from schedir import Diagnostic, Kind, Schedule
+from schedir.check import changed
+from schedir.check.rules.lints import LateSend
+from schedir.ir import SENDS
+from tests.test_check import edit, naive, schedule
+
+SHAPES = [
+    ("fill-drain", 3, 4),
+    ("1f1b", 2, 2),
+    ("1f1b", 3, 5),
+    ("1f1b", 4, 8),
+    ("interleaved-1f1b", 2, 4),
+    ("pipedream", 3, 4),
+]
+BASES = [schedir.build(name, ranks=r, microbatches=m) for name, r, m in SHAPES]
+BASES += [naive(base) for base in BASES]
+
+
+def delayed(base: Schedule, many: int, chance: random.Random) -> Schedule:
+    """Some sends moved behind the next few entries, though behind no other send or OPTIM_STEP."""
+    for _ in range(many):
+        rank = chance.choice([r for r in range(base.ranks) if sends_of(base, r)])
+        actions = list(base.actions[rank])
+        index = chance.choice(sends_of(base, rank))
+        last = index
+        while last + 1 < len(actions) and actions[last + 1].kind not in SENDS | {Kind.OPTIM_STEP}:
+            last += 1
+        actions.insert(chance.randint(index, last), actions.pop(index))
+        later = edit(base, rank, actions)
+        base = later if schedir.check(later).ok else base  # what waits for it may stand between
+    return base
+
+
+def sends_of(base: Schedule, rank: int) -> list[int]:
+    return [index for index, action in enumerate(base.actions[rank]) if action.kind in SENDS]
+
+
+def sooner(base: Schedule) -> Iterator[Schedule]:
+    """Each send as soon as its payload is made, and the send before it is posted; not where it
+    would pass one of the other kind on its channel."""
+    for rank, actions in enumerate(base.actions):
+        for index in sends_of(base, rank):
+            send = actions[index]
+            makes = (Kind.FORWARD,) if send.kind is Kind.SEND_ACT else (Kind.BACKWARD,)
+            first = next(
+                at
+                for at in range(index, -1, -1)
+                if (actions[at].kind is send.kind and at < index)
+                or (
+                    actions[at].kind in makes
+                    and (actions[at].stage, actions[at].microbatch) == (send.stage, send.microbatch)
+                )
+            )
+            others = [*actions[:index], *actions[index + 1 :]]
+            found = edit(base, rank, [*others[: first + 1], send, *others[first + 1 :]])
+            if schedir.check(found).ok:
+                yield found
+
+
+def late_send(checked: Schedule, channel: str) -> Diagnostic | None:
+    return next((d for d in schedir.check(checked, channel).diagnostics if d.code == "S505"), None)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_send_that_is_named_regains_the_most(seed: int) -> None:
+    chance = random.Random(seed)
+    late = delayed(chance.choice(BASES), chance.randint(1, 12), chance)
+    channel = chance.choice(("rank", "edge"))
+    if not schedir.check(late, channel).ok:
+        channel = "edge"
+    finding = late_send(late, channel)
+    makespan = schedir.simulate(late).makespan
+    best = min((schedir.simulate(each).makespan for each in sooner(late)), default=makespan)
+    if finding is None:
+        assert best == makespan
+        return
+    assert isinstance(finding, LateSend)
+    assert (finding.makespan, finding.alone) == (makespan, best)
+    if best < makespan:
+        assert finding.change is not None
+        assert schedir.simulate(changed(late, finding.change)).makespan == best
+    else:  # several are late at once, which none regains alone
+        assert finding.possible < makespan
+        assert finding.change is None
+        assert "and others are posted late" in finding.message
+
+
+@pytest.mark.parametrize("base", BASES[:6], ids=lambda base: base.name)
+def test_moving_what_is_named_leads_to_the_shortest_step(base: Schedule) -> None:
+    chance = random.Random(0)
+    late = delayed(base, 6, chance)
+    while (finding := late_send(late, "edge")) is not None and finding.change is not None:
+        late = changed(late, finding.change)
+    assert finding is None
+    assert schedir.simulate(late).makespan == schedir.simulate(base).makespan
+
+
+def test_a_single_late_send_in_a_clean_list() -> None:
+    late = schedule(
+        2,
+        "0 1",
+        "0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+    )
+    (finding,) = schedir.check(late, "rank").diagnostics
+    assert finding.message == "0SEND_ACT0 is posted late: the step takes 10 rather than 9"
+    assert finding.help == "post rank 0 #2 behind rank 0 #0"
+
+
+def test_late_sends_are_not_blamed_on_receives() -> None:
+    """Every gradient of one rank is sent an entry late; its receivers are as they should be."""
+    base = schedir.build("1f1b", ranks=4, microbatches=8)
+    actions = list(base.actions[2])
+    for index in reversed([i for i, a in enumerate(actions) if a.kind is Kind.SEND_GRAD]):
+        following = next(
+            (i for i in range(index, len(actions)) if actions[i].kind is Kind.FORWARD), 0
+        )
+        if following:
+            actions.insert(following, actions.pop(index))
+    late = edit(base, 2, actions)
+    assert schedir.simulate(late).makespan > schedir.simulate(base).makespan
+    assert {d.code for d in schedir.check(late).diagnostics} == {"S505"}
