@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
@@ -33,7 +33,6 @@ def errors(checked: Schedule, channel: str) -> Counter[tuple[object, ...]]:
     return Counter(map(about, schedir.check(checked, channel).errors))
 
 
-@settings(deadline=None)  # a list with many faults is tried, and checked, hundreds of times
 @given(
     base=st.sampled_from(BASES),
     faults=st.integers(1, 2),

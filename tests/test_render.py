@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
@@ -133,7 +133,6 @@ costs = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     name=st.sampled_from(SCHEDULES),
     ranks=st.integers(1, 9),
@@ -154,7 +153,6 @@ def test_pages_fit_and_show_every_cell_once(
         assert [label for row in rows for label in re.findall(r"\d*[FB]\d+", row)] == labels
 
 
-@settings(deadline=None)
 @given(
     name=st.sampled_from(SCHEDULES),
     ranks=st.integers(1, 9),

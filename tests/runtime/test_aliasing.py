@@ -49,7 +49,7 @@ def run(seed: int) -> tuple[str, list[str]]:
     return "", found + ([] if all(same) else ["the batch was changed"])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 32))
 def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
     refused, differs = run(seed)

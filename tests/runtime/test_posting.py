@@ -65,7 +65,7 @@ def test_a_send_has_arrived_when_something_made_of_it_has_come_back(seed: int) -
                 assert schedule.actions[rank][user].kind is not Kind.OPTIM_STEP
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 1 << 32))
 def test_random_schedules_run_in_one_process(seed: int) -> None:
     """Every list that check lets through runs, gives the gradients, and no send is misjudged."""

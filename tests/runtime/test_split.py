@@ -376,7 +376,7 @@ PROGRAMS = st.builds(
 
 
 @given(PROGRAMS, st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_stage_has_the_gradients_of_the_plain_backward(program: Program, frozen: int) -> None:
     torch.manual_seed(0)
     module = Calls(program, weights=nn.ParameterList(weight(4, 4) for _ in range(6)))
