@@ -306,3 +306,20 @@ def test_a_shape_of_junk_is_a_shape_or_an_error(shape: dict[str, Any]) -> None:
 def test_terms_of_junk_are_an_error(channel: Any, terms: dict[str, Any]) -> None:
     with suppress(ValueError, TypeError):
         schedir.check(schedir.build("1f1b", ranks=2, microbatches=2), channel, **terms)
+
+
+@pytest.mark.parametrize(
+    "function", [schedir.check, schedir.simulate, schedir.dumps, schedir.insert_communication]
+)
+@pytest.mark.parametrize("value", ["1f1b", None, Path("mine.sched"), [schedir.forward(0, 0)]])
+def test_what_is_no_schedule_is_told_how_to_become_one(
+    function: Callable[[Any], object], value: object
+) -> None:
+    with pytest.raises(TypeError, match=r"must be a Schedule, not .*schedir\.build\("):
+        function(value)
+
+
+@pytest.mark.parametrize("value", [None, 3, Path("mine.sched"), ["schedir 1"]])
+def test_what_is_no_text_is_not_parsed(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"a str or bytes, not .*; schedir\.build reads files"):
+        schedir.loads(value)

@@ -22,7 +22,7 @@ from schedir.check.rules.communication import WaitCycle
 from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.check.structure import structure
 from schedir.errors import ScheduleError
-from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, ties_of
+from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, expect_schedule, ties_of
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
@@ -58,8 +58,10 @@ def check(
     weight versions of a stage alive at once, the newest included; `max_activations` the (stage,
     microbatch) activations of a rank. `ties` are groups of stages that share parameters, whose
     gradients are summed before any of them steps: so the k-th OPTIM_STEPs of a group happen
-    together. Raises ValueError for an unknown channel, a bad limit or a bad tie.
+    together. Raises ValueError for an unknown channel, a bad limit or a bad tie,
+    TypeError for what is no Schedule.
     """
+    expect_schedule(schedule)
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
     limits = Limits(max_delay, max_versions, max_activations)

@@ -33,7 +33,15 @@ from schedir.ir.dataflow import (
     trace,
 )
 from schedir.ir.plan import Plan, plan
-from schedir.ir.schedule import Placement, Schedule, Source, Sources, stages_by_rank, starts_of
+from schedir.ir.schedule import (
+    Placement,
+    Schedule,
+    Source,
+    Sources,
+    expect_schedule,
+    stages_by_rank,
+    starts_of,
+)
 from schedir.ir.text import decode, dumps, loads, parse_action
 from schedir.ir.ties import Ties, tied_steps, ties_of
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
@@ -73,6 +81,7 @@ __all__ = [
     "decode",
     "dumps",
     "dumps_torch_csv",
+    "expect_schedule",
     "first_places",
     "forward",
     "is_number",

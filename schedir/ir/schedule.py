@@ -172,3 +172,12 @@ def stages_by_rank(placement: Placement) -> dict[int, tuple[int, ...]]:
 def starts_of(ranks: Ints, number: int) -> Ints:
     """Where each of `number` ranks starts, given the rank of every place, ascending."""
     return np.searchsorted(ranks, np.arange(number + 1)).astype(np.int64)
+
+
+def expect_schedule(value: object) -> None:
+    """Raise TypeError where a schedule is wanted and something else was given: its name, say."""
+    if not isinstance(value, Schedule):
+        raise TypeError(
+            f"schedule must be a Schedule, not {type(value).__name__}; make one with "
+            'schedir.build("1f1b", ranks=2, microbatches=8)'
+        )

@@ -20,7 +20,7 @@ from itertools import chain, islice
 
 from schedir.errors import ParseError
 from schedir.ir.actions import STAGE_WIDE, Action, Kind
-from schedir.ir.schedule import Schedule
+from schedir.ir.schedule import Schedule, expect_schedule
 
 FORMAT_VERSION = 1
 
@@ -36,7 +36,11 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 def dumps(schedule: Schedule) -> str:
-    """The schedule as `.sched` text, which `loads` turns back into an equal schedule."""
+    """The schedule as `.sched` text, which `loads` turns back into an equal schedule.
+
+    Raises TypeError for what is no Schedule.
+    """
+    expect_schedule(schedule)
     placement = " ".join(",".join(map(str, held)) for held in schedule.placement)
     lines = [
         f"schedir {FORMAT_VERSION}",
@@ -77,8 +81,13 @@ def parse_action(token: str) -> Action:
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
     """Parse `.sched` text. `file` is the name that errors show.
 
-    Raises ParseError, with line and column, for anything that is not a whole schedule.
+    Raises ParseError, with line and column, for anything that is not a whole schedule, TypeError
+    for what is no text: to read a file, give its name to `schedir.build`.
     """
+    if not isinstance(text, (str, bytes)):
+        raise TypeError(
+            f"text must be a str or bytes, not {type(text).__name__}; schedir.build reads files"
+        )
     return _Parser(decode(text, file), file).parse()
 
 

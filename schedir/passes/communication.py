@@ -24,15 +24,16 @@ from schedir.ir.actions import COMMUNICATION, Kind
 from schedir.ir.clock import TEXTBOOK, Meetings, Time, run
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
 from schedir.ir.dataflow import Transfers, collective_turns
-from schedir.ir.schedule import Schedule, Sources, starts_of
+from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
     """The schedule with its communication; unchanged where it is complete already.
 
     Raises ScheduleError where some compute action never gets its input; `schedir.check` on the
-    same schedule says why.
+    same schedule says why. Raises TypeError for what is no Schedule.
     """
+    expect_schedule(schedule)
     if schedule.is_complete:
         return schedule
     transfers = schedule.dataflow.transfers

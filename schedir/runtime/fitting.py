@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from schedir.check import check
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions, is_number
+from schedir.ir import Kind, Schedule, StageVersions, expect_schedule, is_number
 from schedir.passes import insert_communication
 
 TieOf: TypeAlias = Sequence[tuple[int, str]]
@@ -39,7 +39,7 @@ def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
 
 
 def check_arguments(
-    schedule: object,
+    schedule: Schedule,
     stages: object,
     loss_fn: object,
     optimizer: object,
@@ -50,11 +50,10 @@ def check_arguments(
     step: object,
 ) -> None:
     """What else would fail later, or train something that was not meant."""
-    if not isinstance(schedule, Schedule):
-        raise ExecutionError(
-            f"schedule must be a Schedule, not {type(schedule).__name__}; make one with "
-            'schedir.build("1f1b", ranks=2, microbatches=8)'
-        )
+    try:
+        expect_schedule(schedule)
+    except TypeError as error:
+        raise ExecutionError(str(error)) from None
     if not isinstance(stages, Mapping):
         raise ExecutionError(
             f"stages must map each stage's number to its module, not {type(stages).__name__}"

@@ -142,12 +142,11 @@ def planned(asked: Arguments) -> Plan:
 
 def optimizers_of(plan: Plan) -> dict[int, torch.optim.Optimizer]:
     """The optimisers of the stages here that have parameters."""
-    made: dict[int, torch.optim.Optimizer] = {}
-    for stage in plan.local if plan.asked.optimizer is not None else ():
-        parameters = list(plan.holders[stage].parameters())
-        if parameters and plan.asked.optimizer is not None:
-            made[stage] = check_optimizer(plan.asked.optimizer(parameters), stage)
-    return made
+    make = plan.asked.optimizer
+    if make is None:
+        return {}
+    held = {stage: list(plan.holders[stage].parameters()) for stage in plan.local}
+    return {s: check_optimizer(make(parameters), s) for s, parameters in held.items() if parameters}
 
 
 def _check_updates(asked: Arguments, schedule: Schedule) -> None:

@@ -31,6 +31,7 @@ from schedir.ir import (
     Schedule,
     Time,
     Times,
+    expect_schedule,
     peak_activations,
     plan,
     run,
@@ -102,8 +103,9 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where some action could never run.
+    `schedir.check` finds, where some action could never run, TypeError for what is no Schedule.
     """
+    expect_schedule(schedule)
     price = (costs or CostModel()).by_kind()
     given = schedule
     try:

@@ -22,7 +22,7 @@ def main() -> None:
             executor.step(torch.randn(6, 4), target=torch.randn(6, 4))
         if dist.is_initialized():
             raise RuntimeError("the executor has kept the process group that it made")
-    print(f"rank {rank} is done\n", end="", flush=True)
+    print(f"rank {rank} is done")
 
 
 if __name__ == "__main__":

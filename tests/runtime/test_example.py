@@ -69,7 +69,7 @@ def test_the_training_script_of_the_readme_trains_on_the_right_pairs(tmp_path: P
             mean += 4 * loss.item()
         optimizer.step()
         losses.append(mean / 32)
-    assert sorted(map(float, result.stdout.split())) == sorted(losses * 2)
+    assert [[*map(float, output.split())] for output in result.outputs] == [losses] * 2
 
 
 def test_the_example_runs_all_ranks_in_one_process_in_any_locale() -> None:

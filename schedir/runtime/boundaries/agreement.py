@@ -282,13 +282,10 @@ class _Half:
     def wiring(self) -> Wiring:
         """The wiring, once the gradients are known."""
         trace = self._trace
+        agreed = (self._before, self.after, self.grads_in, self.grads_out, self._call)
         if trace is None:
             return Wiring(
-                self._before,
-                self.after,
-                self.grads_in,
-                self.grads_out,
-                self._call,
+                *agreed,
                 mutates=(True,) * self._inputs,
                 mutates_extra=True,
                 mutates_target=True,
@@ -297,11 +294,7 @@ class _Half:
                 state=None,
             )
         return Wiring(
-            self._before,
-            self.after,
-            self.grads_in,
-            self.grads_out,
-            self._call,
+            *agreed,
             mutates=trace.mutates,
             mutates_extra=trace.mutates_extra,
             mutates_target=trace.mutates_target,
