@@ -1,6 +1,6 @@
 """schedir: write, prove and run pipeline-parallel training schedules."""
 
-from schedir.check import CHANNELS, Diagnostic, Report, check
+from schedir.checker import CHANNELS, Diagnostic, Report, check
 from schedir.errors import ExecutionError, LoadError, ParseError, SchedirError, ScheduleError
 from schedir.ir import (
     Action,
@@ -23,7 +23,7 @@ from schedir.ir import (
 )
 from schedir.library import Generator, Pipeline, build, schedule
 from schedir.passes import insert_communication
-from schedir.simulate import CostModel, Timeline, simulate
+from schedir.simulator import CostModel, Timeline, simulate
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from schedir.check.diagnostics import Diagnostic
+    from schedir.checker.diagnostics import Diagnostic
     from schedir.ir import Action
 
 

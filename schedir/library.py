@@ -150,7 +150,7 @@ def build(
     Raises LoadError where the target can't be found or its generator fails, ParseError for a
     malformed file, ScheduleError where the actions can't be completed.
     """
-    from schedir.check import check_compute
+    from schedir.checker import check_compute
 
     found = load(target, ranks=ranks, microbatches=microbatches, chunks=chunks, **parameters)
     if found.is_complete:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import attrs
 
 from schedir import Diagnostic
-from schedir.check import Location
+from schedir.checker import Location
 
 
 @attrs.frozen(kw_only=True)

@@ -16,15 +16,15 @@ import schedir
 ROOT = Path(__file__).resolve().parents[1]
 # Each part, and the parts that it may import. `errors` is everybody's.
 MAY_IMPORT = {
-    "errors": {"check", "ir"},  # for types only
+    "errors": {"checker", "ir"},  # for types only
     "ir": set(),
     "passes": {"ir"},
-    "check": {"ir", "passes"},
-    "simulate": {"ir", "passes", "check"},
-    "library": {"ir", "passes", "check"},
-    "render": {"ir", "check", "simulate"},
-    "runtime": {"ir", "passes", "check", "simulate"},
-    "cli": {"ir", "passes", "check", "simulate", "render", "library"},
+    "checker": {"ir", "passes"},
+    "simulator": {"ir", "passes", "checker"},
+    "library": {"ir", "passes", "checker"},
+    "render": {"ir", "checker", "simulator"},
+    "runtime": {"ir", "passes", "checker", "simulator"},
+    "cli": {"ir", "passes", "checker", "simulator", "render", "library"},
 }
 
 

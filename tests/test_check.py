@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.check import CHANNELS, RULES
-from schedir.check.rules.ordering import UnevenSteps
+from schedir.checker import CHANNELS, RULES
+from schedir.checker.rules.ordering import UnevenSteps
 from schedir.ir import (
     COMMUNICATION,
     RECEIVES,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import schedir
-from schedir.check import CHANNELS, RULES
+from schedir.checker import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
 from tests.findings import odd

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.check import RULES
+from schedir.checker import RULES
 from schedir.cli import main
 from schedir.render import OUTPUT_FORMATS
 

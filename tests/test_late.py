@@ -9,8 +9,8 @@ import pytest
 
 import schedir
 from schedir import Diagnostic, Kind, Schedule
-from schedir.check import changed
-from schedir.check.rules.lints import LateSend
+from schedir.checker import changed
+from schedir.checker.rules.lints import LateSend
 from schedir.ir import SENDS
 from tests.test_check import edit, naive, schedule
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.check import CHANNELS, Change, Diagnostic, LeaveOut, Move, changed
+from schedir.checker import CHANNELS, Change, Diagnostic, LeaveOut, Move, changed
 from schedir.ir import COMMUNICATION, RECEIVES
 from tests.oracle import happens
 from tests.test_check import BASES, edit, mutate, naive, schedule
@@ -204,7 +204,7 @@ def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
         tried += 1
         return changed(judged, change)
 
-    monkeypatch.setattr(import_module("schedir.check.mending"), "changed", counted)
+    monkeypatch.setattr(import_module("schedir.checker.mending"), "changed", counted)
     report = schedir.check(wrong)
     # A trial costs as much as the list is long, and the last is without any communication.
     assert 2 <= tried <= 400_000 // len(wrong.columns) + 1

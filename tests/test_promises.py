@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, LoadError, Schedule, ScheduleError, Timeline
-from schedir.check import CHANNELS, check_compute
+from schedir.checker import CHANNELS, check_compute
 from schedir.ir import dumps_torch_csv, parse_action
 from schedir.passes import forward_only, insert_reductions, strip_communication
 from schedir.render import timeline_json, timeline_text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Placement, Schedule
-from schedir.check import CHANNELS
+from schedir.checker import CHANNELS
 from schedir.passes import strip_communication
 from tests.oracle import happens
 from tests.test_check import mutate

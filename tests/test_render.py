@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Pipeline, Report, Source, Timeline
-from schedir.check import RULES, Location
+from schedir.checker import RULES, Location
 from schedir.ir import Sources
 from schedir.library import find
 from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text

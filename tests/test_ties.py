@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.check import CHANNELS, changed
+from schedir.checker import CHANNELS, changed
 from schedir.cli import main
 from schedir.ir import tied_steps
 from tests.oracle import happens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from schedir import check, loads
-from schedir.check import RULES, Diagnostic
+from schedir.checker import RULES, Diagnostic
 from schedir.render.diagnostics import finding
 from schedir.render.explanation import command_options
 
@@ -19,7 +19,7 @@ def reference() -> str:
     """The whole reference in Markdown."""
     head = (
         "# Rules\n\nWhat `schedir check` finds, one code each; `schedir explain CODE` prints the "
-        "same. Written by `tools/write_rules.py`: edit `schedir/check/rules/` instead.\n\n"
+        "same. Written by `tools/write_rules.py`: edit `schedir/checker/rules/` instead.\n\n"
     )
     return head + "\n".join(_section(rule) for rule in RULES.values())
 

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 
-from schedir.check import CHANNELS, check
+from schedir.checker import CHANNELS, check
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import fail, has_colour
 from schedir.ir import ties_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.check import RETIRED, RULES
+from schedir.checker import RETIRED, RULES
 from schedir.cli.terminal import fail, width_of
 from schedir.render import explanation
 from schedir.render.text import table

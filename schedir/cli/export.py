@@ -8,7 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
-from schedir.check import check_compute
+from schedir.checker import check_compute
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import fail, refuse
 from schedir.ir import dumps, dumps_torch_csv

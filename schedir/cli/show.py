@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.check import check, check_compute
+from schedir.checker import check, check_compute
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import has_colour, refuse, width_of
 from schedir.ir import Schedule
 from schedir.passes import insert_communication, strip_communication
 from schedir.render import timeline_json, timeline_text
-from schedir.simulate import simulate
+from schedir.simulator import simulate
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from typing import TextIO
 
-from schedir.check import Report
+from schedir.checker import Report
 from schedir.errors import ParseError
 from schedir.render.diagnostics import full
 

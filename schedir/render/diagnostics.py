@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from schedir.check import CHANNELS, Diagnostic, Excerpt, Location, Report
+from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report
 from schedir.ir import Source
 from schedir.render.text import paint, table
 

@@ -6,7 +6,7 @@ import textwrap
 from itertools import starmap
 from typing import Any
 
-from schedir.check import Diagnostic, check
+from schedir.checker import Diagnostic, check
 from schedir.ir import loads
 from schedir.render.diagnostics import finding
 

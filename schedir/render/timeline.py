@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
 from schedir.render.text import number, paint, table
-from schedir.simulate import Timeline
+from schedir.simulator import Timeline
 
 _WORDS = {
     Kind.FORWARD: "forward",

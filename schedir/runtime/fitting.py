@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from schedir.check import check
+from schedir.checker import check
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions, expect_schedule, is_number
 from schedir.passes import insert_communication

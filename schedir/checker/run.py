@@ -9,18 +9,18 @@ from itertools import chain, islice, repeat
 import attrs
 import numpy as np
 
-from schedir.check.channels import CHANNELS
-from schedir.check.communication import communication, unmatched_reduces
-from schedir.check.deadlock import clean_channels, deadlock, runs
-from schedir.check.diagnostics import Diagnostic, Location, Report
-from schedir.check.faults import Faults, Finding
-from schedir.check.lints import lints
-from schedir.check.memory import Limits, memory
-from schedir.check.mending import Trials
-from schedir.check.ordering import ordering, without_steps
-from schedir.check.rules.communication import WaitCycle
-from schedir.check.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
-from schedir.check.structure import structure
+from schedir.checker.channels import CHANNELS
+from schedir.checker.communication import communication, unmatched_reduces
+from schedir.checker.deadlock import clean_channels, deadlock, runs
+from schedir.checker.diagnostics import Diagnostic, Location, Report
+from schedir.checker.faults import Faults, Finding
+from schedir.checker.lints import lints
+from schedir.checker.memory import Limits, memory
+from schedir.checker.mending import Trials
+from schedir.checker.ordering import ordering, without_steps
+from schedir.checker.rules.communication import WaitCycle
+from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
+from schedir.checker.structure import structure
 from schedir.errors import ScheduleError
 from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, expect_schedule, ties_of
 from schedir.passes import insert_communication

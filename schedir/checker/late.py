@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.changes import Move, ahead
-from schedir.check.diagnostics import locations
-from schedir.check.faults import Faults, Finding
-from schedir.check.rules import lints as rules
+from schedir.checker.changes import Move, ahead
+from schedir.checker.diagnostics import locations
+from schedir.checker.faults import Faults, Finding
+from schedir.checker.rules import lints as rules
 from schedir.ir import TEXTBOOK, Ints, Meetings, Plan, Schedule, Time, Times, run
 
 # The list is run again for each late send that may cost something, while this many actions last.

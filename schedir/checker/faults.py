@@ -12,8 +12,8 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from schedir.check.changes import Change
-from schedir.check.diagnostics import Diagnostic
+from schedir.checker.changes import Change
+from schedir.checker.diagnostics import Diagnostic
 from schedir.ir import Ints
 
 

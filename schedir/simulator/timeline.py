@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.check import check
+from schedir.checker import check
 from schedir.errors import ScheduleError
 from schedir.ir import (
     BACKWARDS,
@@ -38,7 +38,7 @@ from schedir.ir import (
     weight_versions,
 )
 from schedir.passes import insert_communication
-from schedir.simulate.costs import CostModel
+from schedir.simulator.costs import CostModel
 
 Numbers: TypeAlias = NDArray[Any]
 """Times: of integers where all costs are, else of floats."""

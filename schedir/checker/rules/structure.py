@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from schedir.check.diagnostics import Diagnostic
-from schedir.check.rules.example import example
+from schedir.checker.diagnostics import Diagnostic
+from schedir.checker.rules.example import example
 
 
 @attrs.frozen(kw_only=True)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import attrs
 
-from schedir.check.diagnostics import Diagnostic, Severity
-from schedir.check.rules.example import example
+from schedir.checker.diagnostics import Diagnostic, Severity
+from schedir.checker.rules.example import example
 
 
 @attrs.frozen(kw_only=True)

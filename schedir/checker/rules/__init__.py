@@ -4,8 +4,8 @@ Codes are stable and never reused. S1xx structure, S2xx ordering, S3xx communica
 and weights, S5xx performance. Each example is a whole `.sched` text that the rule rejects.
 """
 
-from schedir.check.diagnostics import Diagnostic
-from schedir.check.rules import communication, lints, memory, ordering, structure
+from schedir.checker.diagnostics import Diagnostic
+from schedir.checker.rules import communication, lints, memory, ordering, structure
 
 
 def _rules() -> dict[str, type[Diagnostic]]:

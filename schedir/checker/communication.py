@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.check.changes import Change, ahead, back, in_turn, reorder
-from schedir.check.diagnostics import locate, locations
-from schedir.check.faults import Faults, Finding
-from schedir.check.rules import communication as rules
+from schedir.checker.changes import Change, ahead, back, in_turn, reorder
+from schedir.checker.diagnostics import locate, locations
+from schedir.checker.faults import Faults, Finding
+from schedir.checker.rules import communication as rules
 from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers, reduces_by_stage
 
 _ROWS_AROUND = 2

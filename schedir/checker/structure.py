@@ -7,9 +7,9 @@ from heapq import merge
 
 import numpy as np
 
-from schedir.check.diagnostics import Diagnostic, Location, locate, locations
-from schedir.check.faults import Faults, Finding
-from schedir.check.rules import structure as rules
+from schedir.checker.diagnostics import Diagnostic, Location, locate, locations
+from schedir.checker.faults import Faults, Finding
+from schedir.checker.rules import structure as rules
 from schedir.ir import KIND_INDEX, Action, Ints, Kind, Schedule, first_places
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from schedir.check.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.check.channels import CHANNELS
-from schedir.check.diagnostics import Excerpt, locations
-from schedir.check.faults import Faults, Finding
-from schedir.check.rules.communication import MEETS, WaitCycle
-from schedir.check.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
+from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
+from schedir.checker.channels import CHANNELS
+from schedir.checker.diagnostics import Excerpt, locations
+from schedir.checker.faults import Faults, Finding
+from schedir.checker.rules.communication import MEETS, WaitCycle
+from schedir.checker.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
 from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Bools, Ints, Kind, Schedule, Ties
 
 _AROUND = 2

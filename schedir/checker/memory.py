@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.diagnostics import locate, locations
-from schedir.check.faults import Faults, Finding, fault
-from schedir.check.rules import memory as rules
+from schedir.checker.diagnostics import locate, locations
+from schedir.checker.faults import Faults, Finding, fault
+from schedir.checker.rules import memory as rules
 from schedir.ir import Kind, Schedule, Ties, peak_activations, weight_versions
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from schedir.check.changes import Change
+from schedir.checker.changes import Change
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Schedule, Source
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.check.changes import back
-from schedir.check.diagnostics import locate, locations
-from schedir.check.faults import Faults, fault
-from schedir.check.late import late_receives, late_sends, posting
-from schedir.check.rules import lints as rules
-from schedir.check.waits import QUEUED, finish, waits
+from schedir.checker.changes import back
+from schedir.checker.diagnostics import locate, locations
+from schedir.checker.faults import Faults, fault
+from schedir.checker.late import late_receives, late_sends, posting
+from schedir.checker.rules import lints as rules
+from schedir.checker.waits import QUEUED, finish, waits
 from schedir.ir import (
     RECEIVES,
     TEXTBOOK,

@@ -6,8 +6,8 @@ from typing import Literal
 
 import attrs
 
-from schedir.check.diagnostics import Diagnostic, Excerpt, Location
-from schedir.check.rules.example import example
+from schedir.checker.diagnostics import Diagnostic, Excerpt, Location
+from schedir.checker.rules.example import example
 from schedir.ir import Action, Kind
 
 MEETS = "waits for"

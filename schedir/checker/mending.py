@@ -7,8 +7,8 @@ from functools import cached_property
 
 import attrs
 
-from schedir.check.changes import Change, LeaveOut, changed
-from schedir.check.faults import Faults, Finding, Tally, nothing_new, tally, without
+from schedir.checker.changes import Change, LeaveOut, changed
+from schedir.checker.faults import Faults, Finding, Tally, nothing_new, tally, without
 from schedir.ir import Schedule
 
 # Trials judge whole lists. Together they may look at so many actions, where each costs as much as

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.check.changes import Move, ahead, anywhere, back, in_turn
-from schedir.check.diagnostics import locate, locations
-from schedir.check.faults import Faults, Finding, fault
-from schedir.check.rules import ordering as rules
+from schedir.checker.changes import Move, ahead, anywhere, back, in_turn
+from schedir.checker.diagnostics import locate, locations
+from schedir.checker.faults import Faults, Finding, fault
+from schedir.checker.rules import ordering as rules
 from schedir.ir import Columns, Ints, Kind, Schedule, collective_turns
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 
-from schedir.check.channels import queues
+from schedir.checker.channels import queues
 from schedir.ir import (
     COMPUTE,
     RECEIVES,

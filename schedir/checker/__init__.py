@@ -1,0 +1,24 @@
+"""Prove a schedule right, or say what is wrong: Schedule → Report."""
+
+from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
+from schedir.checker.channels import CHANNELS
+from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
+from schedir.checker.rules import RETIRED, RULES
+from schedir.checker.run import check, check_compute
+
+__all__ = [
+    "CHANNELS",
+    "RETIRED",
+    "RULES",
+    "Change",
+    "Diagnostic",
+    "Excerpt",
+    "LeaveOut",
+    "Location",
+    "Move",
+    "Reorder",
+    "Report",
+    "changed",
+    "check",
+    "check_compute",
+]
