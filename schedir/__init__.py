@@ -22,7 +22,7 @@ from schedir.ir import (
     send_grad,
 )
 from schedir.library import Generator, Pipeline, build, schedule
-from schedir.passes import insert_communication
+from schedir.passes import advance_receives, insert_communication
 from schedir.simulator import CostModel, Timeline, simulate
 
 __version__ = "0.1.0"
@@ -46,6 +46,7 @@ __all__ = [
     "Source",
     "Timeline",
     "__version__",
+    "advance_receives",
     "backward",
     "backward_input",
     "backward_weight",

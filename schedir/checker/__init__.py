@@ -1,10 +1,10 @@
 """Prove a schedule right, or say what is wrong: Schedule → Report."""
 
 from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
-from schedir.checker.channels import CHANNELS
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.rules import RETIRED, RULES
 from schedir.checker.run import check, check_compute
+from schedir.ir import CHANNELS
 
 __all__ = [
     "CHANNELS",

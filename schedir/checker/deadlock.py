@@ -8,12 +8,22 @@ from typing import TypeAlias
 import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.checker.channels import CHANNELS
 from schedir.checker.diagnostics import Excerpt, locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules.communication import MEETS, WaitCycle
 from schedir.checker.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
-from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Bools, Ints, Kind, Schedule, Ties
+from schedir.ir import (
+    CHANNELS,
+    COMMUNICATION,
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Bools,
+    Ints,
+    Kind,
+    Schedule,
+    Ties,
+)
 
 _AROUND = 2
 

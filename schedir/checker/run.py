@@ -9,7 +9,6 @@ from itertools import chain, islice, repeat
 import attrs
 import numpy as np
 
-from schedir.checker.channels import CHANNELS
 from schedir.checker.communication import communication, unmatched_reduces
 from schedir.checker.deadlock import clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Location, Report
@@ -22,7 +21,15 @@ from schedir.checker.rules.communication import WaitCycle
 from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.checker.structure import structure
 from schedir.errors import ScheduleError
-from schedir.ir import COMMUNICATION, Schedule, Ties, collective_turns, expect_schedule, ties_of
+from schedir.ir import (
+    COMMUNICATION,
+    Schedule,
+    Ties,
+    collective_turns,
+    expect_channel,
+    expect_schedule,
+    ties_of,
+)
 from schedir.passes import insert_communication
 
 _DEFAULT = "edge"
@@ -62,8 +69,7 @@ def check(
     TypeError for what is no Schedule.
     """
     expect_schedule(schedule)
-    if channel not in CHANNELS:
-        raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
+    expect_channel(channel)
     limits = Limits(max_delay, max_versions, max_activations)
     terms = _Terms(channel, limits, ties_of(schedule, ties))
     found = list(_there(structure(schedule)))

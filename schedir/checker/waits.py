@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 
-from schedir.checker.channels import queues
 from schedir.ir import (
     COMPUTE,
     RECEIVES,
@@ -33,6 +32,7 @@ from schedir.ir import (
     Ties,
     Time,
     collective_turns,
+    queues,
     sums_of_steps,
     tied_steps,
 )

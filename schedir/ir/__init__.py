@@ -21,6 +21,7 @@ from schedir.ir.actions import (
     send_grad,
 )
 from schedir.ir.activations import peak_activations
+from schedir.ir.channels import CHANNELS, expect_channel, queues
 from schedir.ir.clock import TEXTBOOK, Meetings, Time, Times, run
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
 from schedir.ir.dataflow import (
@@ -49,6 +50,7 @@ from schedir.ir.versions import StageVersions, weight_versions
 
 __all__ = [
     "BACKWARDS",
+    "CHANNELS",
     "COMMUNICATION",
     "COMPUTE",
     "KINDS",
@@ -81,6 +83,7 @@ __all__ = [
     "decode",
     "dumps",
     "dumps_torch_csv",
+    "expect_channel",
     "expect_schedule",
     "first_places",
     "forward",
@@ -91,6 +94,7 @@ __all__ = [
     "parse_action",
     "peak_activations",
     "plan",
+    "queues",
     "recv_act",
     "recv_grad",
     "reduce_grad",

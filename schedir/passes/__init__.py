@@ -2,6 +2,13 @@
 
 from schedir.passes.communication import insert_communication, strip_communication
 from schedir.passes.forward import forward_only
+from schedir.passes.receives import advance_receives
 from schedir.passes.reduction import insert_reductions
 
-__all__ = ["forward_only", "insert_communication", "insert_reductions", "strip_communication"]
+__all__ = [
+    "advance_receives",
+    "forward_only",
+    "insert_communication",
+    "insert_reductions",
+    "strip_communication",
+]

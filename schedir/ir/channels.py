@@ -16,18 +16,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir import COMMUNICATION, RECEIVES, Ints, Kind, Schedule
+from schedir.ir.actions import COMMUNICATION, RECEIVES, Kind
+from schedir.ir.columns import Ints
+from schedir.ir.schedule import Schedule
 
 CHANNELS = ("host", "rank", "pair", "edge", "async")
 """The models, strictest first: each enforces a part of the order that the one before does."""
+
+
+def expect_channel(channel: object) -> None:
+    """Raise ValueError for what is no channel model."""
+    if channel not in CHANNELS:
+        raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
 
 
 def queues(channel: str, schedule: Schedule) -> Ints:
     """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
 
     The entries of one queue happen in list order. A REDUCE_GRAD has no peer: but for the models
-    that order all communication, it stands in its stage's own queue.
+    that order all communication, it stands in its stage's own queue. Raises ValueError for an
+    unknown model.
     """
+    expect_channel(channel)
     columns = schedule.columns
     communicates = columns.is_kind(*COMMUNICATION)
     reduces = columns.is_kind(Kind.REDUCE_GRAD)

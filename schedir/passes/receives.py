@@ -1,0 +1,109 @@
+"""Any schedule → its receives listed ahead, as a transport allows and its buffers do.
+
+A receive that is posted late holds up the transfer, and over gloo it may cost a whole timer tick of
+4 ms. Each posted receive occupies a buffer until the compute that uses it last, so receives run
+ahead only as far as the list itself needs buffers at its peak, or by `room` more:
+
+    listed    RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        3 buffers at the peak
+    ahead     RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        3 buffers at the peak
+
+What holds a receive back is the order that the channel model keeps: under `rank` all communication
+stays in order, so that a receive moves over compute alone; under `async` over anything. To move
+ahead takes waits away and adds none, so that what is clean under the model stays clean.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from schedir.ir.actions import RECEIVES
+from schedir.ir.channels import queues
+from schedir.ir.columns import Bools, Ints
+from schedir.ir.schedule import Schedule, expect_schedule
+from schedir.passes.communication import insert_communication
+
+
+def advance_receives(schedule: Schedule, channel: str = "rank", room: int | None = 0) -> Schedule:
+    """The schedule with each receive as far ahead as the channel model and its buffers allow.
+
+    The receives of a rank keep their order, and so does all else. `room` is the number of receive
+    buffers that a rank may hold beyond what its list needs at its peak; None sets no bound. A
+    compute-only schedule gets its communication first.
+
+    Raises ValueError for an unknown channel model or a negative room, TypeError for what is no
+    Schedule, and what `insert_communication` raises.
+    """
+    expect_schedule(schedule)
+    if room is not None and (type(room) is not int or room < 0):
+        raise ValueError(f"room must be a number of buffers of at least 0, or None, not {room!r}")
+    complete = insert_communication(schedule)
+    columns = complete.columns
+    receives = columns.is_kind(*RECEIVES)
+    held_by = _held_by(queues(channel, complete), receives).tolist()
+    freed = _freed(complete)
+    starts = columns.starts.tolist()
+    order: list[int] = []
+    for start, end in pairwise(starts):
+        is_receive, frees = receives[start:end], freed[start:end]
+        buffers = len(frees) if room is None else _peak(is_receive, frees) + room
+        order += _advanced(start, is_receive.tolist(), held_by, frees.tolist(), buffers)
+    return complete.take(np.array(order, np.int64), columns.starts)
+
+
+def _advanced(
+    start: int, is_receive: list[bool], held_by: list[int], freed: list[int], buffers: int
+) -> list[int]:
+    """The places of a rank, which begin at `start`, in their new order.
+
+    `held_by` has the place that each receive stays after, `freed` the buffers that each place of
+    the rank gives back.
+    """
+    order: list[int] = []
+    receives = (place for place, receive in enumerate(is_receive, start) if receive)
+    pending = next(receives, -1)
+    for place, (receive, back) in enumerate(zip(is_receive, freed, strict=True), start):
+        # One that has come to its own place is posted in any case: that is within the peak.
+        while pending >= 0 and (pending == place or (buffers > 0 and held_by[pending] < place)):
+            order.append(pending)
+            buffers -= 1
+            pending = next(receives, -1)
+        if not receive:
+            order.append(place)
+        buffers += back
+    return order
+
+
+def _held_by(queue: Ints, receives: Bools) -> Ints:
+    """For every place, the last before it in its queue that is no receive; -1 for none."""
+    held = np.full(len(queue), -1)
+    order = np.argsort(queue, kind="stable")
+    order = order[queue[order] >= 0]
+    if not len(order):
+        return held
+    own = queue[order]
+    turns = np.arange(len(order))
+    last = np.maximum.accumulate(np.where(receives[order], -1, turns))
+    there = last >= 0
+    there[there] = own[last[there]] == own[there]
+    held[order[there]] = order[last[there]]
+    return held
+
+
+def _freed(schedule: Schedule) -> Ints:
+    """For every place, the received tensors that are used there for the last time.
+
+    An activation is used up to the backward, a gradient up to its W.
+    """
+    flow = schedule.dataflow
+    transfers = flow.transfers
+    weight = flow.weight_gradients[transfers.stage, transfers.microbatch]
+    last_use = np.maximum(np.maximum(weight, transfers.user), transfers.receive)[transfers.matched]
+    return np.bincount(last_use, minlength=len(schedule.columns))
+
+
+def _peak(receives: Bools, freed: Ints) -> int:
+    """The most buffers that a rank's list holds at once."""
+    held = np.cumsum(receives) - (np.cumsum(freed) - freed)
+    return int(held.max(initial=0))
