@@ -2,7 +2,7 @@
 
 A receive that is posted late holds up the transfer, and over gloo it may cost a whole timer tick of
 4 ms. Each posted receive occupies a buffer until the compute that uses it last, so receives run
-ahead only as far as the list itself needs buffers at its peak, or by `room` more:
+ahead only as far as the list itself needs buffers at its peak, or as there is room for more:
 
     listed    RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        3 buffers at the peak
     ahead     RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        3 buffers at the peak
@@ -18,25 +18,27 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ir.actions import RECEIVES
+from schedir.ir.actions import RECEIVES, is_number
 from schedir.ir.channels import queues
 from schedir.ir.columns import Bools, Ints
 from schedir.ir.schedule import Schedule, expect_schedule
 from schedir.passes.communication import insert_communication
 
 
-def advance_receives(schedule: Schedule, channel: str = "rank", room: int | None = 0) -> Schedule:
+def advance_receives(
+    schedule: Schedule, channel: str = "rank", room: int | None = None
+) -> Schedule:
     """The schedule with each receive as far ahead as the channel model and its buffers allow.
 
     The receives of a rank keep their order, and so does all else. `room` is the number of receive
-    buffers that a rank may hold beyond what its list needs at its peak; None sets no bound. A
-    compute-only schedule gets its communication first.
+    buffers that a rank may hold at once, where its list does not need more at its peak; None for
+    no more than the list needs. A compute-only schedule gets its communication first.
 
     Raises ValueError for an unknown channel model or a negative room, TypeError for what is no
     Schedule, and what `insert_communication` raises.
     """
     expect_schedule(schedule)
-    if room is not None and (type(room) is not int or room < 0):
+    if room is not None and not is_number(room):
         raise ValueError(f"room must be a number of buffers of at least 0, or None, not {room!r}")
     complete = insert_communication(schedule)
     columns = complete.columns
@@ -47,7 +49,7 @@ def advance_receives(schedule: Schedule, channel: str = "rank", room: int | None
     order: list[int] = []
     for start, end in pairwise(starts):
         is_receive, frees = receives[start:end], freed[start:end]
-        buffers = len(frees) if room is None else _peak(is_receive, frees) + room
+        buffers = max(_peak(is_receive, frees), room or 0)
         order += _advanced(start, is_receive.tolist(), held_by, frees.tolist(), buffers)
     return complete.take(np.array(order, np.int64), columns.starts)
 
