@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.checker.changes import back
-from schedir.checker.diagnostics import locate, locations
 from schedir.checker.faults import Faults, fault
 from schedir.checker.late import late_receives, late_sends, posting
 from schedir.checker.rules import lints as rules
@@ -59,8 +58,10 @@ def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterato
     if held[worst] > 0:
         receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
         yield fault(
-            rules.EarlyReceive(
-                locations=locations(schedule, (receive, other)),
+            rules.EarlyReceive.at(
+                schedule,
+                receive,
+                other,
                 channel=channel,
                 held=float(held[worst]),
                 makespan=makespan,
@@ -77,9 +78,7 @@ def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
     pairs = np.sort(first[(first >= 0) & (second == first + 1)]).tolist()
     if pairs:
         yield fault(
-            rules.NeedlessSplit(
-                locations=locations(schedule, (at for p in pairs for at in (p, p + 1)))
-            ),
+            rules.NeedlessSplit.at(schedule, *(at for p in pairs for at in (p, p + 1))),
             extent=len(pairs),
         )
 
@@ -97,8 +96,9 @@ def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
-            rules.GroupSize(
-                locations=(locate(schedule, int(forward[ranks].min())),),
+            rules.GroupSize.at(
+                schedule,
+                forward[ranks].min(),
                 group=group,
                 ranks=ranks,
                 makespan=makespan,
