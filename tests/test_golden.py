@@ -2,8 +2,8 @@
 
 Each case has a transcript in tests/golden, the output of `schedir check` in every format. Cases are
 the example of each rule, and the files in tests/golden and in examples/broken. `pytest
-tests/test_golden.py --update-golden` writes the transcripts anew; read the difference before you
-commit it.
+tests/test_golden.py --update-golden` writes the transcripts and docs/rules.md anew; read the
+difference before you commit it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from write_rules import REFERENCE, reference
 
+import schedir
 from schedir.checker import RULES, Diagnostic
 from schedir.cli import main
 from schedir.render import OUTPUT_FORMATS
@@ -51,11 +53,10 @@ def transcript(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return text.rstrip("\n") + "\n"
 
 
-def compare(case: str, found: str, request: pytest.FixtureRequest) -> None:
-    golden = GOLDEN / f"{case}.txt"
+def compare(golden: Path, found: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
-        golden.write_text(found)
-    assert golden.read_text() == found
+        golden.write_text(found, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == found
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=case)
@@ -71,7 +72,7 @@ def test_what_is_said_of_an_example(
     arguments = ["check", "example.sched", *command_options(rule).split()]
     found = transcript(arguments, capsys)
     assert re.search(rf"^{rule.severity}\[{rule.code}\]: .*  \({rule.name}\)$", found, re.MULTILINE)
-    compare(case(rule), found, request)
+    compare(GOLDEN / f"{case(rule)}.txt", found, request)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -82,7 +83,21 @@ def test_what_is_said_of_a_file(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    compare(path.stem, transcript(command(path), capsys), request)
+    compare(GOLDEN / f"{path.stem}.txt", transcript(command(path), capsys), request)
+
+
+def test_the_rule_reference_is_current(request: pytest.FixtureRequest) -> None:
+    compare(REFERENCE, reference(), request)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=case)
+def test_the_texts_of_a_rule_name_what_its_findings_have(rule: type[Diagnostic]) -> None:
+    report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
+    finding = next(each for each in report.diagnostics if each.code == rule.code)
+    # Even where a change is known, in the place of which the advice is not shown.
+    for text in (finding.message, *finding.labels, *finding.notes, finding.advice or ""):
+        assert text == text.strip()
+        assert not set("{}") & set(text)
 
 
 def test_there_is_no_other_transcript() -> None:

@@ -117,11 +117,11 @@ def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     ):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
-        described = _never_sent if side else _never_received
+        findings_of = _never_sent if side else _never_received
         yield Faults(
             rule=rules.Unmatched,
             keys=2 * numbers + side,
-            findings=map(Finding, described(schedule, transfers, numbers)),
+            findings=map(Finding, findings_of(schedule, transfers, numbers)),
         )
 
 

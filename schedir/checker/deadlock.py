@@ -136,16 +136,16 @@ def _breaking(
     passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
-    forth, aside = [], []
+    earlier_moves, later_moves = [], []
     for later, *between, earlier in passages:
         inner = between if tied else []
-        forth += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
+        earlier_moves += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
         last = kept[later] - inserted[later]
-        aside += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
+        later_moves += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
 
     def slides(compute: bool) -> Iterator[Slide]:
         verb: Verb = "move" if compute else "post"
-        for moves, to_side, end in ((forth, ahead, 0), (aside, back, 1)):
+        for moves, to_side, end in ((earlier_moves, ahead, 0), (later_moves, back, 1)):
             for place, to in moves:
                 if computes[place] == compute and not inserted[place]:
                     limit = _window(schedule, place)[end]

@@ -20,7 +20,7 @@ Severity = Literal["error", "warning", "note"]
 class Location:
     """A place in the lists. `index` is None where the fault is that an action is missing.
 
-    `action` is what stands there, or what is missing; `source` the line of Python behind it.
+    `action` is what stands there, or what is missing; `source` the line of Python that made it.
     """
 
     rank: int

@@ -45,12 +45,12 @@ def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterato
         return
     # Of all that each node waits for, what is done last, and how much later than all the rest.
     node = waiting.node[waiting.later]
-    over = done[waiting.node[waiting.earlier]]
-    order = np.lexsort((over, node))
+    ends = done[waiting.node[waiting.earlier]]
+    order = np.lexsort((ends, node))
     last = np.flatnonzero(np.append(node[order][1:] != node[order][:-1], True))
     rest = np.where(last > 0, last - 1, last)
-    rest_over = np.where(node[order[rest]] == node[order[last]], over[order[rest]], 0)
-    held = np.where(rest == last, 0, over[order[last]] - rest_over)
+    rest_ends = np.where(node[order[rest]] == node[order[last]], ends[order[rest]], 0)
+    held = np.where(rest == last, 0, ends[order[last]] - rest_ends)
     edge = order[last]
     receives = schedule.columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
     held = np.where(receives & (waiting.why[edge] == QUEUED), held, 0)

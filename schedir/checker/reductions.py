@@ -99,8 +99,8 @@ def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
 def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
     """What brings a sum before a step: moves of the step, or of the sum next to it."""
     columns = schedule.columns
-    here = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
-    sums = np.flatnonzero(here & columns.is_kind(Kind.REDUCE_GRAD)).tolist()
+    own = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
+    sums = np.flatnonzero(own & columns.is_kind(Kind.REDUCE_GRAD)).tolist()
     next_to = bisect(sums, place)
     if sums:
         yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
