@@ -98,7 +98,7 @@ class WaitCycle(Diagnostic):
 
 @attrs.frozen(kw_only=True)
 class Unmatched(Diagnostic):
-    """A send has no receive, a receive no send, or a REDUCE_GRAD lacks its turn on some replica."""
+    """A send has no receive, a receive no send, or a REDUCE_GRAD no counterpart on some replica."""
 
     code = "S302"
     name = "unmatched"
@@ -261,7 +261,11 @@ class NoPeer(Diagnostic):
                 f"rank {self.rank} does not run stage {self.action.stage} on microbatch "
                 f"{self.action.microbatch}, so {self.action} has nothing to work on"
             )
-        why = "the pipeline ends here" if self.reason == "end" else "its neighbour is local"
+        why = (
+            "the pipeline ends here"
+            if self.reason == "end"
+            else "its neighbour is on the same rank"
+        )
         return f"{self.action} has no other rank at its other end: {why}"
 
     @property

@@ -120,7 +120,9 @@ class GroupSize(Diagnostic):
         "0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1",
         "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1",
     )
-    message = "groups of {group} microbatches on {ranks} ranks cost makespan"
+    message = (
+        "groups of {group} {group:microbatch|microbatches} on {ranks} ranks make the step longer"
+    )
     notes = (
         "the step takes {makespan:g}; interleaved 1F1B in groups of {ranks} takes {possible:g}",
         UNIT,
@@ -171,4 +173,7 @@ class LateSend(Diagnostic):
         """The unit, and what all of them cost."""
         if self.sends == 1:
             return (UNIT,)
-        return (UNIT, f"{self.sends} sends are late; with none so it takes {self.possible:g}")
+        return (
+            UNIT,
+            f"{self.sends} sends are late; if they were not, the step would take {self.possible:g}",
+        )

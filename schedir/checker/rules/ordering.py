@@ -151,7 +151,7 @@ class StepWithoutReduce(Diagnostic):
     why = "Each replica would apply its own gradients only: they drift apart."
     fix = "Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank."
     example = example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP")
-    message = "no REDUCE_GRAD sums stage {action.stage}'s gradients, but {reason}"
+    message = "no REDUCE_GRAD sums stage {action.stage}'s gradients, though {reason}"
     advice = "put {action.stage}REDUCE_GRAD {side} rank {rank} #{index}"
 
     held: tuple[int, ...]  # the ranks of the stage
@@ -161,8 +161,8 @@ class StepWithoutReduce(Diagnostic):
     def reason(self) -> str:
         """Why they need a sum."""
         if len(self.held) > 1:
-            return f"it lives on ranks {ranges(self.held)}"
-        return "those of other stages on one rank are"
+            return f"the stage lives on ranks {ranges(self.held)}"
+        return "those of other stages on one rank are summed"
 
 
 @attrs.frozen(kw_only=True)
