@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
 from schedir import Diagnostic
@@ -14,22 +12,19 @@ from schedir.checker import Location
 class Odd(Diagnostic):
     code = "S999"
     name = "odd"
+    message = "{text}"
 
-    said: str = "it is odd"
-
-    @property
-    def message(self) -> str:
-        return self.said
+    text: str = "it is odd"
 
 
 class OddWarning(Odd):
-    severity: ClassVar = "warning"
+    severity = "warning"
 
 
 class OddNote(Odd):
-    severity: ClassVar = "note"
+    severity = "note"
 
 
 def odd(severity: str, *locations: Location, said: str = "it is odd") -> Diagnostic:
     rule = {"error": Odd, "warning": OddWarning, "note": OddNote}[severity]
-    return rule(locations=locations, said=said)
+    return rule(locations=locations, text=said)

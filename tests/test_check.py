@@ -246,7 +246,7 @@ def test_a_file_that_claims_a_billion_microbatches_is_answered() -> None:
 
 
 def test_what_is_wrong_thousands_of_times_is_said_a_thousand_times_by_place() -> None:
-    """Every receive behind its user, under two codes of which each has its own thousand."""
+    """Every receive after its user, under two codes of which each has its own thousand."""
     base = schedir.build("fill-drain", ranks=2, microbatches=1500)
     late = [sorted(actions, key=lambda a: a.kind in RECEIVES) for actions in base.actions]
     report = schedir.check(Schedule("late", 1500, base.placement, late))
@@ -267,7 +267,7 @@ def test_what_is_wrong_thousands_of_times_is_said_a_thousand_times_by_place() ->
 )
 def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str) -> None:
     place = schedir.check(schedir.loads(RULES["S207"].example)).diagnostics[0].locations
-    finding = UnevenSteps(locations=place, turn=0, here=tuple(microbatches), loss=(0,))
+    finding = UnevenSteps(locations=place, step=0, applied=tuple(microbatches), expected=(0,))
     assert finding.message == (
         f"OPTIM_STEP 0 of stage 0 applies microbatches {said}; that of the loss stage 0"
     )
@@ -282,7 +282,7 @@ def test_a_list_without_steps_is_told_that_the_caller_steps() -> None:
     (finding,) = schedir.check(schedule(1, "0 1", "0F0 0B0", "1F0 1B0")).diagnostics
     assert (finding.code, finding.severity) == ("S213", "note")
     assert str(finding.locations[0]) == "rank 1 #1 1B0"
-    # Not where an error is to be mended first, nor where any stage steps.
+    # Not where an error is to be fixed first, nor where any stage steps.
     assert [d.code for d in schedir.check(schedule(1, "0", "0B0 0F0")).diagnostics] == ["S201"]
     assert schedir.check(schedule(1, "0", "0F0 0B0 0OPTIM_STEP")).diagnostics == ()
 

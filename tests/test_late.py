@@ -27,7 +27,7 @@ BASES += [naive(base) for base in BASES]
 
 
 def delayed(base: Schedule, many: int, chance: random.Random) -> Schedule:
-    """Some sends moved behind the next few entries, though behind no other send or OPTIM_STEP."""
+    """Some sends moved after the next few entries, though after no other send or OPTIM_STEP."""
     for _ in range(many):
         rank = chance.choice([r for r in range(base.ranks) if sends_of(base, r)])
         actions = list(base.actions[rank])
@@ -114,7 +114,7 @@ def test_a_single_late_send_in_a_clean_list() -> None:
     )
     (finding,) = schedir.check(late, "rank").diagnostics
     assert finding.message == "0SEND_ACT0 is posted late: the step takes 10 rather than 9"
-    assert finding.help == "post rank 0 #2 behind rank 0 #0"
+    assert finding.help == "post rank 0 #2 after rank 0 #0"
 
 
 def test_late_sends_are_not_blamed_on_receives() -> None:

@@ -1,4 +1,4 @@
-"""What the README and the rule reference print and promise."""
+"""What the README prints and promises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from write_rules import REFERENCE, reference
 
 import schedir
 from schedir.cli import main
@@ -69,8 +68,3 @@ def test_the_pictures_are_real(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_every_command_is_described() -> None:
     for command in ("list", "show", "check", "export", "explain"):
         assert f"`schedir {command}" in README
-
-
-def test_the_rule_reference_is_current() -> None:
-    """If it is not: python tools/write_rules.py"""
-    assert REFERENCE.read_text(encoding="utf-8") == reference()

@@ -32,7 +32,7 @@ def _section(rule: type[Diagnostic]) -> str:
     ]
     return (
         f"## {rule.code} {rule.name}\n\n{rule.meaning()}\n\n**Why:** {rule.why}\n\n"
-        f"**Mend:** {rule.mend}\n\n```\n{rule.example}```\n\n"
+        f"**Fix:** {rule.fix}\n\n```\n{rule.example}```\n\n"
         f"`schedir check{command_options(rule)}` says:\n\n```\n{finding(found[0])}```\n"
     )
 

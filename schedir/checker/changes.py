@@ -1,4 +1,4 @@
-"""Changes that may mend a list: one action moved, a few put in another order, or communication
+"""Changes that may fix a list: one action moved, a few put in another order, or communication
 left out for schedir to insert."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from schedir.ir import Columns, Ints, Schedule
 from schedir.passes import strip_communication
 
-Side = Literal["before", "behind"]
+Side = Literal["before", "after"]
 Verb = Literal["move", "post"]
 
 
 @attrs.frozen
 class Move:
-    """Take the action at `index` of a rank's list, and put it before (or behind) the one at
+    """Take the action at `index` of a rank's list, and put it before (or after) the one at
     `target`."""
 
     rank: int
@@ -59,7 +59,7 @@ class LeaveOut:
     tried: bool = False
 
     def __str__(self) -> str:
-        before = "none of the moves tried mends it; " if self.tried else ""
+        before = "none of the moves tried fixes it; " if self.tried else ""
         return f"{before}leave the communication out, and schedir inserts it"
 
 
@@ -75,8 +75,8 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
     places = np.arange(len(columns))
     own = places[start:end]
     if isinstance(change, Move):
-        to = change.target + (change.side == "behind")
-        to -= change.index < to  # it leaves a gap behind itself
+        to = change.target + (change.side == "after")
+        to -= change.index < to  # it leaves a gap where it stood
         own = np.insert(np.delete(own, change.index), to, own[change.index])
     else:
         own = own.copy()
@@ -115,11 +115,11 @@ def ahead(
 def back(
     schedule: Schedule, place: int, target: int, verb: Verb = "move", last: int | None = None
 ) -> Slide:
-    """To behind `target`, or further back: as far as behind `last`, or the rank's last place."""
+    """To after `target`, or further back: as far as after `last`, or the rank's last place."""
     rank, _ = schedule.columns.position(place)
     end = int(schedule.columns.starts[rank + 1]) - 1
     most = end if last is None else min(end, last)
-    return Slide(place, "behind", range(target, most + 1), verb)
+    return Slide(place, "after", range(target, most + 1), verb)
 
 
 def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
@@ -132,7 +132,7 @@ def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
 
 def in_turn(schedule: Schedule, slides: Sequence[Slide]) -> Iterator[Move]:
     """The moves of all, the likely ones first: the nearest of each, then the furthest of each,
-    which is a send right behind its maker, say, then the others, nearer ones first."""
+    which is a send right after its maker, say, then the others, nearer ones first."""
     slides = [slide for slide in slides if slide.targets]
     ends = [attrs.evolve(slide, targets=slide.targets[:1]) for slide in slides]
     ends += [attrs.evolve(s, targets=s.targets[-1:]) for s in slides if len(s.targets) > 1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.checker.changes import Change, ahead, back, in_turn, reorder
-from schedir.checker.diagnostics import locate, locations
+from schedir.checker.diagnostics import locate
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import communication as rules
 from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers, reduces_by_stage
@@ -45,9 +45,8 @@ def _alone(schedule: Schedule, place: int) -> Finding:
     peer = schedule.dataflow.peers[place]
     local = peer == schedule.columns.rank[place]
     return Finding(
-        rules.NoPeer(
-            locations=(locate(schedule, place),),
-            reason="end" if peer < 0 else "local" if local else "elsewhere",
+        rules.NoPeer.at(
+            schedule, place, reason="end" if peer < 0 else "local" if local else "elsewhere"
         ),
     )
 
@@ -65,20 +64,19 @@ def _without_receive(schedule: Schedule, transfers: Transfers) -> Faults:
 
 def _used_too_early(schedule: Schedule, transfers: Transfers, number: int) -> Finding:
     user, receive = int(transfers.user[number]), int(transfers.receive[number])
-    what = _receive(transfers, number)
+    action = _receive(transfers, number)
     if receive < 0:
-        return Finding(rules.MissingReceive(locations=(locate(schedule, user),), receive=what))
+        return Finding(rules.MissingReceive.at(schedule, user, receive=action))
     slides = (ahead(schedule, receive, user), back(schedule, user, receive))
-    places = locations(schedule, (user, receive))
     return Finding(
-        rules.MissingReceive(locations=places, receive=what),
+        rules.MissingReceive.at(schedule, user, receive, receive=action),
         in_turn(schedule, slides),
-        without=True,
+        of_communication=True,
     )
 
 
 def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
-    """A send stands behind the compute that makes its payload."""
+    """A send stands after the compute that makes its payload."""
     numbers = np.flatnonzero((transfers.send >= 0) & (transfers.send < transfers.maker))
     numbers = numbers[np.argsort(transfers.send[numbers])]
     return Faults(
@@ -94,9 +92,9 @@ def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
 def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
     slides = (back(schedule, send, maker), ahead(schedule, maker, send))
     return Finding(
-        rules.SendBeforeCompute(locations=locations(schedule, (send, maker))),
+        rules.SendBeforeCompute.at(schedule, send, maker),
         in_turn(schedule, slides),
-        without=True,
+        of_communication=True,
     )
 
 
@@ -119,11 +117,11 @@ def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     ):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
-        says = _never_sent if side else _never_received
+        findings_of = _never_sent if side else _never_received
         yield Faults(
             rule=rules.Unmatched,
             keys=2 * numbers + side,
-            findings=map(Finding, says(schedule, transfers, numbers)),
+            findings=map(Finding, findings_of(schedule, transfers, numbers)),
         )
 
 
@@ -131,10 +129,11 @@ def _never_received(
     schedule: Schedule, transfers: Transfers, numbers: Ints
 ) -> Iterator[rules.Unmatched]:
     for number in numbers.tolist():
-        yield rules.Unmatched(
-            locations=locations(schedule, (transfers.send[number],)),
-            other=_receive(transfers, number),
-            rank=int(transfers.target[number]),
+        yield rules.Unmatched.at(
+            schedule,
+            transfers.send[number],
+            missing=_receive(transfers, number),
+            peer=int(transfers.target[number]),
         )
 
 
@@ -142,17 +141,18 @@ def _never_sent(
     schedule: Schedule, transfers: Transfers, numbers: Ints
 ) -> Iterator[rules.Unmatched]:
     for number in numbers.tolist():
-        yield rules.Unmatched(
-            locations=locations(schedule, (transfers.receive[number],)),
-            other=_send(transfers, number),
-            rank=int(transfers.source[number]),
+        yield rules.Unmatched.at(
+            schedule,
+            transfers.receive[number],
+            missing=_send(transfers, number),
+            peer=int(transfers.source[number]),
         )
 
 
 def _mis_paired(schedule: Schedule, transfers: Transfers) -> Faults:
     """The sends and receives of a channel stand in the same order.
 
-    What is unmatched would shift all behind it, so only what has both ends is compared.
+    What is unmatched would shift all after it, so only what has both ends is compared.
     """
     order, _ = transfers.by_channel
     source, target = transfers.source[order], transfers.target[order]
@@ -178,7 +178,7 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
     turn = int(wrong[0])
     rows = range(max(0, turn - _ROWS_AROUND), min(len(sent), turn + _ROWS_AROUND + 2))
     pairs = tuple(
-        (
+        rules.Pair(
             row,
             locate(schedule, int(sends[row])),
             locate(schedule, int(receives[row])),
@@ -186,16 +186,18 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
         )
         for row in rows
     )
-    places = (receives[turn], sends[turn], transfers.send[received[turn]])
     return Finding(
-        rules.MisPaired(
-            locations=locations(schedule, places),
+        rules.MisPaired.at(
+            schedule,
+            receives[turn],
+            sends[turn],
+            transfers.send[received[turn]],
             wrong=len(wrong),
             transfers=len(sent),
             pairs=pairs,
         ),
         _pairing(schedule, transfers, sent, received),
-        without=True,
+        of_communication=True,
     )
 
 
@@ -247,6 +249,5 @@ def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
 
 def _without_counterpart(schedule: Schedule, places: list[int], least: int) -> Iterator[Finding]:
     for place in places:
-        location = locate(schedule, place)
-        other = Action(Kind.REDUCE_GRAD, location.action.stage)
-        yield Finding(rules.Unmatched(locations=(location,), other=other, rank=least))
+        missing = Action(Kind.REDUCE_GRAD, int(schedule.columns.stage[place]))
+        yield Finding(rules.Unmatched.at(schedule, place, missing=missing, peer=least))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.checker.diagnostics import Excerpt, locations
+from schedir.checker.cycles import Wait, shortest_cycle
+from schedir.checker.diagnostics import Excerpt
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules.communication import MEETS, WaitCycle
 from schedir.checker.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
@@ -54,8 +54,8 @@ def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
 
 
 # Without ties two models block as another one does. What `host` has compute wait for, `rank` has
-# the communication behind it wait for, and compute only matters to that. What `async` lets a
-# receive pass is needed by its user, which stands behind both.
+# the communication after it wait for, and compute only matters to that. What `async` lets a
+# receive pass is needed by its user, which stands after both.
 _AS_HOST = ("host", "rank")
 _AS_EDGE = ("async",)
 
@@ -97,115 +97,26 @@ def _shortest(
     given: Schedule | None,
 ) -> Iterator[Finding]:
     """The shortest wait cycle."""
-    cycle = _shortest_cycle(waiting, never)
+    cycle = shortest_cycle(waiting, never)
     rows = _rows(cycle)
     channel, clean = judged
     yield Finding(
-        WaitCycle(
-            locations=locations(schedule, (place for place, _, _ in rows)),
+        WaitCycle.at(
+            schedule,
+            *(place for place, _, _ in rows),
             reasons=tuple(why for _, why, _ in rows),
             channel=channel,
             clean=clean,
             complete=schedule.is_complete,
             inserted=given is not None,
-            pieces=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
+            excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
         _breaking(schedule, given or schedule, cycle, bool(ties)),
-        without=given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any()),
+        of_communication=given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any()),
     )
 
 
-_Wait: TypeAlias = tuple[int, int, int]
-"""`later`, `earlier` and `why` of one wait."""
-
-# Enough to search every start in any schedule that a person reads; a longer search would be
-# quadratic, and the cycle found by then is as good an explanation.
-_SEARCH_BUDGET = 250_000
-
-_Leads: TypeAlias = Callable[[int], Iterator[tuple[int, _Wait]]]
-"""The stuck nodes that a stuck node waits for, and why."""
-
-
-def _shortest_cycle(waiting: Waits, never: Bools) -> list[_Wait]:
-    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next.
-
-    In a huge schedule, the shortest of those that the budget allows to look for.
-    """
-    leads = _leads(waiting, never)
-    starts = np.flatnonzero(never).tolist()
-    best = _some_cycle(leads, starts[0])
-    # One as short that comes first in the lists is better still.
-    most = len(best)
-    budget = _SEARCH_BUDGET
-    # Short cycles first, from every start: long searches from the first ones would use it all up.
-    for depth in (4, 16, 64, len(best)):
-        for start in starts:
-            if budget <= 0 or not most:
-                break
-            found, visited = _cycle_through(start, leads, min(depth, most))
-            budget -= visited
-            if found:
-                best, most = found, len(found) - 1
-        if most < depth:
-            break
-    return best
-
-
-def _leads(waiting: Waits, never: Bools) -> _Leads:
-    node = waiting.node
-    inside = np.flatnonzero(never[node[waiting.later]] & never[node[waiting.earlier]])
-    inside = inside[np.argsort(node[waiting.later[inside]], kind="stable")]
-    bounds = np.searchsorted(node[waiting.later[inside]], np.arange(len(node) + 1)).tolist()
-    later, earlier, why, target = (
-        column[inside].tolist()
-        for column in (waiting.later, waiting.earlier, waiting.why, node[waiting.earlier])
-    )
-
-    def leads(source: int) -> Iterator[tuple[int, _Wait]]:
-        for at in range(bounds[source], bounds[source + 1]):
-            yield target[at], (later[at], earlier[at], why[at])
-
-    return leads
-
-
-def _some_cycle(leads: _Leads, start: int) -> list[_Wait]:
-    """A cycle that following the first wait of each node leads into."""
-    order: dict[int, int] = {}
-    path: list[_Wait] = []
-    current = start
-    while current not in order:
-        order[current] = len(path)
-        current, wait = next(leads(current))
-        path.append(wait)
-    return path[order[current] :]
-
-
-def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[_Wait], int]:
-    """A shortest cycle through `start` of at most so many waits, if there is one, and how many
-    nodes it took to know."""
-    came_by: dict[int, tuple[int, _Wait]] = {}
-    layer = [start]
-    for _ in range(most):
-        following = []
-        for current in layer:
-            for target, wait in leads(current):
-                if target not in came_by:
-                    came_by[target] = (current, wait)
-                    following.append(target)
-        layer = following
-        if start in came_by or not layer:
-            break
-    if start not in came_by:
-        return [], len(came_by) + 1
-    cycle: list[_Wait] = []
-    current = start
-    while not cycle or current != start:
-        current, wait = came_by[current]
-        cycle.append(wait)
-    return cycle[::-1], len(came_by) + 1
-
-
-def _rows(cycle: list[_Wait]) -> list[tuple[int, str, int]]:
+def _rows(cycle: list[Wait]) -> list[tuple[int, str, int]]:
     """The cycle with both kinds of edge: within a list, and between the ends of a transfer.
 
     It starts at the place that comes first in the lists.
@@ -220,12 +131,12 @@ def _rows(cycle: list[_Wait]) -> list[tuple[int, str, int]]:
 
 
 def _breaking(
-    schedule: Schedule, given: Schedule, cycle: list[_Wait], tied: bool
+    schedule: Schedule, given: Schedule, cycle: list[Wait], tied: bool
 ) -> Iterator[Change]:
     """What may break the cycle, in the list as it was given.
 
     Where it goes through a list, from one entry to an earlier one, that wait ends only if the
-    first of them goes ahead of the other, or the other behind it: what stands between them holds
+    first of them goes ahead of the other, or the other after it: what stands between them holds
     no more than they do, but for ties, where it keeps OPTIM_STEPs from being one point.
     """
     columns = schedule.columns
@@ -235,16 +146,16 @@ def _breaking(
     passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
-    forth, aside = [], []
+    earlier_moves, later_moves = [], []
     for later, *between, earlier in passages:
         inner = between if tied else []
-        forth += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
+        earlier_moves += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
         last = kept[later] - inserted[later]
-        aside += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
+        later_moves += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
 
     def slides(compute: bool) -> Iterator[Slide]:
         verb: Verb = "move" if compute else "post"
-        for moves, to_side, end in ((forth, ahead, 0), (aside, back, 1)):
+        for moves, to_side, end in ((earlier_moves, ahead, 0), (later_moves, back, 1)):
             for place, to in moves:
                 if computes[place] == compute and not inserted[place]:
                     limit = _window(schedule, place)[end]
@@ -259,7 +170,7 @@ def _breaking(
             yield from reorder(given, kept[[later, earlier]])
 
 
-def _passages(cycle: list[_Wait]) -> list[list[int]]:
+def _passages(cycle: list[Wait]) -> list[list[int]]:
     """The places that the cycle goes through on one rank, each waiting for the next by the list's
     order alone."""
     passages: list[list[int]] = []

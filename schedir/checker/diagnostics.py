@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import attrs
 
 from schedir.checker.changes import Change
+from schedir.checker.templates import Text
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Schedule, Source
 
@@ -19,7 +20,7 @@ Severity = Literal["error", "warning", "note"]
 class Location:
     """A place in the lists. `index` is None where the fault is that an action is missing.
 
-    `action` is what stands there, or what is missing; `source` the line of Python behind it.
+    `action` is what stands there, or what is missing; `source` the line of Python that made it.
     """
 
     rank: int
@@ -57,15 +58,20 @@ class Excerpt:
     total: int
 
 
+_TEXTS = ("message", "labels", "notes", "advice")
+
+
 @attrs.frozen(kw_only=True)
 class Diagnostic:
-    """One finding; each rule is a subclass, which holds what its texts are made of.
+    """One finding; each rule is a subclass, whose fields are what its texts are made of.
 
-    `code` is stable and never reused; `name` is the bad pattern's; `why`, `mend` and `example` (a
-    whole `.sched` text that the rule rejects) are the texts of `schedir explain`, with the
-    docstring for the meaning. The first of `locations` is the primary one. `change` mends the
-    fault, if such a change is known: it has been tried. `more` says how many findings of the same
-    code a report leaves out behind this one.
+    A rule gives its texts (`message`, `labels`, `notes`, `advice`) as templates, which name
+    attributes of the finding and are filled in when somebody reads them; or as properties, where
+    something is computed. `code` is stable and never reused; `name` is the bad pattern's; `why`,
+    `fix` and `example` (a whole `.sched` text that the rule rejects) are the texts of `schedir
+    explain`, with the docstring for the meaning. The first of `locations` is the primary one.
+    `change` fixes the fault, if such a change is known: it has been tried. `more` says how many
+    findings of the same code a report leaves out after this one.
     """
 
     code: ClassVar[str]
@@ -73,7 +79,7 @@ class Diagnostic:
     severity: ClassVar[Severity] = "error"
     strict: ClassVar[bool] = True  # whether `schedir check --strict` fails for it
     why: ClassVar[str]
-    mend: ClassVar[str]
+    fix: ClassVar[str]
     example: ClassVar[str]
     options: ClassVar[tuple[tuple[str, Any], ...]] = ()  # those of `check` that the example needs
 
@@ -81,22 +87,49 @@ class Diagnostic:
     change: Change | None = None
     more: int = 0
 
+    def __init_subclass__(cls) -> None:
+        # Runs twice for each rule, as attrs makes the class anew for its slots.
+        for name in _TEXTS:
+            template = vars(cls).get(name)
+            if isinstance(template, str | tuple):
+                setattr(cls, name, Text(template))
+
+    @classmethod
+    def at(cls, schedule: Schedule, *places: int, **fields: Any) -> Self:
+        """A finding at places in the schedule's columns, the primary one first."""
+        return cls(locations=locations(schedule, places), **fields)
+
     @property
     def message(self) -> str:
         """What is wrong, in one line."""
         raise NotImplementedError
 
     @property
-    def headline(self) -> str:
-        """The message, and how many findings are left out behind this one."""
-        return (
-            f"{self.message}; and {self.more:,} more of {self.code}" if self.more else self.message
-        )
-
-    @property
     def labels(self) -> tuple[str, ...]:
         """What each location has to do with it; may be shorter than the locations."""
         return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else there is to know."""
+        return ()
+
+    @property
+    def advice(self) -> str | None:
+        """What to do where no change is known to fix it."""
+        return None
+
+    @property
+    def help(self) -> str | None:
+        """What to do."""
+        return self.advice if self.change is None else str(self.change)
+
+    @property
+    def headline(self) -> str:
+        """The message, and how many findings are left out after this one."""
+        return (
+            f"{self.message}; and {self.more:,} more of {self.code}" if self.more else self.message
+        )
 
     @property
     def listed(self) -> tuple[Location, ...]:
@@ -114,19 +147,29 @@ class Diagnostic:
         return ()
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What else there is to know."""
-        return ()
+    def rank(self) -> int:
+        """The rank of the primary location."""
+        return self.locations[0].rank
 
     @property
-    def advice(self) -> str | None:
-        """What to do where no change is known to mend it."""
-        return None
+    def index(self) -> int | None:
+        """The index of the primary location in its rank's list, None where it is missing."""
+        return self.locations[0].index
 
     @property
-    def help(self) -> str | None:
-        """What to do."""
-        return self.advice if self.change is None else str(self.change)
+    def action(self) -> Action:
+        """What stands at the primary location, or is missing there."""
+        return self.locations[0].action
+
+    @property
+    def other(self) -> Location:
+        """The second location."""
+        return self.locations[1]
+
+    @property
+    def last(self) -> Location:
+        """The last location."""
+        return self.locations[-1]
 
     @classmethod
     def meaning(cls) -> str:

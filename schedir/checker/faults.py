@@ -19,14 +19,15 @@ from schedir.ir import Ints
 
 @attrs.frozen(eq=False)
 class Finding:
-    """A fault in words, and the changes that may mend it, likely ones first.
+    """A fault in words, and the changes that may fix it, likely ones first.
 
-    `without` says whether it is one of the communication, which schedir could insert instead.
+    `of_communication` says whether to leave the communication out, for schedir to insert, is one
+    more of them.
     """
 
     diagnostic: Diagnostic
     changes: Iterable[Change] = ()
-    without: bool = False
+    of_communication: bool = False
 
 
 def _ones(faults: Faults) -> Ints:

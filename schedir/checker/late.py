@@ -1,7 +1,7 @@
 """S501 and S505: sends and receives that are posted later than they could be.
 
-Judged by the clock, at the textbook costs. A send may stand right behind the compute that makes its
-payload, and behind the send before it on its channel: what is computed in between, the rank at the
+Judged by the clock, at the textbook costs. A send may stand right after the compute that makes its
+payload, and after the send before it on its channel: what is computed in between, the rank at the
 other end may have to wait for. Which send costs most is found by running the list with each moved.
 """
 
@@ -13,7 +13,6 @@ import attrs
 import numpy as np
 
 from schedir.checker.changes import Move, ahead
-from schedir.checker.diagnostics import locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import lints as rules
 from schedir.ir import TEXTBOOK, Ints, Meetings, Plan, Schedule, Time, Times, run
@@ -27,13 +26,13 @@ _OVERHEAD = 2500
 class Posting:
     """When a complete schedule runs: as it is listed, and where no send is late.
 
-    By transfer, the number of the compute behind which its send is posted: as `sent`, or at best,
-    on its own (`alone`: it stands behind the place `behind` then) or with all others (`together`).
+    By transfer, the number of the compute after which its send is posted: as `sent`, or at best,
+    on its own (`alone`: it stands after the place `after` then) or with all others (`together`).
     """
 
     planned: Plan
     sent: Ints
-    behind: Ints
+    after: Ints
     alone: Ints
     together: Ints
     listed: Times
@@ -46,10 +45,10 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     order, follows = transfers.by_channel
     sent = planned.last_before[transfers.send]
     maker = np.searchsorted(planned.compute, transfers.maker)
-    behind = transfers.maker.copy()
+    after = transfers.maker.copy()
     second = np.flatnonzero(follows)
     previous = order[second - 1]
-    behind[order[second]] = np.maximum(behind[order[second]], transfers.send[previous])
+    after[order[second]] = np.maximum(after[order[second]], transfers.send[previous])
     alone = maker.copy()
     alone[order[second]] = np.maximum(alone[order[second]], sent[previous])
     # No send passes another one of its channel: the latest maker so far, channel by channel.
@@ -58,7 +57,7 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
     listed = _times(schedule, planned, sent)
     prompt = _times(schedule, planned, together) if (sent > together).any() else listed
-    return Posting(planned, sent, behind, alone, together, listed, prompt)
+    return Posting(planned, sent, after, alone, together, listed, prompt)
 
 
 def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
@@ -74,7 +73,7 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
 def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
     """One finding for all, at the receive that is posted the latest after its send.
 
-    Where sends are late, a receive in step with them may come before its send or long behind it:
+    Where sends are late, a receive in step with them may come before its send or long after it:
     so they are judged as if no send were.
     """
     transfers, before = schedule.dataflow.transfers, posted.planned.last_before
@@ -87,10 +86,8 @@ def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
         found = found[np.argsort(-late[found], kind="stable")]
         receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
         compute = int(posted.planned.compute[before[receive]])
-        finding = rules.LateReceive(
-            locations=locations(schedule, (receive, user)),
-            late=float(late[found[0]]),
-            many=len(found),
+        finding = rules.LateReceive.at(
+            schedule, receive, user, late=float(late[found[0]]), receives=len(found)
         )
         moves = ahead(schedule, receive, compute, "post").moves(schedule.columns)
         yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
@@ -111,9 +108,11 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
     worst = max(regained, key=lambda transfer: regained[transfer])
     transfers = schedule.dataflow.transfers
     others = np.flatnonzero(posted.sent > posted.together)
-    finding = rules.LateSend(
-        locations=locations(schedule, (transfers.send[worst], posted.behind[worst])),
-        many=len(others),
+    finding = rules.LateSend.at(
+        schedule,
+        transfers.send[worst],
+        posted.after[worst],
+        sends=len(others),
         makespan=float(makespan),
         alone=float(makespan - regained[worst]),
         possible=float(possible),
@@ -151,11 +150,11 @@ def _critical(posted: Posting) -> list[int]:
 
 
 def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move]:
-    """To right behind what it has to follow, or behind other communication there."""
-    columns, behind = schedule.columns, int(posted.behind[transfer])
+    """To right after what it has to follow, or after other communication there."""
+    columns, after = schedule.columns, int(posted.after[transfer])
     send = int(schedule.dataflow.transfers.send[transfer])
     rank, index = columns.position(send)
-    # The compute behind the last one that it has to follow.
+    # The compute after the last one that it has to follow.
     until = int(posted.planned.compute[posted.alone[transfer] + 1])
-    for target in range(behind, min(until, send)):
-        yield Move(rank, index, "behind", columns.position(target)[1], "post")
+    for target in range(after, min(until, send)):
+        yield Move(rank, index, "after", columns.position(target)[1], "post")

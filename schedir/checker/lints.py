@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.checker.changes import back
-from schedir.checker.diagnostics import locate, locations
 from schedir.checker.faults import Faults, fault
 from schedir.checker.late import late_receives, late_sends, posting
 from schedir.checker.rules import lints as rules
@@ -46,12 +45,12 @@ def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterato
         return
     # Of all that each node waits for, what is done last, and how much later than all the rest.
     node = waiting.node[waiting.later]
-    over = done[waiting.node[waiting.earlier]]
-    order = np.lexsort((over, node))
+    ends = done[waiting.node[waiting.earlier]]
+    order = np.lexsort((ends, node))
     last = np.flatnonzero(np.append(node[order][1:] != node[order][:-1], True))
     rest = np.where(last > 0, last - 1, last)
-    rest_over = np.where(node[order[rest]] == node[order[last]], over[order[rest]], 0)
-    held = np.where(rest == last, 0, over[order[last]] - rest_over)
+    rest_ends = np.where(node[order[rest]] == node[order[last]], ends[order[rest]], 0)
+    held = np.where(rest == last, 0, ends[order[last]] - rest_ends)
     edge = order[last]
     receives = schedule.columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
     held = np.where(receives & (waiting.why[edge] == QUEUED), held, 0)
@@ -59,8 +58,10 @@ def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterato
     if held[worst] > 0:
         receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
         yield fault(
-            rules.EarlyReceive(
-                locations=locations(schedule, (receive, other)),
+            rules.EarlyReceive.at(
+                schedule,
+                receive,
+                other,
                 channel=channel,
                 held=float(held[worst]),
                 makespan=makespan,
@@ -77,9 +78,7 @@ def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
     pairs = np.sort(first[(first >= 0) & (second == first + 1)]).tolist()
     if pairs:
         yield fault(
-            rules.NeedlessSplit(
-                locations=locations(schedule, (at for p in pairs for at in (p, p + 1)))
-            ),
+            rules.NeedlessSplit.at(schedule, *(at for p in pairs for at in (p, p + 1))),
             extent=len(pairs),
         )
 
@@ -97,8 +96,9 @@ def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
-            rules.GroupSize(
-                locations=(locate(schedule, int(forward[ranks].min())),),
+            rules.GroupSize.at(
+                schedule,
+                forward[ranks].min(),
                 group=group,
                 ranks=ranks,
                 makespan=makespan,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from schedir.checker.diagnostics import locate, locations
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.rules import memory as rules
 from schedir.ir import Kind, Schedule, Ties, peak_activations, weight_versions
@@ -47,10 +46,8 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
             if peak > limits.max_activations:
                 place = int(schedule.columns.starts[rank]) + index
                 yield fault(
-                    rules.ActivationsAboveLimit(
-                        locations=(locate(schedule, place),),
-                        peak=peak,
-                        limit=limits.max_activations,
+                    rules.ActivationsAboveLimit.at(
+                        schedule, place, peak=peak, limit=limits.max_activations
                     ),
                     key=rank,
                     extent=peak,
@@ -64,11 +61,7 @@ def _versions_exist(schedule: Schedule) -> Faults:
         rule=rules.VersionNotAvailable,
         keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
         findings=(
-            Finding(
-                rules.VersionNotAvailable(
-                    locations=(locate(schedule, place),), newest=int(newest[place])
-                )
-            )
+            Finding(rules.VersionNotAvailable.at(schedule, place, newest=int(newest[place])))
             for place in missing.tolist()
         ),
     )
@@ -84,13 +77,13 @@ def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
         stage = int(np.flatnonzero(differ[:, first])[0])
         forward = flow.of(Kind.FORWARD)[:, first]
         yield fault(
-            rules.VersionsDisagree(
-                locations=locations(schedule, (forward[stage], forward[-1])),
-                versions=(
-                    int(flow.reads[stage, first]),
-                    int(flow.reads[-1, first]),
-                ),
-                many=len(microbatches),
+            rules.VersionsDisagree.at(
+                schedule,
+                forward[stage],
+                forward[-1],
+                version=int(flow.reads[stage, first]),
+                other_version=int(flow.reads[-1, first]),
+                differing=len(microbatches),
                 microbatches=schedule.microbatches,
             ),
             extent=len(microbatches),
@@ -109,10 +102,13 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
             other = int(np.flatnonzero(differ[:, first])[0])
             forward = flow.of(Kind.FORWARD)[:, first]
             yield fault(
-                rules.TiedVersionsDisagree(
-                    locations=locations(schedule, (forward[tie[0]], forward[tie[other]])),
-                    versions=(int(reads[0, first]), int(reads[other, first])),
-                    many=len(microbatches),
+                rules.TiedVersionsDisagree.at(
+                    schedule,
+                    forward[tie[0]],
+                    forward[tie[other]],
+                    version=int(reads[0, first]),
+                    other_version=int(reads[other, first]),
+                    differing=len(microbatches),
                     microbatches=schedule.microbatches,
                 ),
                 key=number,
@@ -127,10 +123,11 @@ def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     delay = flow.steps_before[gradient] - flow.reads
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())
-        places = (flow.of(Kind.FORWARD)[stage, worst], gradient[stage, worst])
         yield fault(
-            rules.DelayAboveLimit(
-                locations=locations(schedule, places),
+            rules.DelayAboveLimit.at(
+                schedule,
+                flow.of(Kind.FORWARD)[stage, worst],
+                gradient[stage, worst],
                 delay=int(delay[stage, worst]),
                 limit=limit,
                 above=int((delay[stage] > limit).sum()),
@@ -147,9 +144,7 @@ def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:
             if alive > limit and index is not None:
                 place = int(schedule.columns.starts[rank]) + index
                 yield fault(
-                    rules.VersionsAboveLimit(
-                        locations=(locate(schedule, place),), alive=alive, limit=limit
-                    ),
+                    rules.VersionsAboveLimit.at(schedule, place, alive=alive, limit=limit),
                     key=stage * schedule.ranks + rank,
                     extent=alive,
                 )

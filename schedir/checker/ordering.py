@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator
 
-import attrs
 import numpy as np
 
-from schedir.checker.changes import Move, ahead, anywhere, back, in_turn
-from schedir.checker.diagnostics import locate, locations
+from schedir.checker.changes import ahead, anywhere, back, in_turn
 from schedir.checker.faults import Faults, Finding, fault
+from schedir.checker.reductions import reductions
 from schedir.checker.rules import ordering as rules
-from schedir.ir import Columns, Ints, Kind, Schedule, collective_turns
+from schedir.ir import Ints, Kind, Schedule
 
 
 def ordering(schedule: Schedule) -> Iterator[Faults]:
@@ -22,7 +20,7 @@ def ordering(schedule: Schedule) -> Iterator[Faults]:
     steps = columns.where(Kind.OPTIM_STEP)
     reduces = columns.where(Kind.REDUCE_GRAD)
     if len(reduces) or any(len(held) > 1 for held in schedule.placement):
-        yield from _reduced(schedule, bool(len(steps)))
+        yield from reductions(schedule)
     if len(steps):
         yield from _applied_once(schedule, steps)
 
@@ -31,11 +29,11 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
     """A schedule that is right, but leaves the update to its caller."""
     if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
         last = int(schedule.dataflow.weight_gradients.max())
-        yield fault(rules.NoStep(locations=(locate(schedule, last),)))
+        yield fault(rules.NoStep.at(schedule, last))
 
 
 def _compute_order(schedule: Schedule) -> Iterator[Faults]:
-    """Every action stands behind what it uses of its own rank."""
+    """Every action stands after what it uses of its own rank."""
     flow = schedule.dataflow
     forward, gradient = flow.of(Kind.FORWARD), flow.gradients
     weight = flow.of(Kind.BACKWARD_WEIGHT)
@@ -52,28 +50,25 @@ def _compute_order(schedule: Schedule) -> Iterator[Faults]:
         early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])
         pairs = np.flatnonzero(early)
         if len(pairs):
-            here, there = actions.ravel()[pairs], used.ravel()[pairs]
-            order = np.argsort(here)
+            early_places, used_places = actions.ravel()[pairs], used.ravel()[pairs]
+            order = np.argsort(early_places)
             yield Faults(
                 rule=rule,
                 keys=number * forward.size + pairs[order],
-                findings=_too_early(schedule, rule, here[order], there[order]),
+                findings=_too_early(schedule, rule, early_places[order], used_places[order]),
             )
 
 
 def _too_early(
-    schedule: Schedule, rule: type[rules.ListedEarly], here: Ints, there: Ints
+    schedule: Schedule, rule: type[rules.ListedEarly], early: Ints, used: Ints
 ) -> Iterator[Finding]:
-    for place, later in zip(here.tolist(), there.tolist(), strict=True):
+    for place, later in zip(early.tolist(), used.tolist(), strict=True):
         slides = (back(schedule, place, later), ahead(schedule, later, place))
-        yield Finding(
-            rule(locations=locations(schedule, (place, later))),
-            in_turn(schedule, slides),
-        )
+        yield Finding(rule.at(schedule, place, later), in_turn(schedule, slides))
 
 
 def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
-    """Every gradient has an OPTIM_STEP behind it, and every OPTIM_STEP has gradients."""
+    """Every gradient has an OPTIM_STEP after it, and every OPTIM_STEP has gradients."""
     turn, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients
     places = np.sort(gradients.ravel())
     # One number for each stage on each rank; by it, how many steps that has.
@@ -94,7 +89,7 @@ def _holdings(schedule: Schedule) -> Ints:
 
 
 def _never_applied(schedule: Schedule, steps: Ints, late: Ints, holding: Ints) -> Iterator[Faults]:
-    """The stages, on each of their ranks, with gradients behind their last OPTIM_STEP."""
+    """The stages, on each of their ranks, with gradients after their last OPTIM_STEP."""
     numbers, many = np.unique(holding[late], return_counts=True)
     stepping = np.isin(numbers, holding[steps])
     late_of = {number: late[holding[late] == number].tolist() for number in numbers.tolist()}
@@ -113,7 +108,7 @@ def _never_applied(schedule: Schedule, steps: Ints, late: Ints, holding: Ints) -
         keys=numbers[~stepping],
         extents=many[~stepping],
         findings=(
-            Finding(rules.GradientNeverApplied(locations=locations(schedule, late_of[number])))
+            Finding(rules.GradientNeverApplied.at(schedule, *late_of[number]))
             for number in numbers[~stepping].tolist()
         ),
     )
@@ -123,8 +118,8 @@ def _step_too_early(schedule: Schedule, last: int, gradients: list[int]) -> Find
     slides = [back(schedule, last, gradients[-1])]
     if len(gradients) == 1:
         slides.append(ahead(schedule, gradients[0], last))
-    places = locations(schedule, (last, *gradients))
-    return Finding(rules.StepBeforeGradients(locations=places), in_turn(schedule, slides))
+    finding = rules.StepBeforeGradients.at(schedule, last, *gradients)
+    return Finding(finding, in_turn(schedule, slides))
 
 
 def _empty_steps(
@@ -141,9 +136,7 @@ def _empty_steps(
         rule=rules.EmptyStep,
         keys=round_[empty],
         findings=(
-            Finding(
-                rules.EmptyStep(locations=(locate(schedule, place),)), anywhere(schedule, [place])
-            )
+            Finding(rules.EmptyStep.at(schedule, place), anywhere(schedule, [place]))
             for place in empty.tolist()
         ),
     )
@@ -159,9 +152,10 @@ def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -
             if has[rank] > has[least]:
                 own = steps[holding[steps] == number]
                 yield fault(
-                    rules.UnevenReplicas(
-                        locations=(locate(schedule, int(own[has[least]])),),
-                        has=has[rank],
+                    rules.UnevenReplicas.at(
+                        schedule,
+                        own[has[least]],
+                        steps=has[rank],
                         least=least,
                         fewest=has[least],
                     ),
@@ -191,174 +185,21 @@ def _unequal_groups(
     columns = schedule.columns
     loss = turns[-1]
     for stage in stages.tolist():
-        here = turns[stage]
-        # The first step that differs; those behind it do as a consequence.
-        first = int(np.minimum(here, loss)[here != loss].min())
+        applied = turns[stage]
+        # The first step that differs; those after it do as a consequence.
+        first = int(np.minimum(applied, loss)[applied != loss].min())
         own, last = (
             steps[(columns.stage[steps] == s) & (turn[steps] == first)]
             for s in (stage, schedule.stages - 1)
         )
         yield Finding(
-            rules.UnevenSteps(
-                locations=locations(schedule, (own[0], last[0])),
-                turn=first,
-                here=tuple(np.flatnonzero(here == first).tolist()),
-                loss=tuple(np.flatnonzero(loss == first).tolist()),
+            rules.UnevenSteps.at(
+                schedule,
+                own[0],
+                last[0],
+                step=first,
+                applied=tuple(np.flatnonzero(applied == first).tolist()),
+                expected=tuple(np.flatnonzero(loss == first).tolist()),
             ),
             anywhere(schedule, (int(own[0]), int(last[0]))),
         )
-
-
-@attrs.frozen
-class _Round:
-    """A stage's gradients and REDUCE_GRADs on a rank up to an OPTIM_STEP, None for the rest."""
-
-    gradients: list[int]
-    reduces: list[int]
-    step: int | None
-
-
-_EVENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
-
-
-def _rounds(columns: Columns) -> dict[tuple[int, int], list[_Round]]:
-    """The rounds of each stage on each rank, the last one those that no step follows."""
-    rounds: dict[tuple[int, int], list[_Round]] = {}
-    places = columns.where(*_EVENTS)
-    is_reduce, is_step = (
-        columns.is_kind(kind)[places].tolist() for kind in (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
-    )
-    ranks, stages = columns.rank[places].tolist(), columns.stage[places].tolist()
-    for place, rank, stage, reduces, steps in zip(
-        places.tolist(), ranks, stages, is_reduce, is_step, strict=True
-    ):
-        own = rounds.setdefault((rank, stage), [_Round([], [], None)])
-        if steps:
-            own[-1] = attrs.evolve(own[-1], step=place)
-            own.append(_Round([], [], None))
-        else:
-            (own[-1].reduces if reduces else own[-1].gradients).append(place)
-    return rounds
-
-
-def _reduced(schedule: Schedule, steps: bool) -> Iterator[Faults]:
-    """Between two OPTIM_STEPs the gradients come first, then the REDUCE_GRAD."""
-    rounds = _rounds(schedule.columns)
-    held = schedule.placement
-    # Of a stage on one rank, REDUCE_GRAD sums over a data-parallel group that the schedule does
-    # not show: either all of those stages have it, or none.
-    over_data = any(
-        len(held[stage]) == 1 and any(each.reduces and each.gradients for each in own)
-        for (_, stage), own in rounds.items()
-    )
-    unsummed: dict[int, tuple[int, bool]] = {}
-    early: dict[int, tuple[int, _Round]] = {}
-    for (rank, stage), own in sorted(rounds.items()):
-        holding = (stage * schedule.ranks + rank) * len(schedule.columns)
-        nth = 0
-        for turn, each in enumerate(own):
-            for reduce in each.reduces:
-                if _late(reduce, each):
-                    early[holding + nth] = reduce, each
-                nth += 1
-            # Gradients behind the last OPTIM_STEP are never applied, which is another finding.
-            where = each.step
-            if where is None and each.gradients and not steps:
-                where = each.gradients[-1]
-            needed = over_data or len(held[stage]) > 1
-            if needed and not each.reduces and where is not None:
-                unsummed[holding + turn] = where, each.step is not None
-    yield Faults(
-        rule=rules.StepWithoutReduce,
-        keys=np.array([*unsummed], np.int64),
-        findings=(_unsummed(schedule, *each) for each in unsummed.values()),
-    )
-    yield Faults(
-        rule=rules.ReduceBeforeGradients,
-        keys=np.array([*early], np.int64),
-        extents=np.array([_late(*each) for each in early.values()], np.int64),
-        findings=(_reduced_early(schedule, *each) for each in early.values()),
-    )
-    yield from _collectives(schedule, rounds)
-
-
-def _unsummed(schedule: Schedule, place: int, before: bool) -> Finding:
-    location = locate(schedule, place)
-    held = schedule.placement[location.action.stage]
-    return Finding(
-        rules.StepWithoutReduce(locations=(location,), held=held, before=before),
-        _summing(schedule, place),
-    )
-
-
-def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
-    """What brings a sum before a step: moves of the step, or of the sum next to it."""
-    columns = schedule.columns
-    here = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
-    sums = np.flatnonzero(here & columns.is_kind(Kind.REDUCE_GRAD)).tolist()
-    next_to = bisect(sums, place)
-    if sums:
-        yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
-
-
-def _late(reduce: int, each: _Round) -> int:
-    return len(each.gradients) - bisect(each.gradients, reduce)
-
-
-def _reduced_early(schedule: Schedule, reduce: int, each: _Round) -> Finding:
-    last, late = each.gradients[-1], _late(reduce, each)
-    slides = [back(schedule, reduce, last)]
-    if late == 1:
-        slides.append(ahead(schedule, last, reduce))
-    places = locations(schedule, (reduce, last))
-    return Finding(
-        rules.ReduceBeforeGradients(locations=places, late=late), in_turn(schedule, slides)
-    )
-
-
-def _collectives(
-    schedule: Schedule, rounds: dict[tuple[int, int], list[_Round]]
-) -> Iterator[Faults]:
-    """The k-th REDUCE_GRAD of a replicated stage belongs to one step on all ranks, and sums
-    something new on one of them at least."""
-    new: dict[int, bool] = {}
-    for own in rounds.values():
-        for each in own:
-            summed = 0
-            for reduce in each.reduces:
-                so_far = bisect(each.gradients, reduce)
-                new[reduce] = so_far > summed
-                summed = so_far
-    turn = schedule.dataflow.steps_before
-    across: dict[int, tuple[int, ...]] = {}
-    empty: dict[int, tuple[int, ...]] = {}
-    for number, places in enumerate(collective_turns(schedule)):
-        if len(set(turn[list(places)].tolist())) > 1:
-            across[number] = places
-        elif len(places) > 1 and not any(new[place] for place in places):
-            empty[number] = places
-
-    yield Faults(
-        rule=rules.ReduceAcrossSteps,
-        keys=np.array([*across], np.int64),
-        findings=(
-            Finding(
-                rules.ReduceAcrossSteps(
-                    locations=locations(schedule, places),
-                    turns=tuple(turn[list(places)].tolist()),
-                ),
-                anywhere(schedule, places),
-            )
-            for places in across.values()
-        ),
-    )
-    yield Faults(
-        rule=rules.EmptyReduce,
-        keys=np.array([*empty], np.int64),
-        findings=(
-            Finding(
-                rules.EmptyReduce(locations=locations(schedule, places)), anywhere(schedule, places)
-            )
-            for places in empty.values()
-        ),
-    )

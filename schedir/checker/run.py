@@ -15,11 +15,11 @@ from schedir.checker.diagnostics import Diagnostic, Location, Report
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
-from schedir.checker.mending import Trials
 from schedir.checker.ordering import ordering, without_steps
 from schedir.checker.rules.communication import WaitCycle
 from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.checker.structure import structure
+from schedir.checker.trials import Trials
 from schedir.errors import ScheduleError
 from schedir.ir import (
     COMMUNICATION,
@@ -174,7 +174,7 @@ def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Faults]
     found = list(lints(complete, channel))
     if complete is schedule:
         return found
-    # Where schedir puts the communication is not for the author to mend.
+    # Where schedir puts the communication is not for the author to fix.
     return [
         attrs.evolve(
             faults, findings=[Finding(_as_given(complete, x.diagnostic)) for x in faults.findings]
@@ -207,7 +207,7 @@ def _has_errors(found: list[Faults]) -> bool:
 
 def _said(schedule: Schedule, terms: _Terms, found: list[Faults]) -> tuple[Diagnostic, ...]:
     """The findings in words, by place: the first thousand of each code, each with the first change
-    that mends it, where one is known."""
+    that fixes it, where one is known."""
     by_code: dict[str, list[Faults]] = {}
     for faults in found:
         by_code.setdefault(faults.rule.code, []).append(faults)
@@ -220,7 +220,7 @@ def _said(schedule: Schedule, terms: _Terms, found: list[Faults]) -> tuple[Diagn
         first = first[:_MOST_OF_A_CODE]
         for number, (key, finding) in enumerate(first):
             share = -(-trials.left // (len(first) - number))
-            change = trials.mend(finding, key, share)
+            change = trials.fix(finding, key, share)
             said.append(attrs.evolve(finding.diagnostic, change=change))
         if more > 0:
             said[-1] = attrs.evolve(said[-1], more=more)

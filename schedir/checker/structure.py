@@ -7,7 +7,7 @@ from heapq import merge
 
 import numpy as np
 
-from schedir.checker.diagnostics import Diagnostic, Location, locate, locations
+from schedir.checker.diagnostics import Diagnostic, Location, locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import structure as rules
 from schedir.ir import KIND_INDEX, Action, Ints, Kind, Schedule, first_places
@@ -18,22 +18,20 @@ _ORDERLESS = np.zeros(0, np.int64)
 
 
 def structure(schedule: Schedule) -> Iterator[Faults]:
-    """What is wrong with single actions, and with the set of them. No order can mend it."""
+    """What is wrong with single actions, and with the set of them. No order can fix it."""
     columns = schedule.columns
     no_stage = columns.stage >= schedule.stages
     no_microbatch = ~no_stage & (columns.microbatch >= schedule.microbatches)
     yield _each(
         rules.UnknownStage,
         np.flatnonzero(no_stage),
-        lambda place: rules.UnknownStage(
-            locations=(locate(schedule, place),), stages=schedule.stages
-        ),
+        lambda place: rules.UnknownStage.at(schedule, place, stages=schedule.stages),
     )
     yield _each(
         rules.UnknownMicrobatch,
         np.flatnonzero(no_microbatch),
-        lambda place: rules.UnknownMicrobatch(
-            locations=(locate(schedule, place),), microbatches=schedule.microbatches
+        lambda place: rules.UnknownMicrobatch.at(
+            schedule, place, microbatches=schedule.microbatches
         ),
     )
     known = np.flatnonzero(~(no_stage | no_microbatch))
@@ -41,9 +39,9 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     yield from _once_each(schedule, known[columns.microbatch[known] >= 0])
 
 
-def _each(rule: type[Diagnostic], places: Ints, said: Callable[[int], Diagnostic]) -> Faults:
+def _each(rule: type[Diagnostic], places: Ints, finding: Callable[[int], Diagnostic]) -> Faults:
     """One fault at each of the places."""
-    findings = (Finding(said(int(place))) for place in places)
+    findings = (Finding(finding(int(place))) for place in places)
     return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
 
 
@@ -55,9 +53,8 @@ def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     return _each(
         rules.WrongRank,
         places[~np.isin(holding, held)],
-        lambda place: rules.WrongRank(
-            locations=(locate(schedule, place),),
-            held=schedule.placement[columns.stage[place]],
+        lambda place: rules.WrongRank.at(
+            schedule, place, held=schedule.placement[columns.stage[place]]
         ),
     )
 
@@ -88,7 +85,7 @@ def _pairs(schedule: Schedule, rule: type[Diagnostic], places: Ints, others: Int
     """One fault at each of the places, about another one as well."""
     order = np.argsort(places)
     findings = (
-        Finding(rule(locations=locations(schedule, pair)))
+        Finding(rule.at(schedule, *pair))
         for pair in zip(places[order].tolist(), others[order].tolist(), strict=True)
     )
     return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
@@ -108,9 +105,11 @@ def _missing(schedule: Schedule, numbers: Ints, table: Ints) -> Faults:
         end = len(numbers) + absent
         for number in merge(row_of, _absent(numbers, end) if absent else ()):
             stage, microbatch = divmod(number, schedule.microbatches)
-            at = row_of.get(number)
-            there = {kind: -1 if at is None else int(table[KIND_INDEX[kind]][at]) for kind in _KEPT}
-            yield from map(Finding, _pair(schedule, stage, microbatch, there))
+            row = row_of.get(number)
+            places = {
+                kind: -1 if row is None else int(table[KIND_INDEX[kind], row]) for kind in _KEPT
+            }
+            yield from map(Finding, _pair(schedule, stage, microbatch, places))
 
     many = int((forward < 0).sum() + lacks.sum()) + 2 * absent
     return Faults(rule=rules.MissingAction, keys=_ORDERLESS, findings=findings(), many=many)
@@ -125,15 +124,15 @@ def _absent(numbers: Ints, end: int) -> Iterator[int]:
 
 
 def _pair(
-    schedule: Schedule, stage: int, microbatch: int, there: dict[Kind, int]
+    schedule: Schedule, stage: int, microbatch: int, places: dict[Kind, int]
 ) -> Iterator[Diagnostic]:
-    """What one stage's work on one microbatch lacks; `there` has its places."""
-    missing = [Kind.FORWARD] if there[Kind.FORWARD] < 0 else []
-    if there[Kind.BACKWARD] < 0:
-        absent = [kind for kind in _SPLIT if there[kind] < 0]
+    """What one stage's work on one microbatch lacks; `places` has what it has, -1 for nothing."""
+    missing = [Kind.FORWARD] if places[Kind.FORWARD] < 0 else []
+    if places[Kind.BACKWARD] < 0:
+        absent = [kind for kind in _SPLIT if places[kind] < 0]
         missing += absent if len(absent) < 2 else [Kind.BACKWARD]
     for kind in missing:
-        related = locations(schedule, (place for place in there.values() if place >= 0))
+        related = locations(schedule, (place for place in places.values() if place >= 0))
         # On the rank of what is there of its microbatch, else of its stage.
         rank = related[0].rank if related else schedule.placement[stage][0]
         where = Location(rank, None, Action(kind, stage, microbatch))

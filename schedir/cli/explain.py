@@ -1,4 +1,4 @@
-"""`schedir explain`: what a diagnostic means, and how to mend the schedule."""
+"""`schedir explain`: what a diagnostic means, and how to fix the schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "explain",
         help="explain a diagnostic",
         description="Explain a diagnostic: what it means, why it is bad, an example, and how to "
-        "mend it. Without a code, list them all.",
+        "fix it. Without a code, list them all.",
         allow_abbrev=False,
     )
     parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")

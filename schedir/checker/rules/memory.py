@@ -5,11 +5,9 @@ S402 is retired: an activation is never released where a backward is missing, wh
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
-from schedir.checker.diagnostics import Diagnostic, Severity
+from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
 
 
@@ -20,24 +18,15 @@ class VersionNotAvailable(Diagnostic):
     code = "S401"
     name = "version-not-available"
     why = "Version v exists once v OPTIM_STEPs of the stage have run."
-    mend = "Name an existing version, or move the forward behind the OPTIM_STEP that makes it."
+    fix = "Name an existing version, or move the forward after the OPTIM_STEP that makes it."
     example = example(1, "0", "0F0@1 0B0 0OPTIM_STEP")
+    message = "stage {action.stage} has version {newest} at most here, not {action.version}"
+    advice = (
+        "read version {newest}, or list the forward after the OPTIM_STEP that makes version "
+        "{action.version}"
+    )
 
     newest: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        action = self.locations[0].action
-        return f"stage {action.stage} has version {self.newest} at most here, not {action.version}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return (
-            f"read version {self.newest}, or list the forward behind the OPTIM_STEP that makes "
-            f"version {self.locations[0].action.version}"
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -47,33 +36,19 @@ class DelayAboveLimit(Diagnostic):
     code = "S403"
     name = "delay-above-limit"
     why = "A gradient that is stale by many updates can keep training from converging."
-    mend = "Keep fewer microbatches in flight between updates, or raise --max-delay."
-    example = example(
-        3,
-        "0",
-        "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP",
-    )
+    fix = "Keep fewer microbatches in flight between updates, or raise --max-delay."
+    example = example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP")
     options = (("max_delay", 1),)
+    message = (
+        "stage {action.stage} applies the gradient of microbatch {action.microbatch} {delay} "
+        "updates late; the limit is {limit}"
+    )
     labels = ("reads the older version", "its gradient")
+    notes = ("{above} of the stage's microbatches {above:is|are} above the limit",)
 
     delay: int
     limit: int
     above: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        action = self.locations[0].action
-        return (
-            f"stage {action.stage} applies the gradient of microbatch {action.microbatch} "
-            f"{self.delay} updates late; the limit is {self.limit}"
-        )
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How many there are."""
-        are = "is" if self.above == 1 else "are"
-        return (f"{self.above} of the stage's microbatches {are} above the limit",)
 
 
 @attrs.frozen(kw_only=True)
@@ -83,26 +58,17 @@ class VersionsAboveLimit(Diagnostic):
     code = "S404"
     name = "versions-above-limit"
     why = "Each version beside the newest is a copy of the stage's weights."
-    mend = "Keep fewer microbatches in flight between updates, or raise --max-versions."
-    example = example(
-        3,
-        "0",
-        "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP",
-    )
+    fix = "Keep fewer microbatches in flight between updates, or raise --max-versions."
+    example = example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP")
     options = (("max_versions", 1),)
+    message = (
+        "{alive} weight versions of stage {action.stage} are alive at once on rank {rank}; the "
+        "limit is {limit}"
+    )
     labels = ("makes one too many",)
 
     alive: int
     limit: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        place = self.locations[0]
-        return (
-            f"{self.alive} weight versions of stage {place.action.stage} are alive at once on rank "
-            f"{place.rank}; the limit is {self.limit}"
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -112,21 +78,14 @@ class ActivationsAboveLimit(Diagnostic):
     code = "S405"
     name = "activations-above-limit"
     why = "What each forward keeps for its backward may not fit the device's memory."
-    mend = "Start backwards earlier, or raise --max-activations."
+    fix = "Start backwards earlier, or raise --max-activations."
     example = example(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2")
     options = (("max_activations", 2),)
+    message = "rank {rank} holds {peak} activations at once; the limit is {limit}"
     labels = ("the peak",)
 
     peak: int
     limit: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        return (
-            f"rank {self.locations[0].rank} holds {self.peak} activations at once; the limit is "
-            f"{self.limit}"
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -135,41 +94,31 @@ class VersionsDisagree(Diagnostic):
 
     code = "S406"
     name = "versions-disagree"
-    severity: ClassVar[Severity] = "note"
+    severity = "note"
     why = (
         "Its gradient is that of no single version of the model. PipeDream works so by design; "
         "its vertical sync gives every stage the same version."
     )
-    mend = "Name the version that all stages share: `0F4@1`."
+    fix = "Name the version that all stages share: `0F4@1`."
     example = example(
         2,
         "0 0",
         "0F0 1F0 0F1 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP",
     )
-
+    message = (
+        "microbatch {action.microbatch} runs at version {version} on stage {action.stage}, but at "
+        "version {other_version} on stage {other.action.stage}"
+    )
     labels = ("reads one version", "reads another")
+    notes = (
+        "{differing} of the {microbatches} microbatches {differing:runs|run} at versions that "
+        "differ between stages",
+    )
 
-    versions: tuple[int, int]
-    many: int
+    version: int
+    other_version: int
+    differing: int
     microbatches: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        here, there = (place.action for place in self.locations)
-        return (
-            f"microbatch {here.microbatch} runs at version {self.versions[0]} on stage "
-            f"{here.stage}, but at version {self.versions[1]} on stage {there.stage}"
-        )
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How many there are."""
-        run = "runs" if self.many == 1 else "run"
-        return (
-            f"{self.many} of the {self.microbatches} microbatches {run} at versions that differ "
-            "between stages",
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -182,7 +131,7 @@ class TiedVersionsDisagree(Diagnostic):
         "A tied parameter is one parameter: two of its versions in one forward pass are no model, "
         "and the sum of their gradients is the gradient of none."
     )
-    mend = (
+    fix = (
         "Name the version that the tied stages share (`0F4@1`, as in vertical sync), update after "
         "all microbatches, or leave the parameter untied."
     )
@@ -193,35 +142,26 @@ class TiedVersionsDisagree(Diagnostic):
         "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
     )
     options = (("ties", ((0, 1),)),)
+    message = (
+        "stages {action.stage} and {other.action.stage} share parameters, but run microbatch "
+        "{action.microbatch} at versions {version} and {other_version}"
+    )
     labels = ("reads one version", "reads another")
+    notes = (
+        "{differing} of the {microbatches} microbatches {differing:runs|run} at versions that "
+        "differ between the tied stages",
+    )
+    advice = (
+        "name one version on both: {action.stage}F{action.microbatch}@{older} and "
+        "{other.action.stage}F{action.microbatch}@{older}"
+    )
 
-    versions: tuple[int, int]
-    many: int
+    version: int
+    other_version: int
+    differing: int
     microbatches: int
 
     @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        here, there = (place.action for place in self.locations)
-        return (
-            f"stages {here.stage} and {there.stage} share parameters, but run microbatch "
-            f"{here.microbatch} at versions {self.versions[0]} and {self.versions[1]}"
-        )
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """How many there are."""
-        run = "runs" if self.many == 1 else "run"
-        return (
-            f"{self.many} of the {self.microbatches} microbatches {run} at versions that differ "
-            "between the tied stages",
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        microbatch = self.locations[0].action.microbatch
-        forwards = " and ".join(
-            f"{place.action.stage}F{microbatch}@{min(self.versions)}" for place in self.locations
-        )
-        return f"name one version on both: {forwards}"
+    def older(self) -> int:
+        """The version that exists on both."""
+        return min(self.version, self.other_version)

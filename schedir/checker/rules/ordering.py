@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 
-from schedir.checker.diagnostics import Diagnostic, Severity
+from schedir.checker.changes import Side
+from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
+from schedir.checker.templates import ranges
 
 
 @attrs.frozen(kw_only=True)
 class ListedEarly(Diagnostic):
     """An action is listed before another one of its rank, whose result it uses."""
 
+    message = "{action} is listed before {other.action}, whose result it uses"
     labels = ("needs what comes later", "listed here")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        action, used = (place.action for place in self.locations)
-        return f"{action} is listed before {used}, whose result it uses"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        action, used = (place.action for place in self.locations)
-        return f"list {action} behind {used}"
+    advice = "list {action} after {other.action}"
 
 
 @attrs.frozen(kw_only=True)
@@ -36,7 +26,7 @@ class BackwardBeforeForward(ListedEarly):
     code = "S201"
     name = "backward-before-forward"
     why = "There is nothing yet to differentiate."
-    mend = "Move the backward behind its forward."
+    fix = "Move the backward after its forward."
     example = example(1, "0", "0B0 0F0")
 
 
@@ -47,7 +37,7 @@ class WeightBeforeInput(ListedEarly):
     code = "S202"
     name = "weight-before-input"
     why = "W uses what I has computed."
-    mend = "Move W behind its I."
+    fix = "Move W after its I."
     example = example(2, "0", "0F0 0W0 0I0 0F1 0I1 0W1")
 
 
@@ -58,7 +48,7 @@ class InputNotReady(ListedEarly):
     code = "S203"
     name = "input-not-ready"
     why = "A rank runs its list in order, so the input can't be there."
-    mend = "Run the stages forward in ascending order, and backward in descending order."
+    fix = "Run the stages forward in ascending order, and backward in descending order."
     example = example(1, "0 0", "1F0 0F0 1B0 0B0")
 
 
@@ -69,22 +59,19 @@ class StepBeforeGradients(Diagnostic):
     code = "S204"
     name = "step-before-gradients"
     why = "Those gradients are never applied: the step trains on a part of the batch."
-    mend = "Move the OPTIM_STEP behind the stage's last backward, or add another one there."
+    fix = "Move the OPTIM_STEP after the stage's last backward, or add another one there."
     example = example(2, "0", "0F0 0B0 0F1 0OPTIM_STEP 0B1")
+    message = (
+        "{late} of stage {action.stage}'s gradients {late:is|are} computed after its last "
+        "OPTIM_STEP"
+    )
     labels = ("the last step", "never applied")
+    advice = "list an OPTIM_STEP after {last}"
 
     @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        late = len(self.locations) - 1
-        are = "is" if late == 1 else "are"
-        stage = self.locations[0].action.stage
-        return f"{late} of stage {stage}'s gradients {are} computed after its last OPTIM_STEP"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return f"list an OPTIM_STEP behind {self.locations[-1]}"
+    def late(self) -> int:
+        """How many gradients come after the step: the other locations."""
+        return len(self.locations) - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -94,23 +81,10 @@ class GradientNeverApplied(Diagnostic):
     code = "S205"
     name = "gradient-never-applied"
     why = "It would never learn. A schedule without any OPTIM_STEP leaves the update to the caller."
-    mend = "Give every stage its OPTIM_STEP, on each rank that holds it, or none."
+    fix = "Give every stage its OPTIM_STEP, on each rank that holds it, or none."
     example = example(1, "0 0", "0F0 1F0 1B0 0B0 1OPTIM_STEP")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        place = self.locations[0]
-        return (
-            f"stage {place.action.stage} has no OPTIM_STEP on rank {place.rank}, though other "
-            "stages have"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        last = self.locations[-1]
-        return f"add {last.action.stage}OPTIM_STEP behind rank {last.rank} #{last.index}"
+    message = "stage {action.stage} has no OPTIM_STEP on rank {rank}, though other stages have"
+    advice = "add {last.action.stage}OPTIM_STEP after rank {last.rank} #{last.index}"
 
 
 @attrs.frozen(kw_only=True)
@@ -120,19 +94,10 @@ class EmptyStep(Diagnostic):
     code = "S206"
     name = "empty-step"
     why = "There is nothing to apply: most likely it is a duplicate, or stands in the wrong place."
-    mend = "Remove it, or move it behind the backwards that it belongs to."
+    fix = "Remove it, or move it after the backwards that it belongs to."
     example = example(1, "0", "0F0 0B0 0OPTIM_STEP 0OPTIM_STEP")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        stage = self.locations[0].action.stage
-        return f"stage {stage} has accumulated no gradient since its last OPTIM_STEP"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "remove it, or move it behind the backwards that it belongs to"
+    message = "stage {action.stage} has accumulated no gradient since its last OPTIM_STEP"
+    advice = "remove it, or move it after the backwards that it belongs to"
 
 
 @attrs.frozen(kw_only=True)
@@ -145,27 +110,19 @@ class UnevenSteps(Diagnostic):
         "A gradient is scaled by the microbatches of its step on the loss stage; elsewhere that "
         "scale would be wrong."
     )
-    mend = "Give every stage its OPTIM_STEPs after the same sets of microbatches."
+    fix = "Give every stage its OPTIM_STEPs after the same sets of microbatches."
     example = example(
         2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
     )
+    message = (
+        "OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that of "
+        "the loss stage {expected:ranges}"
+    )
+    advice = "give both stages their OPTIM_STEPs after the same microbatches"
 
-    turn: int
-    here: tuple[int, ...]
-    loss: tuple[int, ...]
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        return (
-            f"OPTIM_STEP {self.turn} of stage {self.locations[0].action.stage} applies "
-            f"microbatches {_listed(self.here)}; that of the loss stage {_listed(self.loss)}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "give both stages their OPTIM_STEPs after the same microbatches"
+    step: int  # which OPTIM_STEP of each stage, from 0
+    applied: tuple[int, ...]  # its microbatches
+    expected: tuple[int, ...]  # those of the loss stage
 
 
 @attrs.frozen(kw_only=True)
@@ -175,23 +132,13 @@ class ReduceBeforeGradients(Diagnostic):
     code = "S208"
     name = "reduce-before-gradients"
     why = "What is computed after it is not summed over the replicas: they drift apart."
-    mend = "Move the REDUCE_GRAD behind the last backward before the OPTIM_STEP."
+    fix = "Move the REDUCE_GRAD after the last backward before the OPTIM_STEP."
     example = example(2, "0", "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP")
+    message = "{late} of stage {action.stage}'s gradients {late:comes|come} after its REDUCE_GRAD"
     labels = ("sums what is there so far", "the last gradient")
+    advice = "list the REDUCE_GRAD after {last}"
 
     late: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        stage = self.locations[0].action.stage
-        come = "comes" if self.late == 1 else "come"
-        return f"{self.late} of stage {stage}'s gradients {come} after its REDUCE_GRAD"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return f"list the REDUCE_GRAD behind {self.locations[-1]}"
 
 
 @attrs.frozen(kw_only=True)
@@ -202,30 +149,20 @@ class StepWithoutReduce(Diagnostic):
     code = "S209"
     name = "step-without-reduce"
     why = "Each replica would apply its own gradients only: they drift apart."
-    mend = (
-        "Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank."
-    )
+    fix = "Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank."
     example = example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP")
+    message = "no REDUCE_GRAD sums stage {action.stage}'s gradients, though {reason}"
+    advice = "put {action.stage}REDUCE_GRAD {side} rank {rank} #{index}"
 
-    held: tuple[int, ...]
-    before: bool  # whether the REDUCE_GRAD belongs before the location, or behind it
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        why = (
-            f"it lives on ranks {_listed(self.held)}"
-            if len(self.held) > 1
-            else "those of other stages on one rank are"
-        )
-        return f"no REDUCE_GRAD sums stage {self.locations[0].action.stage}'s gradients, but {why}"
+    held: tuple[int, ...]  # the ranks of the stage
+    side: Side  # of the location, where the REDUCE_GRAD belongs
 
     @property
-    def advice(self) -> str:
-        """What to do."""
-        place = self.locations[0]
-        side = "before" if self.before else "behind"
-        return f"put {place.action.stage}REDUCE_GRAD {side} rank {place.rank} #{place.index}"
+    def reason(self) -> str:
+        """Why they need a sum."""
+        if len(self.held) > 1:
+            return f"the stage lives on ranks {ranges(self.held)}"
+        return "those of other stages on one rank are summed"
 
 
 @attrs.frozen(kw_only=True)
@@ -235,24 +172,15 @@ class EmptyReduce(Diagnostic):
     code = "S210"
     name = "empty-reduce"
     why = "Gradients that are summed already would be summed once more, or none at all."
-    mend = "Remove it, or move it behind the backwards that it belongs to."
+    fix = "Remove it, or move it after the backwards that it belongs to."
     example = example(
         2,
         "0,1",
         "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
         "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     )
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        stage = self.locations[0].action.stage
-        return f"no replica of stage {stage} has a gradient that is not summed yet"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "remove it on every rank of the stage"
+    message = "no replica of stage {action.stage} has a gradient that is not summed yet"
+    advice = "remove it on every rank of the stage"
 
 
 @attrs.frozen(kw_only=True)
@@ -262,31 +190,21 @@ class UnevenReplicas(Diagnostic):
     code = "S211"
     name = "uneven-replicas"
     why = "From the first step that one of them lacks, their weights differ."
-    mend = "Give every replica the same OPTIM_STEPs."
+    fix = "Give every replica the same OPTIM_STEPs."
     example = example(
         2,
         "0,1",
         "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
         "0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     )
+    message = (
+        "stage {action.stage} has {steps} OPTIM_STEPs on rank {rank}, but {fewest} on rank {least}"
+    )
+    advice = "give every rank of stage {action.stage} the same OPTIM_STEPs"
 
-    has: int
-    least: int
+    steps: int
+    least: int  # the rank that has the fewest
     fewest: int
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        place = self.locations[0]
-        return (
-            f"stage {place.action.stage} has {self.has} OPTIM_STEPs on rank {place.rank}, but "
-            f"{self.fewest} on rank {self.least}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return f"give every rank of stage {self.locations[0].action.stage} the same OPTIM_STEPs"
 
 
 @attrs.frozen(kw_only=True)
@@ -296,31 +214,27 @@ class ReduceAcrossSteps(Diagnostic):
     code = "S212"
     name = "reduce-across-steps"
     why = "The sum mixes the gradients of two steps, and the replicas apply different ones."
-    mend = "Give every replica as many REDUCE_GRADs between two OPTIM_STEPs."
+    fix = "Give every replica as many REDUCE_GRADs between two OPTIM_STEPs."
     example = example(
         4,
         "0,1",
         "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
         "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     )
+    advice = "give every rank of stage {action.stage} as many REDUCE_GRADs between two OPTIM_STEPs"
 
-    turns: tuple[int, ...]  # how many OPTIM_STEPs stand before each
+    steps: tuple[int, ...]  # by location, the OPTIM_STEP that it belongs to, from 0
 
     @property
     def message(self) -> str:
         """What is wrong, in one line."""
-        here, there = self.turns[0], next(turn for turn in self.turns if turn != self.turns[0])
-        other = self.locations[self.turns.index(there)]
+        step, *others = self.steps
+        differing = next(other for other in others if other != step)
+        location = self.locations[self.steps.index(differing)]
         return (
-            f"a sum of stage {other.action.stage} belongs to OPTIM_STEP {here} on rank "
-            f"{self.locations[0].rank}, but to OPTIM_STEP {there} on rank {other.rank}"
+            f"a sum of stage {self.action.stage} belongs to OPTIM_STEP {step} on rank "
+            f"{self.rank}, but to OPTIM_STEP {differing} on rank {location.rank}"
         )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        stage = self.locations[0].action.stage
-        return f"give every rank of stage {stage} as many REDUCE_GRADs between two OPTIM_STEPs"
 
 
 @attrs.frozen(kw_only=True)
@@ -329,41 +243,13 @@ class NoStep(Diagnostic):
 
     code = "S213"
     name = "no-step"
-    severity: ClassVar[Severity] = "note"
-    strict: ClassVar[bool] = False
+    severity = "note"
+    strict = False
     why = (
         "The gradients only accumulate: whoever runs the schedule is to apply them, and to clear "
         "them. That is a choice, and the only one in torch's format, so `--strict` allows it."
     )
-    mend = "End each list with the OPTIM_STEPs of its stages, or step the optimizer yourself."
+    fix = "End each list with the OPTIM_STEPs of its stages, or step the optimizer yourself."
     example = example(1, "0", "0F0 0B0")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        return "there is no OPTIM_STEP: the update is left to the caller"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "end each list with the OPTIM_STEPs of its stages, or step the optimizer yourself"
-
-
-# Ranges of numbers; more of them explain nothing.
-_MOST_LISTED = 8
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    """Numbers as ranges: `0-3, 5`, and how many more there are."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    said = [
-        f"{own[0]}-{own[-1]}" if len(own) > 2 else ", ".join(map(str, own))
-        for own in ranges[:_MOST_LISTED]
-    ]
-    more = sum(map(len, ranges[_MOST_LISTED:]))
-    return (", ".join(said) or "none") + (f", … and {more} more" if more else "")
+    message = "there is no OPTIM_STEP: the update is left to the caller"
+    advice = "end each list with the OPTIM_STEPs of its stages, or step the optimizer yourself"

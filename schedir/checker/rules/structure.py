@@ -6,6 +6,7 @@ import attrs
 
 from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
+from schedir.ir import Action
 
 
 @attrs.frozen(kw_only=True)
@@ -15,21 +16,17 @@ class UnknownStage(Diagnostic):
     code = "S101"
     name = "unknown-stage"
     why = "No module exists to run it."
-    mend = "Correct the stage, or add it to the placement."
+    fix = "Correct the stage, or add it to the placement."
     example = example(1, "0", "0F0 0B0 1F0")
+    message = "there is no stage {action.stage}; the placement has {stages}"
+    advice = "stages are numbered 0..{highest}"
 
     stages: int
 
     @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        stage = self.locations[0].action.stage
-        return f"there is no stage {stage}; the placement has {self.stages}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return f"stages are numbered 0..{self.stages - 1}"
+    def highest(self) -> int:
+        """The last stage there is."""
+        return self.stages - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -39,21 +36,17 @@ class UnknownMicrobatch(Diagnostic):
     code = "S102"
     name = "unknown-microbatch"
     why = "A step has exactly M microbatches; there is no data for another."
-    mend = "Correct the microbatch, or the schedule's number of them."
+    fix = "Correct the microbatch, or the schedule's number of them."
     example = example(1, "0", "0F0 0B0 0F1 0B1")
+    message = "there is no microbatch {action.microbatch}; the schedule has {microbatches}"
+    advice = "microbatches are numbered 0..{highest}"
 
     microbatches: int
 
     @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        named = self.locations[0].action.microbatch
-        return f"there is no microbatch {named}; the schedule has {self.microbatches}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return f"microbatches are numbered 0..{self.microbatches - 1}"
+    def highest(self) -> int:
+        """The last microbatch there is."""
+        return self.microbatches - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -63,22 +56,12 @@ class WrongRank(Diagnostic):
     code = "S103"
     name = "wrong-rank"
     why = "The rank has neither the module nor its tensors."
-    mend = "Move the action to a rank that holds the stage, or change the placement."
+    fix = "Move the action to a rank that holds the stage, or change the placement."
     example = example(1, "0 1", "0F0 1B0 0B0", "1F0")
+    message = "rank {rank} does not hold stage {action.stage}"
+    advice = "stage {action.stage} lives on rank {held:and}"
 
     held: tuple[int, ...]
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        place = self.locations[0]
-        return f"rank {place.rank} does not hold stage {place.action.stage}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        ranks = " and ".join(map(str, self.held))
-        return f"stage {self.locations[0].action.stage} lives on rank {ranks}"
 
 
 @attrs.frozen(kw_only=True)
@@ -88,21 +71,16 @@ class DuplicateAction(Diagnostic):
     code = "S104"
     name = "duplicate-action"
     why = "Each stage runs each microbatch once; a second backward would add its gradient twice."
-    mend = "Remove all but one."
+    fix = "Remove all but one."
     example = example(1, "0", "0F0 0B0 0B0")
+    message = "{versionless} stands in the lists a second time"
     labels = ("again", "the first time")
+    advice = "remove one of them"
 
     @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        # A forward is the same whatever version it reads.
-        action = attrs.evolve(self.locations[0].action, version=None)
-        return f"{action} stands in the lists a second time"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "remove one of them"
+    def versionless(self) -> Action:
+        """The action; a forward is the same whatever version it reads."""
+        return attrs.evolve(self.action, version=None)
 
 
 @attrs.frozen(kw_only=True)
@@ -116,22 +94,10 @@ class MissingAction(Diagnostic):
         "backward would stay in memory to the end of the step. A backward is one B, or an I and "
         "its W."
     )
-    mend = "Add the missing action."
+    fix = "Add the missing action."
     example = example(2, "0", "0F0 0B0 0F1")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        action = self.locations[0].action
-        return (
-            f"stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        place = self.locations[0]
-        return f"add {place.action} to rank {place.rank}"
+    message = "stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}"
+    advice = "add {action} to rank {rank}"
 
 
 @attrs.frozen(kw_only=True)
@@ -141,23 +107,14 @@ class MixedBackward(Diagnostic):
     code = "S106"
     name = "mixed-backward"
     why = "The gradient would be computed, and added, twice."
-    mend = "Keep either the B, or the I and its W."
+    fix = "Keep either the B, or the I and its W."
     example = example(1, "0", "0F0 0B0 0W0")
+    message = (
+        "stage {action.stage} has both a BACKWARD and a {action.kind.name} for microbatch "
+        "{action.microbatch}"
+    )
     labels = ("a part of a split backward", "the full one")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        action = self.locations[0].action
-        return (
-            f"stage {action.stage} has both a BACKWARD and a {action.kind.name} for microbatch "
-            f"{action.microbatch}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "keep the B, or the I and its W"
+    advice = "keep the B, or the I and its W"
 
 
 @attrs.frozen(kw_only=True)
@@ -167,20 +124,11 @@ class SplitMicrobatch(Diagnostic):
     code = "S107"
     name = "split-microbatch"
     why = "What the backward needs, the forward left on its own rank."
-    mend = "Run both on the same rank."
+    fix = "Run both on the same rank."
     example = example(1, "0,1", "0F0 0REDUCE_GRAD 0OPTIM_STEP", "0B0 0REDUCE_GRAD 0OPTIM_STEP")
+    message = (
+        "stage {action.stage} runs microbatch {action.microbatch} forward on rank {other.rank}, "
+        "but backward on rank {rank}"
+    )
     labels = ("the backward", "its forward")
-
-    @property
-    def message(self) -> str:
-        """What is wrong, in one line."""
-        backward, forward = self.locations[:2]
-        return (
-            f"stage {forward.action.stage} runs microbatch {forward.action.microbatch} forward on "
-            f"rank {forward.rank}, but backward on rank {backward.rank}"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "run both on the same rank"
+    advice = "run both on the same rank"

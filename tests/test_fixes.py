@@ -1,4 +1,4 @@
-"""The moves that help lines propose do mend, and the limits and lints say what is so."""
+"""The moves that help lines propose do fix the fault, and the limits and lints say what is so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def errors(checked: Schedule, channel: str) -> Counter[tuple[object, ...]]:
     seed=st.integers(0, 1 << 32),
     channel=st.sampled_from(CHANNELS),
 )
-def test_every_proposed_move_mends(base: Schedule, faults: int, seed: int, channel: str) -> None:
+def test_every_proposed_move_fixes(base: Schedule, faults: int, seed: int, channel: str) -> None:
     chance = random.Random(seed)
     mutant = base
     for _ in range(faults):
@@ -48,12 +48,10 @@ def test_every_proposed_move_mends(base: Schedule, faults: int, seed: int, chann
     for finding in report.diagnostics:
         if finding.change is not None:
             assert finding.help == str(finding.change)
-            mended = changed(mutant, finding.change)
-            after = schedir.check(mended, channel)
+            fixed = changed(mutant, finding.change)
+            after = schedir.check(fixed, channel)
             if finding.severity == "error":
-                assert errors(mended, channel) <= errors(mutant, channel) - Counter(
-                    [about(finding)]
-                )
+                assert errors(fixed, channel) <= errors(mutant, channel) - Counter([about(finding)])
                 assert after.ok or len(report.errors) > 1
             else:
                 assert after.ok
@@ -67,12 +65,12 @@ def test_a_move_is_what_its_text_says() -> None:
     (finding,) = schedir.check(late, "pair").errors
     assert finding.help == "post rank 1 #4 before rank 1 #3"
     assert finding.change is not None
-    mended = changed(late, finding.change)
-    assert mended.actions[0] == late.actions[0]
-    before, after = list(late.actions[1]), list(mended.actions[1])
+    fixed = changed(late, finding.change)
+    assert fixed.actions[0] == late.actions[0]
+    before, after = list(late.actions[1]), list(fixed.actions[1])
     before.insert(3, before.pop(4))
     assert after == before
-    assert schedir.check(mended, "pair").ok
+    assert schedir.check(fixed, "pair").ok
 
 
 # Sends, receives and what else is displaced, against brute force over all single moves.
@@ -101,7 +99,7 @@ def single_moves(base: Schedule) -> Iterator[Schedule]:
 
 SMALL = [base for base in BASES if sum(map(len, base.actions)) <= 24 and base.is_complete]
 CROSSED = [
-    # The sums of two replicated stages, with their steps behind both, and behind each.
+    # The sums of two replicated stages, with their steps after both, and after each.
     schedule(
         2,
         "0,1 0,1",
@@ -123,7 +121,7 @@ CROSSED = [
     [(SMALL, COMMUNICATION), (CROSSED, {Kind.REDUCE_GRAD}), ([*SMALL, *CROSSED], set(Kind))],
     ids=["communication", "sums", "anything"],
 )
-def test_what_a_single_move_mends_is_offered_one(
+def test_what_a_single_move_fixes_is_offered_one(
     bases: list[Schedule], kinds: Iterable[Kind], seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -169,7 +167,7 @@ def test_advice_followed_on_both_ranks_at_once_pairs_no_channel_wrongly_for_good
     assert schedir.check(wrong, "rank").ok
 
 
-def test_crossed_sums_are_mended_in_the_list_as_it_was_given() -> None:
+def test_crossed_sums_are_fixed_in_the_list_as_it_was_given() -> None:
     """They cross under `rank` alone, where the trace counts what schedir has inserted."""
     wrong = schedule(
         2,
@@ -204,7 +202,7 @@ def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
         tried += 1
         return changed(judged, change)
 
-    monkeypatch.setattr(import_module("schedir.checker.mending"), "changed", counted)
+    monkeypatch.setattr(import_module("schedir.checker.trials"), "changed", counted)
     report = schedir.check(wrong)
     # A trial costs as much as the list is long, and the last is without any communication.
     assert 2 <= tried <= 400_000 // len(wrong.columns) + 1
@@ -228,8 +226,8 @@ def test_two_receives_far_apart_are_swapped() -> None:
     assert schedir.check(changed(wrong, finding.change), "rank").ok
 
 
-MENDED = {
-    # One fault each, which a single move mends.
+FIXED = {
+    # One fault each, which a single move fixes.
     "S201": ("0", "0B0 0F0"),
     "S202": ("0", "0F0 0W0 0I0"),
     "S203": ("0 0", "0F0 1F0 0B0 1B0"),
@@ -241,9 +239,9 @@ MENDED = {
 }
 
 
-@pytest.mark.parametrize("code", MENDED)
+@pytest.mark.parametrize("code", FIXED)
 def test_a_single_move_is_found(code: str) -> None:
-    broken = schedule(1, *MENDED[code])
+    broken = schedule(1, *FIXED[code])
     found = {d.code: d for d in schedir.check(broken, "rank").errors}
     assert code in found
     change = found[code].change

@@ -1,4 +1,4 @@
-"""Which change mends a fault: those that are proposed are tried, as far as the time for it goes."""
+"""Which change fixes a fault: those that are proposed are tried, as far as the time for it goes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Judge = Callable[[Schedule, bool], Iterator[Faults]]
 class Trials:
     """Tries changes of one schedule, of which it is known what is wrong, until its budget is spent.
 
-    A change mends a fault where that is gone, and nothing new, or more of anything, has come.
+    A change fixes a fault where that is gone, and nothing new, or more of anything, has come.
     """
 
     schedule: Schedule
@@ -36,10 +36,10 @@ class Trials:
     def __attrs_post_init__(self) -> None:
         self.left = max(1, _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD))
 
-    def mend(self, finding: Finding, key: int, most: int) -> Change | None:
-        """The first change that mends a fault, of at most so many that are tried."""
+    def fix(self, finding: Finding, key: int, most: int) -> Change | None:
+        """The first change that fixes a fault, of at most so many that are tried."""
         most = min(most, self.left)
-        if not most and not finding.without:
+        if not most and not finding.of_communication:
             return None
         errors_only = finding.diagnostic.severity == "error"
         known = self._errors if errors_only else self._everything
@@ -50,7 +50,7 @@ class Trials:
             self.left -= 1
             if nothing_new(self.judge(changed(self.schedule, change), errors_only), allowed):
                 return change
-        if finding.without and nothing_new(self._without_communication, allowed):
+        if finding.of_communication and nothing_new(self._without_communication, allowed):
             return LeaveOut(tried)
         return None
 

@@ -1,0 +1,100 @@
+"""The shortest cycle in a graph of waits, as the explanation of a deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+
+from schedir.checker.waits import Waits
+from schedir.ir import Bools
+
+Wait: TypeAlias = tuple[int, int, int]
+"""`later`, `earlier` and `why` of one wait."""
+
+# Enough to search every start in any schedule that a person reads; a longer search would be
+# quadratic, and the cycle found by then is as good an explanation.
+_SEARCH_BUDGET = 250_000
+
+_Leads: TypeAlias = Callable[[int], Iterator[tuple[int, Wait]]]
+"""The stuck nodes that a stuck node waits for, and why."""
+
+
+def shortest_cycle(waiting: Waits, never: Bools) -> list[Wait]:
+    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next.
+
+    In a huge schedule, the shortest of those that the budget allows to look for.
+    """
+    leads = _leads(waiting, never)
+    starts = np.flatnonzero(never).tolist()
+    best = _some_cycle(leads, starts[0])
+    # One as short that comes first in the lists is better still.
+    most = len(best)
+    budget = _SEARCH_BUDGET
+    # Short cycles first, from every start: long searches from the first ones would use it all up.
+    for depth in (4, 16, 64, len(best)):
+        for start in starts:
+            if budget <= 0 or not most:
+                break
+            found, visited = _cycle_through(start, leads, min(depth, most))
+            budget -= visited
+            if found:
+                best, most = found, len(found) - 1
+        if most < depth:
+            break
+    return best
+
+
+def _leads(waiting: Waits, never: Bools) -> _Leads:
+    node = waiting.node
+    inside = np.flatnonzero(never[node[waiting.later]] & never[node[waiting.earlier]])
+    inside = inside[np.argsort(node[waiting.later[inside]], kind="stable")]
+    bounds = np.searchsorted(node[waiting.later[inside]], np.arange(len(node) + 1)).tolist()
+    later, earlier, why, target = (
+        column[inside].tolist()
+        for column in (waiting.later, waiting.earlier, waiting.why, node[waiting.earlier])
+    )
+
+    def leads(source: int) -> Iterator[tuple[int, Wait]]:
+        for at in range(bounds[source], bounds[source + 1]):
+            yield target[at], (later[at], earlier[at], why[at])
+
+    return leads
+
+
+def _some_cycle(leads: _Leads, start: int) -> list[Wait]:
+    """A cycle that following the first wait of each node leads into."""
+    order: dict[int, int] = {}
+    path: list[Wait] = []
+    current = start
+    while current not in order:
+        order[current] = len(path)
+        current, wait = next(leads(current))
+        path.append(wait)
+    return path[order[current] :]
+
+
+def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[Wait], int]:
+    """A shortest cycle through `start` of at most so many waits, if there is one, and how many
+    nodes it took to know."""
+    came_by: dict[int, tuple[int, Wait]] = {}
+    layer = [start]
+    for _ in range(most):
+        following = []
+        for current in layer:
+            for target, wait in leads(current):
+                if target not in came_by:
+                    came_by[target] = (current, wait)
+                    following.append(target)
+        layer = following
+        if start in came_by or not layer:
+            break
+    if start not in came_by:
+        return [], len(came_by) + 1
+    cycle: list[Wait] = []
+    current = start
+    while not cycle or current != start:
+        current, wait = came_by[current]
+        cycle.append(wait)
+    return cycle[::-1], len(came_by) + 1
