@@ -287,7 +287,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b.py"], "1f1b.py: no such file; did you mean '1f1b'?"),
         (["Fill_Drain.sched"], "Fill_Drain.sched: no such file; did you mean 'fill-drain'?"),
         (["mine.py/x.py"], "mine.py/x.py: Not a directory"),
-        (["mine.py:"], "mine.py: no function is named behind the colon"),
+        (["mine.py:"], "mine.py: no function is named after the colon"),
         (["mine.py:yours"], "mine.py has no function 'yours'; it has: mine"),
         (["serial.sched:f"], "serial.sched is a list of actions and has no function 'f'"),
         (["empty.py"], "empty.py declares no schedule; decorate its function with"),
