@@ -15,7 +15,7 @@ import pytest
 
 from schedir.checker import RULES
 from schedir.cli import main
-from schedir.render import OUTPUT_FORMATS
+from schedir.render import outputs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -36,7 +36,7 @@ def command(path: Path) -> list[str]:
 
 def transcript(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     text = ""
-    for output in OUTPUT_FORMATS:
+    for output in outputs_of("check"):
         arguments = [*command(path), "--output-format", output]
         code = main(arguments)
         out, err = capsys.readouterr()

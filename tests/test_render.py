@@ -18,9 +18,15 @@ from schedir import CostModel, Kind, Pipeline, Report, Source, Timeline
 from schedir.checker import RULES, Location
 from schedir.ir import Sources
 from schedir.library import find
-from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text
-from schedir.render.diagnostics import full
-from schedir.render.timeline import _Drawing
+from schedir.render import (
+    Page,
+    explanation,
+    outputs_of,
+    timeline_json,
+    timeline_text,
+)
+from schedir.render.styled import coloured, plain
+from schedir.render.timeline import drawing_of
 from tests.findings import odd
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream")
@@ -191,10 +197,11 @@ class Counted(list[Any]):
 
 def test_a_page_looks_at_its_own_cells_only() -> None:
     def looks(microbatches: int) -> float:
-        drawing = _Drawing(timeline("fill-drain", 2, microbatches), colour=False)
+        drawing = drawing_of(timeline("fill-drain", 2, microbatches))
         rows = [Counted(cells) for cells in drawing.rows]
-        drawing.rows = [*rows]
-        assert len(list(drawing.pages(80))) > microbatches // 10
+        drawing = attrs.evolve(drawing, rows=rows)
+        pages = [list(drawing.page(left, end)) for left, end in drawing.pages(80)]
+        assert len(pages) > microbatches // 10
         return sum(row.looks for row in rows) / microbatches
 
     assert looks(800) < 1.5 * looks(100)  # per cell: the search for a page's first one grows
@@ -293,6 +300,16 @@ def test_timeline_json() -> None:
     }
 
 
+def full(report: Report, subject: str, colour: bool = False) -> str:
+    return written("full", report, subject, colour)
+
+
+def written(name: str, report: Report, subject: str, colour: bool = False) -> str:
+    """What `schedir check --output-format NAME` prints."""
+    blocks = outputs_of("check")[name].write(report, Page(subject)).blocks
+    return (coloured if colour else plain)(blocks)
+
+
 def test_deadlock_in_full() -> None:
     assert full(deadlock_report(), "my-1f1b") == DEADLOCK_IN_FULL
 
@@ -305,13 +322,13 @@ def test_colour_of_a_report_changes_no_character() -> None:
 
 def test_concise() -> None:
     line = "rank 0 #3 0SEND_ACT1: S301 wait-cycle: deadlock: ranks 0 and 1 wait on each other\n"
-    assert OUTPUT_FORMATS["concise"](deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
+    assert written("concise", deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
     unknown = schedir.check(schedir.loads(DEADLOCK), "pair")
-    assert OUTPUT_FORMATS["concise"](unknown, "my.sched") == f"my.sched: {line}"
+    assert written("concise", unknown, "my.sched") == f"my.sched: {line}"
 
 
 def test_json_has_exactly_its_keys() -> None:
-    assert json.loads(OUTPUT_FORMATS["json"](deadlock_report(), "my-1f1b")) == {
+    assert json.loads(written("json", deadlock_report(), "my-1f1b")) == {
         "ok": False,
         "channel": "pair",
         "diagnostics": [
@@ -333,7 +350,7 @@ def test_json_has_exactly_its_keys() -> None:
 
 def test_json_of_a_missing_action_has_no_index() -> None:
     report = schedir.check(schedir.loads(RULES["S105"].example))
-    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    (found,) = json.loads(written("json", report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
 
@@ -342,8 +359,8 @@ def test_what_is_missing_is_shown_beside_the_line_that_needs_it() -> None:
     missing = Location(0, None, schedir.backward(0, 1))
     there = Location(0, 1, schedir.forward(0, 1), Source("mine.py", 7))
     report = Report("edge", (odd("error", missing, there),))
-    assert OUTPUT_FORMATS["concise"](report, "mine").startswith("mine.py:7: rank 0 0B1 (missing)")
-    assert OUTPUT_FORMATS["github"](report, "mine").startswith("::error file=mine.py,line=7,")
+    assert written("concise", report, "mine").startswith("mine.py:7: rank 0 0B1 (missing)")
+    assert written("github", report, "mine").startswith("::error file=mine.py,line=7,")
 
 
 def test_github_escapes_what_its_commands_cannot_hold() -> None:
@@ -352,7 +369,7 @@ def test_github_escapes_what_its_commands_cannot_hold() -> None:
     found = odd("error", place, said=said)
     warning = odd("warning", said=said)
     note = odd("note", attrs.evolve(place, source=None), said=said)
-    text = OUTPUT_FORMATS["github"](Report("edge", (found, warning, note)), "my.sched")
+    text = written("github", Report("edge", (found, warning, note)), "my.sched")
     assert text.splitlines() == [
         "::error file=a%2Cb%3Ac%25.py,line=7,title=S999 odd::rank 0 #1 0F1: 100 %25: a,%0D%0Ab",
         "::warning file=my.sched,title=S999 odd::100 %25: a,%0D%0Ab",

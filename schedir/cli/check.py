@@ -8,10 +8,9 @@ import sys
 
 from schedir.checker import CHANNELS, check
 from schedir.cli.target import add_target, at_least, load_target, subject_of
-from schedir.cli.terminal import fail, has_colour
+from schedir.cli.terminal import fail, page_for, write
 from schedir.ir import ties_of
-from schedir.render import OUTPUT_FORMATS
-from schedir.render.diagnostics import full
+from schedir.render import described, outputs_of
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,9 +46,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--output-format",
-        choices=OUTPUT_FORMATS,
+        choices=outputs_of("check"),
         default="full",
-        help="how to print what is found (default: %(default)s)",
+        help=f"how to print what is found (default: %(default)s). {described('check')}",
     )
     parser.add_argument(
         "--strict",
@@ -74,12 +73,9 @@ def run(args: argparse.Namespace) -> int:
         max_activations=args.max_activations,
         ties=ties,
     )
-    subject = subject_of(args, schedule)
-    if args.output_format == "full":
-        text = full(report, subject, has_colour(sys.stdout))
-    else:
-        text = OUTPUT_FORMATS[args.output_format](report, subject)
-    print(text, end="")
+    output = outputs_of("check")[args.output_format]
+    page = page_for(sys.stdout, subject_of(args, schedule))
+    write(output.write(report, page).blocks, sys.stdout)
     return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
 
 

@@ -1,4 +1,4 @@
-"""`schedir explain`: what a diagnostic means, and how to mend the schedule."""
+"""`schedir explain`: what a diagnostic means, and how to fix the schedule."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from schedir.checker import RETIRED, RULES
-from schedir.cli.terminal import fail, width_of
+from schedir.cli.terminal import fail, write
 from schedir.render import explanation
-from schedir.render.text import table
+from schedir.render.styled import Table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,7 +17,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "explain",
         help="explain a diagnostic",
         description="Explain a diagnostic: what it means, why it is bad, an example, and how to "
-        "mend it. Without a code, list them all.",
+        "fix it. Without a code, list them all.",
         allow_abbrev=False,
     )
     parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the explanation of a rule, or the list of all."""
     if args.code is None:
         rows = [(rule.code, rule.name, rule.meaning()) for rule in RULES.values()]
-        print(table(rows, width=width_of(sys.stdout)), end="")
+        write([Table(rows)], sys.stdout)
         return 0
     if args.code.upper() in RETIRED:
         instead = RETIRED[args.code.upper()]

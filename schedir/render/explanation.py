@@ -1,4 +1,4 @@
-"""What a rule means, why it matters, an example that breaks it, and how to mend that."""
+"""What a rule means, why it matters, an example that breaks it, and how to fix that."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explanation(rule: type[Diagnostic]) -> str:
                 "",
                 _fill(f"Why: {rule.why}"),
                 "",
-                _fill(f"Mend: {rule.mend}"),
+                _fill(f"Fix: {rule.mend}"),
                 "",
                 "Example:",
                 "",
