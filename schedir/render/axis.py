@@ -8,6 +8,7 @@ from functools import cached_property
 
 import attrs
 
+from schedir.render.palette import LEFT_OUT
 from schedir.render.styled import number
 
 _BETWEEN_TICKS = 8
@@ -19,12 +20,13 @@ CUT_WIDTH = 2
 class Cut:
     """Columns `left` to `right` (exclusive), counted before any cut, that are not drawn.
 
-    `note` says what is left out.
+    `note` says on the ruler what is left out, `meaning` in the legend.
     """
 
     left: int
     right: int
     note: str
+    meaning: str
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -84,7 +86,7 @@ class Axis:
     def notes(self) -> Iterator[tuple[int, str]]:
         """The drawn column of each cut, and what is left out there."""
         for (_, end, moved), cut in zip(self.parts(), self.cuts, strict=False):
-            yield end - moved, cut.note
+            yield end - moved, f"{LEFT_OUT} {cut.note} {LEFT_OUT}"
 
 
 def nearest(value: float) -> int:

@@ -13,7 +13,6 @@ import attrs
 from schedir.checker import Report
 from schedir.ir import Schedule, dumps, dumps_torch_csv
 from schedir.render.diagnostics import as_json, concise, full, github
-from schedir.render.overview import overview_blocks
 from schedir.render.styled import Block, Piece
 from schedir.render.timeline import timeline_blocks, timeline_json
 from schedir.simulator import Timeline
@@ -60,6 +59,8 @@ class Output:
 
 
 def _overview(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.overview import overview_blocks  # a pipe starts without it
+
     return Written(overview_blocks(timeline, page.width or 80, page.height))
 
 

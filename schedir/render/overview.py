@@ -11,6 +11,7 @@ letters, and in the end letters that stand for several actions each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import attrs
 
@@ -48,7 +49,7 @@ def overview_blocks(timeline: Timeline, width: int, height: int) -> Iterator[Blo
     yield from painted_legend(explained)
     table = statistics(timeline)
     lines = drawing.lines(width) + 1 + len(explained.splitlines())
-    if lines + 1 + len(table.rows) + _TABLE_RULES <= room:
+    if lines + 1 + len(table.rows) + _TABLE_RULES <= room and table.width <= width:
         yield Piece("\n")
         yield table
 
@@ -76,10 +77,17 @@ def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
     if whole.axis.columns + len(_CORNER) <= width:
         return whole
     repeated = repeats(timeline)
-    for drawing in (sketcher.labelled(repeated), sketcher.coarse(repeated)):
+    columns = max(width - len(_CORNER), 1)
+    for draw in (
+        sketcher.labelled,
+        sketcher.coarse,
+        partial(sketcher.squeezed, columns=columns),
+    ):
+        drawing = draw(repeated)
         if drawing.lines(width) <= max(room, len(rows) + 2):
             return drawing
-    return sketcher.squeezed(repeated, max(width - len(_CORNER), 1))
+    # What repeats may be too short, at that scale, to be cut out.
+    return sketcher.squeezed((), columns)
 
 
 def _shown_ranks(ranks: int, room: int) -> tuple[list[int], int]:
@@ -105,25 +113,24 @@ class _Sketcher:
         """Every action with its label, but for what is `repeated`."""
         axis = self._axis(self.labels.scale(self.rows), repeated)
         cells = [self.labels.cells(row, axis) for row in self.rows]
-        return self._drawing(axis, cells, legend(self.labels, self.rows, cells), repeated)
+        return self._drawing(axis, cells, legend(self.labels, self.rows, cells))
 
     def coarse(self, repeated: Sequence[Repeat]) -> Drawing:
         """Every action as letters, but for what is `repeated`."""
-        return self._letters(coarse_scale(self.rows), repeated, "")
+        return self._letters(self._axis(coarse_scale(self.rows), repeated), "")
 
     def squeezed(self, repeated: Sequence[Repeat], columns: int) -> Drawing:
         """As letters in so many columns, each for as many actions as it must be."""
         drawn = self.timeline.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
         note = f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
-        return self._letters(scale, repeated, note)
+        return self._letters(self._axis(scale, repeated), note)
 
-    def _letters(self, scale: float, repeated: Sequence[Repeat], note: str) -> Drawing:
-        axis = self._axis(scale, repeated)
+    def _letters(self, axis: Axis, note: str) -> Drawing:
         cells = [coarse_cells(row, axis) for row in self.rows]
         drawn = {cell.text[0] for row in cells for cell in row}
         words = [word for word in kinds_in_words(self.rows) if word[0] in drawn]
-        return self._drawing(axis, cells, ", ".join(words) + note, repeated, complete=False)
+        return self._drawing(axis, cells, ", ".join(words) + note, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
         axis = Axis(scale, self.timeline.makespan)
@@ -131,7 +138,7 @@ class _Sketcher:
         for repeat in repeated:
             left, right = axis.column(repeat.start + repeat.period), axis.column(repeat.end)
             if right - left >= CUT_WIDTH + _FEWEST_COLUMNS:
-                cuts.append(Cut(left, right, f"{LEFT_OUT} {_again(repeat)} {LEFT_OUT}"))
+                cuts.append(Cut(left, right, _again(repeat), _in_words(repeat)))
         return attrs.evolve(axis, cuts=tuple(cuts))
 
     def _drawing(
@@ -139,12 +146,11 @@ class _Sketcher:
         axis: Axis,
         cells: list[list[Cell]],
         words: str,
-        repeated: Sequence[Repeat],
         complete: bool = True,
     ) -> Drawing:
         if axis.cuts:
             cells = [cut_out(row, axis) for row in cells]
-            words += "".join(f"; {_in_words(repeat)}" for repeat in repeated)
+            words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
         if self.hidden or axis.cuts or not complete:
             words += "; --full draws everything"
         heads = [f"{rank:{len(_CORNER) - 2}}  " for rank in self.shown]

@@ -24,6 +24,12 @@ class Table:
     align: str = ""
     header: bool = False
 
+    @property
+    def width(self) -> int:
+        """The columns that it takes where nothing is folded, three between two of them."""
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        return sum(widths) + 3 * (len(widths) - 1)
+
 
 @attrs.frozen
 class Panel:
