@@ -17,9 +17,10 @@ import schedir
 from schedir.checker import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
+from schedir.library import built_in
 from tests.findings import odd
 
-SCHEDULES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
+SCHEDULES = [generator.name for generator in built_in()]
 # Clean under `edge` and `async` only.
 DEADLOCK = """\
 schedir 1
@@ -485,12 +486,13 @@ def test_list(run: Run) -> None:
     assert (code, err) == (0, "")
     header, *rows = out.splitlines()
     assert header.split() == ["name", "aliases", "parameters", "description"]
-    assert [row.split()[0] for row in rows] == list(SCHEDULES)
-    assert "one-f-one-b" in rows[0]
-    assert "order=ascending" in rows[1]
-    assert "--chunks 2, group_size=None" in rows[2]
-    assert "vertical_sync=false" in rows[3]
-    assert rows[1].endswith("every microbatch is in flight at once.")
+    row_of = {row.split()[0]: row for row in rows}
+    assert list(row_of) == SCHEDULES
+    assert "one-f-one-b" in row_of["1f1b"]
+    assert "order=ascending" in row_of["fill-drain"]
+    assert "--chunks 2, group_size=None" in row_of["interleaved-1f1b"]
+    assert "vertical_sync=false" in row_of["pipedream"]
+    assert row_of["fill-drain"].endswith("every microbatch is in flight at once.")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -31,11 +31,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="the transport that errors are judged under, strictest first (default: %(default)s)",
     )
     for option, least, text in (
-        ("--max-delay", 0, "updates that may lie between a gradient's weights and its use"),
-        ("--max-versions", 1, "weight versions of a stage that may be alive at once"),
-        ("--max-activations", 1, "activations that a rank may hold, one per (stage, microbatch)"),
+        ("--max-delay", 0, "a gradient is applied more than N updates after its weights were read"),
+        ("--max-versions", 1, "more than N weight versions of a stage are alive at once"),
+        (
+            "--max-activations",
+            1,
+            "a rank holds more than N activations, one per (stage, microbatch)",
+        ),
     ):
-        parser.add_argument(option, type=at_least(least), metavar="N", help=f"error above N {text}")
+        parser.add_argument(
+            option, type=at_least(least), metavar="N", help=f"an error where {text}"
+        )
     parser.add_argument(
         "--tie",
         type=_tie,
@@ -53,7 +59,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit with 1 on warnings and notes as well, but for S213",
+        help="exit with 1 on warnings and notes as well, except for S213",
     )
     parser.set_defaults(run=run)
 

@@ -35,8 +35,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--format",
         choices=_FORMATS,
-        help="default: sched; for FILE.csv torch-csv-comms, which holds the whole list, or "
-        "torch-csv with --compute-only",
+        help=f"by default what FILE's extension says, else {next(iter(_FORMATS))}; .csv is "
+        "torch-csv-comms, or torch-csv with --compute-only",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
     parser.add_argument(
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         if not report.ok:
             return refuse(report, subject_of(args, schedule))
         schedule = insert_communication(schedule)
-    thing = simulate(schedule) if output.of == "timeline" else schedule
-    written = output.write(thing, Page(subject_of(args, schedule)))
+    content = simulate(schedule) if output.of == "timeline" else schedule
+    written = output.write(content, Page(subject_of(args, schedule)))
     for sentence in written.left_out:
         logger.warning("%s", sentence)
     return _save(plain(written.blocks), args.output)

@@ -20,9 +20,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "show",
         help="draw the timeline of a schedule",
         description="Draw the timeline of a schedule: rows are ranks, time goes to the right. "
-        "A forward takes 1, a backward 2 (1 for the input and 1 for the weights), the rest "
-        "nothing. On a terminal it fits the screen: what repeats is drawn once. In a pipe it is "
-        "complete, and each rank is one line, however long.",
+        "A forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that of the "
+        "weights), everything else nothing. On a terminal the drawing fits the screen, and what "
+        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank.",
         allow_abbrev=False,
     )
     add_target(parser)

@@ -146,7 +146,7 @@ OUTPUTS = (
         command="check",
         name="github",
         of="report",
-        about="annotations of a pull request",
+        about="annotations for a pull request",
         write=_github,
     ),
     Output(
