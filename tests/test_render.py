@@ -376,6 +376,15 @@ def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
         assert full_row.endswith(after[1:].lstrip("- "))
 
 
+def test_a_name_is_no_markup() -> None:
+    line = timeline("1f1b", 2, 2)
+    name = "a[/b] [red]c :smile:"
+    line = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name=name))
+    screen = io.StringIO()
+    write_to_terminal(overview_blocks(line, 80, 24), screen, 80, colour=False)
+    assert f" {name}: 2 ranks, " in screen.getvalue().splitlines()[0]
+
+
 def test_ranks_that_have_no_room_are_counted() -> None:
     overview = plain(overview_blocks(timeline("1f1b", 40, 4), 80, 24))
     shown = [int(rank) for rank in re.findall(r"^ +(\d+)  ", overview, re.MULTILINE)]

@@ -28,8 +28,10 @@ from schedir.simulator import Timeline
 _CORNER = "rank  "
 _PANEL_EDGES = 4  # columns
 _PROMPT_LINES = 1
-_LEGEND_LINES = 4  # a blank one, and as many as a legend may take
+_RULER_LINES = 1
+_LEGEND_LINES = 4  # a blank one, and as many as most legends take
 _TABLE_RULES = 1  # that a terminal draws below the header
+_MOST_CUTS = 3  # more would take longer to read than what they save
 _FEWEST_COLUMNS = 6  # that a cut has to save
 
 
@@ -40,16 +42,15 @@ def overview_blocks(timeline: Timeline, width: int, height: int) -> Iterator[Blo
     text = "".join(piece.text for piece in costs)
     panel = len(fill(text, max(width, _PANEL_EDGES + 1) - _PANEL_EDGES).splitlines()) + 2
     room = height - panel - _PROMPT_LINES
-    drawing = _drawing(timeline, width, room - _LEGEND_LINES)
+    drawing = _drawing(timeline, width, room)
     for turn, (left, end) in enumerate(drawing.pages(width)):
         yield Piece("\n" if turn else "")
         yield from drawing.page(left, end)
-    explained = fill(drawing.legend, width)
     yield Piece("\n")
-    yield from painted_legend(explained)
+    yield from painted_legend(fill(drawing.legend, width))
     table = statistics(timeline)
-    lines = drawing.lines(width) + 1 + len(explained.splitlines())
-    if lines + 1 + len(table.rows) + _TABLE_RULES <= room and table.width <= width:
+    lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
+    if lines <= room and table.width <= width:
         yield Piece("\n")
         yield table
 
@@ -67,16 +68,22 @@ def _costs(timeline: Timeline) -> Iterator[Piece]:
         yield Piece(value, "bold")
 
 
+def _lines(drawing: Drawing, width: int) -> int:
+    """The lines of a drawing and its legend, with a blank one between them."""
+    return drawing.lines(width) + 1 + len(fill(drawing.legend, width).splitlines())
+
+
 def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
-    """The drawing with the most detail that fits."""
+    """The drawing with the most detail that fits, its legend included."""
     schedule = timeline.schedule
-    shown, hidden = _shown_ranks(schedule.ranks, room - 1)
+    shown, hidden = _shown_ranks(schedule.ranks, room - _RULER_LINES - _LEGEND_LINES)
     rows = rows_of(timeline, shown)
     sketcher = _Sketcher(timeline, shown, hidden, rows, Labels.of_schedule(schedule))
     whole = sketcher.labelled(repeated=())
     if whole.axis.columns + len(_CORNER) <= width:
         return whole
-    repeated = repeats(timeline)
+    longest = sorted(repeats(timeline), key=lambda repeat: repeat.start - repeat.end)
+    repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
     columns = max(width - len(_CORNER), 1)
     for draw in (
         sketcher.labelled,
@@ -84,7 +91,7 @@ def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
         partial(sketcher.squeezed, columns=columns),
     ):
         drawing = draw(repeated)
-        if drawing.lines(width) <= max(room, len(rows) + 2):
+        if _lines(drawing, width) <= room:
             return drawing
     # What repeats may be too short, at that scale, to be cut out.
     return sketcher.squeezed((), columns)

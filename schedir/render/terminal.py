@@ -41,13 +41,13 @@ def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colou
 
 def _renderable(block: Panel | Table) -> RenderableType:
     if isinstance(block, Panel):
-        return RichPanel(Text.assemble(*block.pieces), title=block.title, title_align="left")
+        return RichPanel(Text.assemble(*block.pieces), title=Text(block.title), title_align="left")
     table = RichTable(
         box=box.SIMPLE_HEAD, show_header=block.header, show_edge=False, pad_edge=False
     )
     names, *rows = block.rows if block.header else ([""] * len(block.rows[0]), *block.rows)
     for name, direction in zip(names, block.align.ljust(len(names), "<"), strict=True):
-        table.add_column(name, justify="right" if direction == ">" else "left")
+        table.add_column(Text(name), justify="right" if direction == ">" else "left")
     for row in rows:
         table.add_row(*map(Text, row))
     return table
