@@ -17,9 +17,10 @@ import schedir
 from schedir.checker import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
+from schedir.library import built_in
 from tests.findings import odd
 
-SCHEDULES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
+SCHEDULES = [generator.name for generator in built_in()]
 # Clean under `edge` and `async` only.
 DEADLOCK = """\
 schedir 1
@@ -103,29 +104,89 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert failed.stderr.startswith("error: no schedule is named 'nope'; ")
 
 
-def test_on_a_terminal_it_fits_and_has_colour(tmp_path: Path) -> None:
-    def on_terminal(**extra: str) -> str:
-        ours, theirs = pty.openpty()
-        env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
-        env |= {"TERM": "xterm", "COLUMNS": "100", **extra}
-        command = [sys.executable, "-m", "schedir", "show", "1f1b", "--ranks", "8"]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, env=env):
-            os.close(theirs)
-            shown = b""
-            try:
-                while part := os.read(ours, 1 << 16):
-                    shown += part
-            except OSError:  # how Linux ends what a terminal shows
-                pass
-        os.close(ours)
-        return shown.decode()
+def on_terminal(cwd: Path, *argv: str, columns: int = 100, lines: int = 24, **extra: str) -> str:
+    """What a command shows on a terminal of that size."""
+    ours, theirs = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TERM")}
+    env |= {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines), **extra}
+    command = [sys.executable, "-m", "schedir", *argv]
+    with subprocess.Popen(command, cwd=cwd, stdout=theirs, env=env):
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        except OSError:  # how Linux ends what a terminal shows
+            pass
+    os.close(ours)
+    return shown.decode(errors="replace").replace("\r\n", "\n")
 
-    coloured, plain = on_terminal(), on_terminal(NO_COLOR="1")
+
+@pytest.mark.parametrize("argv", [("show", "1f1b", "--ranks", "8", "--full"), ("show", "1f1b")])
+def test_on_a_terminal_it_fits_and_has_colour(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    coloured = on_terminal(tmp_path, *argv)
+    plain = on_terminal(tmp_path, *argv, NO_COLOR="1")
     assert "\x1b[" in coloured
-    assert "\x1b" not in on_terminal(TERM="dumb")
+    assert "\x1b" not in on_terminal(tmp_path, *argv, TERM="dumb")
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
-    assert 90 < max(map(len, plain.split("\r\n"))) <= 100
-    assert plain.count("time ") > 1
+    assert 90 < max(map(len, plain.split("\n"))) <= 100
+    assert (plain.count("\ntime ") > 1) == ("--full" in argv)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (200, 50)])
+@pytest.mark.parametrize("shape", [("8", "32"), ("64", "64"), ("4", "8")])
+def test_the_overview_fits_a_screen(
+    tmp_path: Path, columns: int, lines: int, shape: tuple[str, str]
+) -> None:
+    argv = ("show", "1f1b", "--ranks", shape[0], "--microbatches", shape[1])
+    shown = on_terminal(tmp_path, *argv, columns=columns, lines=lines, NO_COLOR="1").splitlines()
+    assert len(shown) < lines
+    assert max(map(len, shown)) <= columns
+    assert "makespan" in shown[1]
+    assert "bubble" in shown[1]
+    assert "peak activations" in shown[1]
+    assert shown[3].startswith("rank  0 ")
+
+
+def test_a_terminal_of_another_encoding_is_framed_in_ascii(tmp_path: Path) -> None:
+    argv = ("show", "1f1b")
+    shown = on_terminal(tmp_path, *argv, columns=80, PYTHONIOENCODING="ascii", NO_COLOR="1")
+    assert shown.isascii()
+    assert shown.startswith("+- 1f1b: 4 ranks")
+    assert "\\" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    shown = on_terminal(tmp_path, *argv, columns=80, PYTHONIOENCODING="cp1252")
+    assert "\\" not in shown
+
+
+def test_tables_fold_on_a_terminal(tmp_path: Path) -> None:
+    for argv in (["list"], ["explain"]):
+        shown = on_terminal(tmp_path, *argv, columns=80, NO_COLOR="1").splitlines()
+        assert max(map(len, shown)) <= 80
+
+
+def test_a_pipe_takes_colour_only_where_it_is_forced(tmp_path: Path) -> None:
+    plain = schedir_process("show", "1f1b", "--microbatches", "99", cwd=tmp_path).stdout
+    forced = schedir_process(
+        "show", "1f1b", "--microbatches", "99", cwd=tmp_path, env=os.environ | {"FORCE_COLOR": "1"}
+    ).stdout
+    assert "\x1b[" in forced
+    assert re.sub(r"\x1b\[[0-9;]*m", "", forced) == plain
+    both = os.environ | {"FORCE_COLOR": "1", "NO_COLOR": "1"}
+    assert "\x1b" not in schedir_process("show", "1f1b", cwd=tmp_path, env=both).stdout
+
+
+def test_a_pipe_starts_without_rich(tmp_path: Path) -> None:
+    script = (
+        "import sys, schedir.cli\n"
+        "for command in ('show', 'check'):\n"
+        "    assert schedir.cli.main([command, '1f1b']) == 0\n"
+        "sys.exit('rich' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
@@ -287,7 +348,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b.py"], "1f1b.py: no such file; did you mean '1f1b'?"),
         (["Fill_Drain.sched"], "Fill_Drain.sched: no such file; did you mean 'fill-drain'?"),
         (["mine.py/x.py"], "mine.py/x.py: Not a directory"),
-        (["mine.py:"], "mine.py: no function is named behind the colon"),
+        (["mine.py:"], "mine.py: no function is named after the colon"),
         (["mine.py:yours"], "mine.py has no function 'yours'; it has: mine"),
         (["serial.sched:f"], "serial.sched is a list of actions and has no function 'f'"),
         (["empty.py"], "empty.py declares no schedule; decorate its function with"),
@@ -425,12 +486,13 @@ def test_list(run: Run) -> None:
     assert (code, err) == (0, "")
     header, *rows = out.splitlines()
     assert header.split() == ["name", "aliases", "parameters", "description"]
-    assert [row.split()[0] for row in rows] == list(SCHEDULES)
-    assert "one-f-one-b" in rows[0]
-    assert "order=ascending" in rows[1]
-    assert "--chunks 2, group_size=None" in rows[2]
-    assert "vertical_sync=false" in rows[3]
-    assert rows[1].endswith("every microbatch is in flight at once.")
+    row_of = {row.split()[0]: row for row in rows}
+    assert list(row_of) == SCHEDULES
+    assert "one-f-one-b" in row_of["1f1b"]
+    assert "order=ascending" in row_of["fill-drain"]
+    assert "--chunks 2, group_size=None" in row_of["interleaved-1f1b"]
+    assert "vertical_sync=false" in row_of["pipedream"]
+    assert row_of["fill-drain"].endswith("every microbatch is in flight at once.")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -463,7 +525,7 @@ def test_show_actions(run: Run) -> None:
 
 
 def test_show_json_is_json_alone(run: Run) -> None:
-    for option in ("--actions", "--compute-only"):
+    for option in ("--actions", "--compute-only", "--full"):
         code, out, err = run("show", "1f1b", "--json", option)
         assert (code, out) == (2, "")
         assert "--json prints numbers only" in err
@@ -531,6 +593,31 @@ def test_check_formats(run: Run) -> None:
 
     code, out, _ = run("check", "1f1b", "--output-format", "json")
     assert (code, json.loads(out)) == (0, {"ok": True, "channel": "edge", "diagnostics": []})
+
+
+def test_of_findings_alike_three_are_shown(run: Run) -> None:
+    Path("many.py").write_text(
+        "from schedir import *\n@schedule('many')\n"
+        "def many(pipe, rank):\n"
+        "    for m in range(pipe.microbatches):\n"
+        "        yield backward(rank, m)\n"
+        "        yield forward(rank, m)\n"
+    )
+    shape = ("many.py", "--ranks", "1", "--microbatches", "30")
+    code, out, _ = run("check", *shape)
+    assert code == 1
+    assert out.count("error[S201]") == 3
+    assert out.count("\n   … and 27 more like it\n\n") == 1
+    assert out.endswith("\nmany: 30 errors under edge\n")
+    _, out, _ = run("check", *shape, "--output-format", "concise")
+    assert len(out.splitlines()) == 4
+    assert out.endswith("many.py:5: S201 backward-before-forward: … and 27 more like it\n")
+    _, out, _ = run("check", *shape, "--output-format", "json")
+    assert len(json.loads(out)["diagnostics"]) == 30
+    _, out, _ = run("check", *shape, "--output-format", "github")
+    assert [line.endswith("; and 27 more like it") for line in out.splitlines()] == [0, 0, 1]
+    _, out, err = run("show", *shape)
+    assert (out, err.count("error[S201]")) == ("", 3)
 
 
 @pytest.mark.parametrize(("severity", "codes"), [("warning", (0, 1)), ("error", (1, 1))])

@@ -276,7 +276,7 @@ def test_more_than_memory_holds_is_said(
     def too_much(content: bytes, file: str) -> Schedule:
         raise MemoryError
 
-    monkeypatch.setattr("schedir.library.loads", too_much)
+    monkeypatch.setattr("schedir.library.targets.loads", too_much)
     path = tmp_path / "a.sched"
     path.write_text(SOUND)
     assert check(capsys, path) == f"error: {path}: too large for the memory of this machine\n"

@@ -18,7 +18,7 @@ from write_rules import REFERENCE, reference
 import schedir
 from schedir.checker import RULES, Diagnostic
 from schedir.cli import main
-from schedir.render import OUTPUT_FORMATS
+from schedir.render import outputs_of
 from schedir.render.explanation import command_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def command(path: Path) -> list[str]:
 
 def transcript(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     text = ""
-    for output in OUTPUT_FORMATS:
+    for output in outputs_of("check"):
         arguments = [*command, "--output-format", output]
         code = main(arguments)
         out, err = capsys.readouterr()

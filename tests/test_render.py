@@ -1,6 +1,7 @@
 """What is drawn: timelines, reports and explanations."""
 
 import inspect
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -14,16 +15,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Kind, Pipeline, Report, Source, Timeline
+from schedir import CostModel, Diagnostic, Kind, Pipeline, Report, Source, Timeline
 from schedir.checker import RULES, Location
-from schedir.ir import Sources
-from schedir.library import find
-from schedir.render import OUTPUT_FORMATS, explanation, timeline_json, timeline_text
-from schedir.render.diagnostics import full
-from schedir.render.timeline import _Drawing
+from schedir.ir import COMPUTE, Sources
+from schedir.library import built_in, find
+from schedir.render import (
+    Page,
+    explanation,
+    outputs_of,
+    timeline_json,
+    timeline_text,
+)
+from schedir.render.overview import overview_blocks
+from schedir.render.steady import Repeat, repeats
+from schedir.render.styled import coloured, plain
+from schedir.render.terminal import write_to_terminal
+from schedir.render.timeline import drawing_of
 from tests.findings import odd
 
-SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream")
+SCHEDULES = [generator.name for generator in built_in()]
 
 ONE_F_ONE_B = """\
 1f1b: 4 ranks, 4 stages, 4 microbatches
@@ -108,20 +118,16 @@ def test_timeline_text() -> None:
     assert timeline_text(timeline("1f1b", 4, 4)) == ONE_F_ONE_B
 
 
-@pytest.mark.parametrize(
-    ("name", "microbatches"), [("fill-drain", 4), ("1f1b", 4), ("pipedream", 6)]
-)
-def test_timeline_is_what_the_docstring_draws(name: str, microbatches: int) -> None:
-    drawn = rows_of(inspect.cleandoc(find(name).function.__doc__ or "").replace("    rank", "rank"))
-    assert rows_of(timeline_text(timeline(name, 4, microbatches))) == drawn
-
-
-def test_interleaved_timeline_is_what_the_docstring_draws() -> None:
-    doc = inspect.cleandoc(find("interleaved-1f1b").function.__doc__ or "")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_timeline_is_what_the_docstring_draws(name: str) -> None:
+    doc = inspect.cleandoc(find(name).function.__doc__ or "")
     drawn = rows_of(doc.replace("    rank", "rank"))
-    real = rows_of(timeline_text(timeline("interleaved-1f1b", 2, 4)))
-    for (row,), (beginning,) in zip(real, drawn, strict=True):
-        assert row.startswith(beginning.removesuffix("..."))
+    shape = len(drawn), 1 + max(int(m) for (row,) in drawn for m in re.findall(r"F(\d+)", row))
+    for (row,), (picture,) in zip(
+        rows_of(timeline_text(timeline(name, *shape))), drawn, strict=True
+    ):
+        # A picture may end before its timeline does.
+        assert row.startswith(picture[:-3]) if picture.endswith("...") else row == picture
 
 
 costs = st.builds(
@@ -191,10 +197,11 @@ class Counted(list[Any]):
 
 def test_a_page_looks_at_its_own_cells_only() -> None:
     def looks(microbatches: int) -> float:
-        drawing = _Drawing(timeline("fill-drain", 2, microbatches), colour=False)
+        drawing = drawing_of(timeline("fill-drain", 2, microbatches))
         rows = [Counted(cells) for cells in drawing.rows]
-        drawing.rows = [*rows]
-        assert len(list(drawing.pages(80))) > microbatches // 10
+        drawing = attrs.evolve(drawing, rows=rows)
+        pages = [list(drawing.page(left, end)) for left, end in drawing.pages(80)]
+        assert len(pages) > microbatches // 10
         return sum(row.looks for row in rows) / microbatches
 
     assert looks(800) < 1.5 * looks(100)  # per cell: the search for a page's first one grows
@@ -270,6 +277,132 @@ def test_a_timeline_without_any_time() -> None:
     assert "makespan 0, bubble 0.0%" in timeline_text(timeline("1f1b", 2, 3, free), 80)
 
 
+def spans_of(line: Timeline) -> list[tuple[int, Kind, int, int | None, float, float]]:
+    """What is drawn: rank, kind, stage, microbatch, start and end."""
+    return [
+        (rank, span.action.kind, span.action.stage, span.action.microbatch, span.start, span.end)
+        for rank, spans in enumerate(line.spans)
+        for span in spans
+        if span.action.kind in COMPUTE
+    ]
+
+
+def later(
+    span: tuple[int, Kind, int, int | None, float, float], repeat: Repeat
+) -> tuple[int, Kind, int, int | None, float, float]:
+    """The span one period on."""
+    rank, kind, stage, microbatch, start, end = span
+    if microbatch is not None:
+        microbatch += repeat.microbatches
+    return rank, kind, stage, microbatch, start + repeat.period, end + repeat.period
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 9),
+    microbatches=st.integers(1, 60),
+    backward=st.integers(1, 3),
+)
+def test_what_repeats_is_the_same_a_period_later(
+    name: str, ranks: int, microbatches: int, backward: int
+) -> None:
+    line = timeline(name, ranks, microbatches, CostModel(backward=backward))
+    drawn = spans_of(line)
+    known = set(drawn)
+    ended = 0.0
+    for repeat in repeats(line):
+        assert repeat.times >= 3
+        assert ended <= repeat.start
+        ended = repeat.end
+        last = repeat.end - repeat.period
+        images = [later(span, repeat) for span in drawn if repeat.start <= span[4] < last]
+        assert known.issuperset(images)
+        again = [span for span in drawn if repeat.start + repeat.period <= span[4] < repeat.end]
+        assert set(images) == set(again)
+    assert ended <= line.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "periods"),
+    [("1f1b", {3}), ("pipedream", {3}), ("fill-drain", {1, 2}), ("interleaved-1f1b", {24})],
+)
+def test_the_steady_state_of_the_built_in_schedules(name: str, periods: set[float]) -> None:
+    line = timeline(name, 4, 60)
+    found = repeats(line)
+    assert {repeat.period for repeat in found} == periods
+    assert sum(repeat.end - repeat.start for repeat in found) > 0.75 * line.makespan
+
+
+def test_a_schedule_without_a_steady_state_has_none() -> None:
+    lists = "rank 0: 0F0 0F1 0B1 0F2 0F3 0B3 0B0 0F4 0B2 0F5 0B5 0B4\n"
+    line = schedir.simulate(
+        schedir.loads(f"schedir 1\nname odd\nmicrobatches 6\nplacement 0\n{lists}")
+    )
+    assert repeats(line) == []
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 20),
+    microbatches=st.integers(1, 40),
+    width=st.integers(60, 200),
+    height=st.integers(14, 60),
+    costs=st.none() | costs,
+)
+def test_the_overview_fits(
+    name: str, ranks: int, microbatches: int, width: int, height: int, costs: CostModel | None
+) -> None:
+    line = timeline(name, ranks, microbatches, costs)
+    screen = io.StringIO()
+    write_to_terminal(overview_blocks(line, width, height), screen, width, colour=False)
+    lines = screen.getvalue().splitlines()
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+
+
+def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
+    line = timeline("1f1b", 4, 12)
+    whole = [row for (row,) in rows_of(timeline_text(line))]
+    overview = plain(overview_blocks(line, 120, 24))
+    rows = re.findall(r"^ +\d  (.*)$", overview, re.MULTILINE)[:4]
+    assert "… 7 × the same …" in overview
+    legend = " ".join(overview.split())
+    assert "7 × the same: time 10..13 again, each time 1 microbatch later" in legend
+    cuts = {row.index("…") for row in rows}
+    assert len(cuts) == 1  # at the same time on all ranks
+    for row, full_row in zip(rows, whole, strict=True):
+        before, after = row.split("…")
+        assert full_row.startswith(before)
+        assert full_row.endswith(after[1:].lstrip("- "))
+
+
+def test_a_name_is_no_markup() -> None:
+    line = timeline("1f1b", 2, 2)
+    name = "a[/b] [red]c :smile:"
+    line = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name=name))
+    screen = io.StringIO()
+    write_to_terminal(overview_blocks(line, 80, 24), screen, 80, colour=False)
+    assert f" {name}: 2 ranks, " in screen.getvalue().splitlines()[0]
+
+
+def test_ranks_that_have_no_room_are_counted() -> None:
+    overview = plain(overview_blocks(timeline("1f1b", 40, 4), 80, 24))
+    shown = [int(rank) for rank in re.findall(r"^ +(\d+)  ", overview, re.MULTILINE)]
+    (hidden,) = re.findall(r"^   …  (\d+) ranks left out$", overview, re.MULTILINE)
+    assert len(shown) + int(hidden) == 40
+    assert shown[0] == 0
+    assert shown[-1] == 39
+
+
+def test_an_overview_of_what_fits_leaves_nothing_out() -> None:
+    line = timeline("1f1b", 4, 4)
+    overview = plain(overview_blocks(line, 80, 24))
+    for (row,) in rows_of(timeline_text(line)):
+        assert f"  {row}\n" in overview
+    assert "--full" not in overview
+    assert "peak activations" in overview.splitlines()[1]
+
+
 def test_split_backwards_are_named() -> None:
     schedule = schedir.loads(
         "schedir 1\nname split\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0I0 0W0\n"
@@ -293,6 +426,16 @@ def test_timeline_json() -> None:
     }
 
 
+def full(report: Report, subject: str, colour: bool = False) -> str:
+    return written("full", report, subject, colour)
+
+
+def written(name: str, report: Report, subject: str, colour: bool = False) -> str:
+    """What `schedir check --output-format NAME` prints."""
+    blocks = outputs_of("check")[name].write(report, Page(subject)).blocks
+    return (coloured if colour else plain)(blocks)
+
+
 def test_deadlock_in_full() -> None:
     assert full(deadlock_report(), "my-1f1b") == DEADLOCK_IN_FULL
 
@@ -305,13 +448,13 @@ def test_colour_of_a_report_changes_no_character() -> None:
 
 def test_concise() -> None:
     line = "rank 0 #3 0SEND_ACT1: S301 wait-cycle: deadlock: ranks 0 and 1 wait on each other\n"
-    assert OUTPUT_FORMATS["concise"](deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
+    assert written("concise", deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
     unknown = schedir.check(schedir.loads(DEADLOCK), "pair")
-    assert OUTPUT_FORMATS["concise"](unknown, "my.sched") == f"my.sched: {line}"
+    assert written("concise", unknown, "my.sched") == f"my.sched: {line}"
 
 
 def test_json_has_exactly_its_keys() -> None:
-    assert json.loads(OUTPUT_FORMATS["json"](deadlock_report(), "my-1f1b")) == {
+    assert json.loads(written("json", deadlock_report(), "my-1f1b")) == {
         "ok": False,
         "channel": "pair",
         "diagnostics": [
@@ -333,7 +476,7 @@ def test_json_has_exactly_its_keys() -> None:
 
 def test_json_of_a_missing_action_has_no_index() -> None:
     report = schedir.check(schedir.loads(RULES["S105"].example))
-    (found,) = json.loads(OUTPUT_FORMATS["json"](report, "x"))["diagnostics"]
+    (found,) = json.loads(written("json", report, "x"))["diagnostics"]
     assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
     assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
 
@@ -342,8 +485,8 @@ def test_what_is_missing_is_shown_beside_the_line_that_needs_it() -> None:
     missing = Location(0, None, schedir.backward(0, 1))
     there = Location(0, 1, schedir.forward(0, 1), Source("mine.py", 7))
     report = Report("edge", (odd("error", missing, there),))
-    assert OUTPUT_FORMATS["concise"](report, "mine").startswith("mine.py:7: rank 0 0B1 (missing)")
-    assert OUTPUT_FORMATS["github"](report, "mine").startswith("::error file=mine.py,line=7,")
+    assert written("concise", report, "mine").startswith("mine.py:7: rank 0 0B1 (missing)")
+    assert written("github", report, "mine").startswith("::error file=mine.py,line=7,")
 
 
 def test_github_escapes_what_its_commands_cannot_hold() -> None:
@@ -352,7 +495,7 @@ def test_github_escapes_what_its_commands_cannot_hold() -> None:
     found = odd("error", place, said=said)
     warning = odd("warning", said=said)
     note = odd("note", attrs.evolve(place, source=None), said=said)
-    text = OUTPUT_FORMATS["github"](Report("edge", (found, warning, note)), "my.sched")
+    text = written("github", Report("edge", (found, warning, note)), "my.sched")
     assert text.splitlines() == [
         "::error file=a%2Cb%3Ac%25.py,line=7,title=S999 odd::rank 0 #1 0F1: 100 %25: a,%0D%0Ab",
         "::warning file=my.sched,title=S999 odd::100 %25: a,%0D%0Ab",
@@ -376,6 +519,39 @@ def test_the_last_line_sums_up() -> None:
     assert full(Report("edge", (odd("error", place), warning)), "x").endswith(
         "x: 1 error, 1 warning under edge\n"
     )
+
+
+def alike(line: int, many: int, more: int = 0) -> list[Diagnostic]:
+    """Findings of one code and line, the last of which stands for `more`."""
+    place = Location(0, 1, schedir.forward(0, 1), Source("a.py", line))
+    found = [odd("error", place)] * many
+    return [*found[:-1], attrs.evolve(found[-1], more=more)]
+
+
+@pytest.mark.parametrize(
+    ("found", "others"),
+    [
+        (alike(1, 3), []),
+        (alike(1, 4), ["and 1 more like it"]),
+        (alike(1, 1000, more=7769), ["and 8,766 more like it"]),
+        (alike(1, 5) + alike(2, 4), ["and 2 more like it", "and 1 more like it"]),
+        (
+            alike(1, 5) + alike(2, 4, more=90),
+            ["and 2 more like it", "and 1 more like it, and 90 more of S999"],
+        ),
+        (alike(1, 2, more=90), []),  # which its headline says
+    ],
+)
+def test_of_those_alike_the_rest_is_counted(found: list[Diagnostic], others: list[str]) -> None:
+    report = Report("edge", tuple(found))
+    assert re.findall(r"^   … (.*)$", full(report, "x"), re.MULTILINE) == others
+    assert re.findall(r": … (.*)$", written("concise", report, "x"), re.MULTILINE) == others
+    assert len(json.loads(written("json", report, "x"))["diagnostics"]) == len(found)
+
+
+def test_findings_without_a_line_are_shown_one_by_one() -> None:
+    place = Location(0, 1, schedir.forward(0, 1))
+    assert full(Report("edge", (odd("error", place),) * 9), "x").count("error[") == 9
 
 
 def test_a_finding_with_many_places_shows_a_few() -> None:

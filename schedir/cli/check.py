@@ -8,10 +8,9 @@ import sys
 
 from schedir.checker import CHANNELS, check
 from schedir.cli.target import add_target, at_least, load_target, subject_of
-from schedir.cli.terminal import fail, has_colour
+from schedir.cli.terminal import fail, page_for, write
 from schedir.ir import ties_of
-from schedir.render import OUTPUT_FORMATS
-from schedir.render.diagnostics import full
+from schedir.render import described, outputs_of
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,11 +31,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="the transport that errors are judged under, strictest first (default: %(default)s)",
     )
     for option, least, text in (
-        ("--max-delay", 0, "updates that may lie between a gradient's weights and its use"),
-        ("--max-versions", 1, "weight versions of a stage that may be alive at once"),
-        ("--max-activations", 1, "activations that a rank may hold, one per (stage, microbatch)"),
+        ("--max-delay", 0, "a gradient is applied more than N updates after its weights were read"),
+        ("--max-versions", 1, "more than N weight versions of a stage are alive at once"),
+        (
+            "--max-activations",
+            1,
+            "a rank holds more than N activations, one per (stage, microbatch)",
+        ),
     ):
-        parser.add_argument(option, type=at_least(least), metavar="N", help=f"error above N {text}")
+        parser.add_argument(
+            option, type=at_least(least), metavar="N", help=f"an error where {text}"
+        )
     parser.add_argument(
         "--tie",
         type=_tie,
@@ -47,14 +52,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--output-format",
-        choices=OUTPUT_FORMATS,
+        choices=outputs_of("check"),
         default="full",
-        help="how to print what is found (default: %(default)s)",
+        help=f"how to print what is found (default: %(default)s). {described('check')}",
     )
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit with 1 on warnings and notes as well, but for S213",
+        help="exit with 1 on warnings and notes as well, except for S213",
     )
     parser.set_defaults(run=run)
 
@@ -74,12 +79,9 @@ def run(args: argparse.Namespace) -> int:
         max_activations=args.max_activations,
         ties=ties,
     )
-    subject = subject_of(args, schedule)
-    if args.output_format == "full":
-        text = full(report, subject, has_colour(sys.stdout))
-    else:
-        text = OUTPUT_FORMATS[args.output_format](report, subject)
-    print(text, end="")
+    output = outputs_of("check")[args.output_format]
+    page = page_for(sys.stdout, subject_of(args, schedule))
+    write(output.write(report, page).blocks, sys.stdout)
     return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
 
 

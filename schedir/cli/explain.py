@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from schedir.checker import RETIRED, RULES
-from schedir.cli.terminal import fail, width_of
+from schedir.cli.terminal import fail, write
 from schedir.render import explanation
-from schedir.render.text import table
+from schedir.render.styled import Table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the explanation of a rule, or the list of all."""
     if args.code is None:
         rows = [(rule.code, rule.name, rule.meaning()) for rule in RULES.values()]
-        print(table(rows, width=width_of(sys.stdout)), end="")
+        write([Table(rows)], sys.stdout)
         return 0
     if args.code.upper() in RETIRED:
         instead = RETIRED[args.code.upper()]

@@ -6,9 +6,9 @@ import argparse
 import inspect
 import sys
 
-from schedir.cli.terminal import width_of
+from schedir.cli.terminal import write
 from schedir.library import Generator, installed
-from schedir.render.text import table
+from schedir.render.styled import Table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         (generator.name, ", ".join(generator.aliases), _parameters(generator), generator.summary)
         for generator in installed()
     ]
-    print(table(rows, width=width_of(sys.stdout)), end="")
+    write([Table(rows, header=True)], sys.stdout)
     return 0
 
 

@@ -7,10 +7,10 @@ import sys
 
 from schedir.checker import check, check_compute
 from schedir.cli.target import add_target, load_target, subject_of
-from schedir.cli.terminal import has_colour, refuse, width_of
+from schedir.cli.terminal import is_terminal, page_for, refuse, write
 from schedir.ir import Schedule
 from schedir.passes import insert_communication, strip_communication
-from schedir.render import timeline_json, timeline_text
+from schedir.render import outputs_of
 from schedir.simulator import simulate
 
 
@@ -20,16 +20,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "show",
         help="draw the timeline of a schedule",
         description="Draw the timeline of a schedule: rows are ranks, time goes to the right. "
-        "A forward takes 1, a backward 2 (1 for the input and 1 for the weights), the rest "
-        "nothing. In a pipe each rank is one line, however long.",
+        "A forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that of the "
+        "weights), everything else nothing. On a terminal the drawing fits the screen, and what "
+        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank.",
         allow_abbrev=False,
     )
     add_target(parser)
     parser.add_argument(
+        "--full", action="store_true", help="draw every action, on as many screens as it takes"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the makespan, bubble and peaks as JSON instead"
     )
     parser.add_argument(
-        "--actions", action="store_true", help="print each rank's list of actions below"
+        "--actions",
+        action="store_true",
+        help="like --full, and print each rank's list of actions below",
     )
     parser.add_argument(
         "--compute-only",
@@ -41,23 +47,31 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline of a schedule, or say what is wrong with it."""
-    if args.json and (args.actions or args.compute_only):
-        args.parser.error("--json prints numbers only: leave out --actions and --compute-only")
+    lists = args.actions or args.compute_only
+    if args.json and (lists or args.full):
+        args.parser.error(
+            "--json prints numbers only: leave out --full, --actions and --compute-only"
+        )
     schedule = load_target(args)
     # The communication that schedir inserts is right by construction: it needs no proof.
     report = check(schedule) if schedule.is_complete else check_compute(schedule)
     if not report.ok:
         return refuse(report, subject_of(args, schedule))
     schedule = insert_communication(schedule)
-    timeline = simulate(schedule)
-    if args.json:
-        print(timeline_json(timeline), end="")
-        return 0
-    print(timeline_text(timeline, width_of(sys.stdout), has_colour(sys.stdout)), end="")
-    if args.actions or args.compute_only:
+    output = outputs_of("show")[_form(args.json, args.full or lists)]
+    written = output.write(simulate(schedule), page_for(sys.stdout))
+    write(written.blocks, sys.stdout)
+    if lists:
         print()
         _print_actions(strip_communication(schedule) if args.compute_only else schedule)
     return 0
+
+
+def _form(json: bool, full: bool) -> str:
+    """The output to write, by its name in the table."""
+    if json:
+        return "json"
+    return "overview" if is_terminal(sys.stdout) and not full else "full"
 
 
 def _print_actions(schedule: Schedule) -> None:

@@ -36,7 +36,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a parameter of the schedule's own; repeat for more",
+        help="set a parameter that the schedule has of its own; repeat for more",
     )
 
 

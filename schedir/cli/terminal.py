@@ -1,35 +1,64 @@
-"""How the commands talk to a terminal, and how they report what went wrong."""
+"""How the commands talk to a terminal, a pipe or a file, and how they report what went wrong."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from schedir.checker import Report
 from schedir.errors import ParseError
-from schedir.render.diagnostics import full
+from schedir.render import Page, outputs_of
+from schedir.render.styled import Block, coloured, plain
 
 _MOST_OF_A_LINE = 76
 _PIECE = 1 << 16
 
 
-def width_of(stream: TextIO | None) -> int | None:
-    """The columns of the terminal behind a stream; None where it is a file or a pipe."""
-    if stream is None or not stream.isatty():
-        return None
-    return shutil.get_terminal_size().columns
+def is_terminal(stream: TextIO | None) -> bool:
+    """True where a person looks at a stream, False for a file or a pipe."""
+    return stream is not None and stream.isatty()
 
 
-def has_colour(stream: TextIO | None) -> bool:
-    """True where a stream is a terminal that takes colour (no-color.org)."""
-    return (
-        stream is not None
-        and stream.isatty()
-        and not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM") != "dumb"
-    )
+def page_for(stream: TextIO | None, subject: str = "") -> Page:
+    """What a writer has to know of the stream that it writes to."""
+    if stream is None or not is_terminal(stream):
+        return Page(subject)
+    size = shutil.get_terminal_size()
+    return Page(subject, size.columns - _widened(stream), size.lines)
+
+
+def _widened(stream: TextIO) -> int:
+    """How many columns a line may gain where the stream's encoding makes `...` of `…`."""
+    try:
+        "…".encode(stream.encoding)
+    except UnicodeError:
+        return 4  # two cuts in a line
+    return 0
+
+
+def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
+    """Write blocks: to a terminal as wide as it is; to a pipe or a file plain and uncropped."""
+    if stream is None:
+        return
+    if is_terminal(stream):
+        from schedir.render.terminal import write_to_terminal  # with rich: a pipe needs none of it
+
+        width = shutil.get_terminal_size().columns
+        write_to_terminal(blocks, stream, width, has_colour(stream))
+    else:
+        stream.write(coloured(blocks) if has_colour(stream) else plain(blocks))
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether a stream takes colour (no-color.org, force-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def fail(message: str) -> int:
@@ -40,7 +69,8 @@ def fail(message: str) -> int:
 
 def refuse(report: Report, subject: str) -> int:
     """Show why a schedule can't be used; returns the exit code."""
-    print(full(report, subject, has_colour(sys.stderr)), end="", file=sys.stderr)
+    output = outputs_of("check")["full"]
+    write(output.write(report, page_for(sys.stderr, subject)).blocks, sys.stderr)
     return 1
 
 

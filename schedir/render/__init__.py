@@ -1,8 +1,18 @@
-"""What a person or a tool reads of timelines, reports and rules: one module per output."""
+"""What a person or a tool reads of schedules, timelines and reports: one table of outputs."""
 
-from schedir.render.diagnostics import OUTPUT_FORMATS
 from schedir.render.explanation import explanation
 from schedir.render.legible import legible
+from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
 from schedir.render.timeline import timeline_json, timeline_text
 
-__all__ = ["OUTPUT_FORMATS", "explanation", "legible", "timeline_json", "timeline_text"]
+__all__ = [
+    "OUTPUTS",
+    "Output",
+    "Page",
+    "described",
+    "explanation",
+    "legible",
+    "outputs_of",
+    "timeline_json",
+    "timeline_text",
+]

@@ -6,31 +6,36 @@ Each takes the report and its subject: the name or file of the schedule, as the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report
-from schedir.ir import Source
-from schedir.render.text import paint, table
+from schedir.render.findings import shown, source_of
+from schedir.render.palette import SEVERITIES
+from schedir.render.styled import Piece, plain, table
 
 # A finding may concern every gradient of a stage; more places than these explain nothing.
 _MOST_PLACES = 8
-_STYLES = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
-def full(report: Report, subject: str, colour: bool = False) -> str:
+def full(report: Report, subject: str) -> Iterator[Piece]:
     """Every finding with its places, its trace and its help, then a line that sums them up."""
-    found = "".join(finding(diagnostic, colour) + "\n" for diagnostic in report.diagnostics)
-    return f"{found}{subject}: {_summary(report)}\n"
+    for each in shown(report.diagnostics):
+        yield from _finding(each.diagnostic)
+        yield Piece(f"   … {each.others}\n\n" if each.others else "\n")
+    yield Piece(f"{subject}: {_summary(report)}\n")
 
 
-def finding(diagnostic: Diagnostic, colour: bool = False) -> str:
+def finding(diagnostic: Diagnostic) -> str:
     """One finding in full."""
-    style = _STYLES[diagnostic.severity]
-    header = paint(f"{diagnostic.severity}[{diagnostic.code}]", style, colour)
-    message = paint(diagnostic.headline, "1", colour)
-    lines = [f"{header}: {message}  ({diagnostic.name})"]
-    lines += _places(diagnostic)
+    return plain(_finding(diagnostic))
+
+
+def _finding(diagnostic: Diagnostic) -> Iterator[Piece]:
+    yield Piece(f"{diagnostic.severity}[{diagnostic.code}]", SEVERITIES[diagnostic.severity])
+    yield Piece(": ")
+    yield Piece(diagnostic.headline, "bold")
+    lines = [f"  ({diagnostic.name})", *_places(diagnostic)]
     if diagnostic.trace:
         lines += [f"   | {row}" for row in table(diagnostic.trace).splitlines()]
     if diagnostic.excerpts:
@@ -39,7 +44,7 @@ def finding(diagnostic: Diagnostic, colour: bool = False) -> str:
     lines += [f"   = note: {note}" for note in diagnostic.notes]
     if diagnostic.help is not None:
         lines.append(f"   = help: {diagnostic.help}")
-    return "\n".join(lines) + "\n"
+    yield Piece("\n".join(lines) + "\n")
 
 
 def _places(diagnostic: Diagnostic) -> Iterator[str]:
@@ -69,19 +74,20 @@ def _list(excerpt: Excerpt) -> str:
     return " ".join([f"#{excerpt.first}", *before, *tokens, *after])
 
 
-def concise(report: Report, subject: str) -> str:
+def concise(report: Report, subject: str) -> Iterator[Piece]:
     """One line for each finding."""
-    lines = []
-    for diagnostic in report.diagnostics:
-        source = _source(diagnostic)
+    for each in shown(report.diagnostics):
+        diagnostic = each.diagnostic
+        source = source_of(diagnostic)
         where = subject if source is None else f"{source.file}:{source.line}"
-        for location in diagnostic.locations[:1]:
-            where += f": {_place(location)}"
-        lines.append(f"{where}: {diagnostic.code} {diagnostic.name}: {diagnostic.headline}\n")
-    return "".join(lines)
+        what = f"{diagnostic.code} {diagnostic.name}"
+        place = "".join(f": {_place(location)}" for location in diagnostic.locations[:1])
+        yield Piece(f"{where}{place}: {what}: {diagnostic.headline}\n")
+        if each.others:
+            yield Piece(f"{where}: {what}: … {each.others}\n")
 
 
-def as_json(report: Report, subject: str) -> str:
+def as_json(report: Report) -> str:
     """The findings as data: the keys are a contract."""
     diagnostics = [
         {
@@ -101,11 +107,15 @@ def as_json(report: Report, subject: str) -> str:
 
 
 def github(report: Report, subject: str) -> str:
-    """Workflow commands, which GitHub shows beside the lines of a pull request."""
+    """Workflow commands, which GitHub shows beside the lines of a pull request.
+
+    It shows few of them, so of those alike there are three.
+    """
     lines = []
-    for diagnostic in report.diagnostics:
+    for each in shown(report.diagnostics):
+        diagnostic = each.diagnostic
         properties = []
-        source = _source(diagnostic)
+        source = source_of(diagnostic)
         if source is not None:
             properties += [("file", source.file), ("line", str(source.line))]
         place = "".join(f"{_place(location)}: " for location in diagnostic.locations[:1])
@@ -115,22 +125,9 @@ def github(report: Report, subject: str) -> str:
         properties.append(("title", f"{diagnostic.code} {diagnostic.name}"))
         written = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties)
         level = _GITHUB_LEVELS[diagnostic.severity]
-        lines.append(f"::{level} {written}::{_escaped(place + diagnostic.headline)}\n")
+        message = f"{place}{diagnostic.headline}" + (f"; {each.others}" if each.others else "")
+        lines.append(f"::{level} {written}::{_escaped(message)}\n")
     return "".join(lines)
-
-
-OUTPUT_FORMATS: dict[str, Callable[[Report, str], str]] = {
-    "full": full,
-    "concise": concise,
-    "json": as_json,
-    "github": github,
-}
-"""The forms that a report can be written in, by the name that the user gives."""
-
-
-def _source(diagnostic: Diagnostic) -> Source | None:
-    """The line of Python to look at: what is missing has none, so it may be another location's."""
-    return next((place.source for place in diagnostic.locations if place.source is not None), None)
 
 
 def _place(location: Location) -> str:
@@ -155,7 +152,7 @@ def _summary(report: Report) -> str:
 
 
 def _counts(report: Report) -> Iterator[str]:
-    for severity in _STYLES:
+    for severity in SEVERITIES:
         many = sum(1 + d.more for d in report.diagnostics if d.severity == severity)
         if many:
             yield f"{many:,} {severity}{'s' if many > 1 else ''}"

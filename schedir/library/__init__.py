@@ -1,0 +1,23 @@
+"""From what a user names to a schedule: finds generators, runs them, and names the line at fault.
+
+A target is a built-in or installed name, `path.py[:function]`, `module:function`, a callable, or a
+`.sched` or `.csv` file. The built-in ones are loaded exactly as a user's file is.
+"""
+
+from schedir.library.authoring import Generator, Parameter, Pipeline, schedule
+from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
+from schedir.library.targets import built_in, find, installed
+
+__all__ = [
+    "DEFAULT_MICROBATCHES",
+    "DEFAULT_RANKS",
+    "Generator",
+    "Parameter",
+    "Pipeline",
+    "build",
+    "built_in",
+    "find",
+    "installed",
+    "load",
+    "schedule",
+]

@@ -1,0 +1,104 @@
+"""What the author of a schedule imports: the shape to fill, and the decorator that declares."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import attrs
+
+from schedir.errors import LoadError
+from schedir.ir import Action, Placement, stages_by_rank
+
+Parameter: TypeAlias = str | int | bool | None
+
+GeneratorFunction: TypeAlias = Callable[..., Iterable[Action]]
+"""What an author writes: `(pipe, rank, **parameters)` → the actions of one rank."""
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class Pipeline:
+    """The shape that a generator fills: `ranks` × `chunks` stages and `microbatches`."""
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return stages_by_rank(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, ascending: its model chunks."""
+        return self._stages_by_rank.get(rank, ())
+
+
+PlacementFunction: TypeAlias = Callable[[Pipeline], Sequence[int | Sequence[int]]]
+"""From a pipeline's shape to the rank, or ranks, of every stage."""
+
+
+@attrs.frozen
+class Generator:
+    """A generator function and what `@schedule` says of it. Calling it calls the function."""
+
+    function: GeneratorFunction
+    name: str
+    aliases: tuple[str, ...] = ()
+    placement: PlacementFunction | None = None
+    chunks: int = 1
+
+    def __call__(self, pipe: Pipeline, rank: int, /, **parameters: Any) -> Iterable[Action]:
+        """The actions of `rank`."""
+        return self.function(pipe, rank, **parameters)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of its own, beyond the pipeline and the rank.
+
+        Raises LoadError for a function that does not tell its parameters.
+        """
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError as error:  # some built-in functions have none
+            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
+        return {parameter.name: parameter for parameter in [*signature.parameters.values()][2:]}
+
+    @property
+    def takes_any_parameter(self) -> bool:
+        """Whether the function ends in `**parameters`."""
+        kinds = {parameter.kind for parameter in self.parameters.values()}
+        return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def schedule(
+    name: str,
+    *,
+    aliases: Sequence[str] = (),
+    placement: PlacementFunction | None = None,
+    chunks: int = 1,
+) -> Callable[[GeneratorFunction], Generator]:
+    """Declare a function `(pipe, rank, **parameters)` that yields one rank's actions.
+
+    `placement` maps a Pipeline of the asked-for shape to the rank (or ranks) of every stage; by
+    default stage s lives on rank s mod P. `chunks` is the number of stages per rank where the
+    user names none.
+    """
+
+    def declare(function: GeneratorFunction) -> Generator:
+        return Generator(function, name, tuple(aliases), placement, chunks)
+
+    return declare

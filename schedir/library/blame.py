@@ -1,0 +1,99 @@
+"""Whose line is to blame: what goes wrong in a user's code is told in one line that names it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, FunctionType, GeneratorType
+from typing import Any
+
+from schedir.errors import LoadError
+from schedir.ir import Source
+from schedir.library.authoring import Generator
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LONGEST_VALUE = 60
+
+
+def call_user_code(call: Callable[[], Any], what: str) -> Any:
+    """Run a user's code, `what` it is in words.
+
+    Raises LoadError, with the user's own line, for whatever the code raises.
+    """
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        where = user_line(error) or what
+        raise LoadError(f"{where}: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and message on one line."""
+    # A SyntaxError's text repeats the file and line.
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}".rstrip(": ")
+
+
+def describe_value(value: object) -> str:
+    """A value and its type, shortened to fit a message."""
+    text = repr(value)
+    if len(text) > _LONGEST_VALUE:
+        text = text[: _LONGEST_VALUE - 3] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost `file:line` of a traceback that is not schedir's own or the import system's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown_path(error.filename)}:{error.lineno}"
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if _belongs_to_user(file):
+            place = f"{_shown_path(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def yielding_frame(iterator: object) -> FrameType | None:
+    """The frame of a generator, or of the one that it delegates to, that has just yielded."""
+    if not isinstance(iterator, GeneratorType):
+        return None
+    while isinstance(iterator.gi_yieldfrom, GeneratorType):
+        iterator = iterator.gi_yieldfrom
+    frame: FrameType | None = iterator.gi_frame  # None: it has ended
+    return frame
+
+
+def source_of(frame: FrameType | None) -> Source | None:
+    """The line that a frame stands at."""
+    return None if frame is None else Source(_shown_path(frame.f_code.co_filename), frame.f_lineno)
+
+
+def blamed_line(source: Source | None, generator: Generator) -> str:
+    """A line as `file:line`; where it is not known, the line that defines the generator."""
+    if source is not None:
+        return f"{source.file}:{source.line}"
+    function = generator.function
+    if isinstance(function, FunctionType):
+        code = function.__code__
+        return f"{_shown_path(code.co_filename)}:{code.co_firstlineno}"
+    return generator.name
+
+
+def _belongs_to_user(file: str) -> bool:
+    """Whether a line of `file` is the author's; those of the built-in schedules count as such."""
+    if file.startswith("<"):
+        return False  # the import system, or methods that attrs has generated
+    path = Path(file).resolve()
+    own = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "schedules")
+    return not own and not path.is_relative_to(Path(importlib.__file__).resolve().parent)
+
+
+def _shown_path(file: str) -> str:
+    """A file's real path, relative to the working directory where it lies below it."""
+    path = Path(file).resolve()
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,87 @@
+"""From a target and a shape to a schedule: `load` as it was written, `build` complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from schedir.checker import check_compute
+from schedir.errors import LoadError
+from schedir.ir import Schedule
+from schedir.library.authoring import Generator, GeneratorFunction, Parameter
+from schedir.library.driving import generate
+from schedir.library.targets import find, is_list, read_list
+from schedir.passes import insert_communication
+
+DEFAULT_RANKS = 4
+DEFAULT_MICROBATCHES = 8
+_MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
+
+
+def build(
+    target: str | Path | Generator | GeneratorFunction,
+    /,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    **parameters: Parameter,
+) -> Schedule:
+    """The complete schedule that `target` describes, communication inserted.
+
+    `target` is a name, a path or a callable. Defaults: 4 ranks, 8 microbatches, and the
+    generator's own number of chunks per rank; `parameters` are the generator's own.
+
+    Raises LoadError where the target can't be found or its generator fails, ParseError for a
+    malformed file, ScheduleError where the actions can't be completed.
+    """
+    found = load(target, ranks=ranks, microbatches=microbatches, chunks=chunks, **parameters)
+    if found.is_complete:
+        return found
+    check_compute(found).raise_if_errors()
+    return insert_communication(found)
+
+
+def load(
+    target: str | Path | Generator | GeneratorFunction,
+    /,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    **parameters: Parameter,
+) -> Schedule:
+    """Like `build`, but the actions as they were written, neither checked nor completed."""
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise LoadError(f"{what} must be an int >= 1, not {number!r}")
+    if isinstance(target, (str, Path)) and is_list(target):
+        own = [*parameters, *(["chunks"] if chunks is not None else [])]
+        return _load_list(Path(target), ranks, microbatches, own)
+    generator = find(target)
+    ranks = DEFAULT_RANKS if ranks is None else ranks
+    microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+    chunks = generator.chunks if chunks is None else chunks
+    if ranks * chunks * microbatches > _MOST_PAIRS:
+        raise LoadError(
+            f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
+            f"their product may be at most {_MOST_PAIRS}"
+        )
+    return generate(generator, ranks, microbatches, chunks, parameters)
+
+
+def _load_list(
+    path: Path, ranks: int | None, microbatches: int | None, parameters: list[str]
+) -> Schedule:
+    """The schedule in a file, which has a shape already and no `parameters`."""
+    found = read_list(path)
+    if parameters:
+        raise LoadError(
+            f"{path} is a list of actions and takes no parameters: {', '.join(parameters)}"
+        )
+    for what, asked, has in (
+        ("ranks", ranks, found.ranks),
+        ("microbatches", microbatches, found.microbatches),
+    ):
+        if asked is not None and asked != has:
+            raise LoadError(f"{path} has {has} {what}, not {asked}; leave {what} out")
+    return found

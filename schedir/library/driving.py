@@ -1,0 +1,167 @@
+"""Drives a generator: asks it for each rank's actions, and keeps the line that yielded each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+import attrs
+import numpy as np
+
+from schedir.errors import LoadError
+from schedir.ir import Action, Schedule, Source, Sources, columns_of
+from schedir.library.authoring import Generator, Parameter, Pipeline
+from schedir.library.blame import (
+    blamed_line,
+    call_user_code,
+    describe_error,
+    describe_value,
+    source_of,
+    user_line,
+    yielding_frame,
+)
+
+
+def generate(
+    generator: Generator,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    parameters: dict[str, Parameter],
+) -> Schedule:
+    """The actions that a generator yields for a shape, as it yields them.
+
+    Raises LoadError where it fails, or takes no such parameters.
+    """
+    pipe = _pipeline(generator, ranks, microbatches, chunks)
+    _check_parameters(generator, parameters)
+    lines = _Lines()
+    drive = _Drive(generator, pipe, parameters, lines)
+    try:
+        columns = columns_of(drive.actions_of(rank) for rank in range(pipe.ranks))
+        return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, lines.sources())
+    except ValueError as error:
+        raise LoadError(f"{generator.name}: {error}") from error
+
+
+def _pipeline(generator: Generator, ranks: int, microbatches: int, chunks: int) -> Pipeline:
+    """The shape that is asked for, its stages placed as the generator says."""
+    shape = Pipeline(
+        ranks, microbatches, chunks, tuple((stage % ranks,) for stage in range(ranks * chunks))
+    )
+    place = generator.placement
+    if place is None:
+        return shape
+    chosen = call_user_code(lambda: list(place(shape)), f"the placement of {generator.name}")
+    try:
+        # A Schedule without actions checks the placement as any other would.
+        placement = Schedule(generator.name, 1, chosen, [()] * ranks).placement
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"the placement of {generator.name}: {error}") from error
+    return attrs.evolve(shape, placement=placement)
+
+
+def _check_parameters(generator: Generator, parameters: dict[str, Parameter]) -> None:
+    """Raise LoadError for a parameter that the generator does not have, or of the wrong type."""
+    own = generator.parameters
+    for name, value in parameters.items():
+        if name not in own and not generator.takes_any_parameter:
+            known = ", ".join(own) or "none"
+            raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
+        if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
+            raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
+
+
+@attrs.frozen
+class _Lines:
+    """The lines that yielded actions: the distinct ones, and for each action the number of its."""
+
+    known: dict[Source, int] = attrs.field(factory=dict)
+    line_of: list[int] = attrs.field(factory=list)
+
+    def number(self, source: Source | None) -> int:
+        return -1 if source is None else self.known.setdefault(source, len(self.known))
+
+    def sources(self) -> Sources:
+        return Sources(tuple(self.known), np.array(self.line_of, np.int64))
+
+
+@attrs.frozen
+class _Drive:
+    """A generator at work on a shape; the lines of its actions are added to `lines`."""
+
+    generator: Generator
+    pipe: Pipeline
+    parameters: dict[str, Parameter]
+    lines: _Lines
+
+    @property
+    def limit(self) -> int:
+        """Nothing sensible is longer: eight kinds of action per (stage, microbatch)."""
+        return 16 * (self.pipe.stages + 1) * (self.pipe.microbatches + 1)
+
+    def actions_of(self, rank: int) -> list[Action]:
+        """One rank's actions. Raises LoadError, with the line, for whatever goes wrong."""
+        try:
+            return self._collect(rank)
+        except LoadError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failure(rank, error) from error
+
+    def _collect(self, rank: int) -> list[Action]:
+        generator, lines, limit = self.generator, self.lines, self.limit
+        produced = generator(self.pipe, rank, **self.parameters)
+        if not isinstance(produced, Iterable):
+            raise LoadError(
+                f"{blamed_line(None, generator)}: the generator must yield actions, "
+                f"not return {describe_value(produced)}"
+            )
+        actions: list[Action] = []
+        iterator = iter(produced)
+        # By code and instruction, which are cheaper to tell than the line.
+        numbers: dict[tuple[int, int] | None, int] = {}
+        for action in iterator:
+            frame = yielding_frame(iterator)
+            key = None if frame is None else (id(frame.f_code), frame.f_lasti)
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = lines.number(source_of(frame))
+            lines.line_of.append(number)
+            if not isinstance(action, Action):
+                raise LoadError(
+                    f"{blamed_line(source_of(frame), generator)}: rank {rank} yielded "
+                    f"{describe_value(action)}; a generator yields actions, such as "
+                    "forward(stage, microbatch)"
+                )
+            actions.append(action)
+            if len(actions) > limit:
+                raise LoadError(
+                    f"{blamed_line(source_of(frame), generator)}: rank {rank} yielded more than "
+                    f"{limit} actions, far beyond {self.pipe.microbatches} microbatches; "
+                    "does it end?"
+                )
+        return actions
+
+    def _failure(self, rank: int, error: BaseException) -> LoadError:
+        """What to raise where the generator raised `error`: it may just have no such chunks."""
+        generator, chunks = self.generator, self.generator.chunks
+        line = user_line(error) or blamed_line(None, generator)
+        if self.pipe.chunks != chunks and self._runs_with_own_chunks(rank):
+            stages = "one stage" if chunks == 1 else f"{chunks} stages"
+            return LoadError(
+                f"{generator.name} runs {stages} per rank, not {self.pipe.chunks}: leave chunks "
+                f"out ({line}: {describe_error(error)})"
+            )
+        return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
+
+    def _runs_with_own_chunks(self, rank: int) -> bool:
+        """Whether the generator gets through such a pipeline of its own number of chunks."""
+        generator, pipe = self.generator, self.pipe
+        try:
+            own = _pipeline(generator, pipe.ranks, pipe.microbatches, generator.chunks)
+            deque(islice(generator(own, rank, **self.parameters), self.limit), maxlen=0)
+        except (Exception, SystemExit):
+            return False
+        return True

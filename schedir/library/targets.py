@@ -1,0 +1,221 @@
+"""Finds what a target names: a built-in or installed name, a file, a module's function."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterable
+from os.path import isdir, isfile
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import attrs
+
+from schedir.errors import LoadError
+from schedir.ir import Schedule, loads, loads_torch_csv
+from schedir.library.authoring import Generator, GeneratorFunction
+from schedir.library.blame import call_user_code, describe_value
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+logger = logging.getLogger("schedir")
+
+ENTRY_POINT_GROUP = "schedir.schedules"
+_LISTS = (".sched", ".csv")  # the extensions of files that list actions
+
+
+def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
+    """The generator that a name, a path, `module:function` or a callable stands for.
+
+    Raises LoadError where there is none.
+    """
+    if isinstance(target, Path):
+        return _from_file(target, None)
+    if not isinstance(target, str):
+        return _as_generator(target, repr(target))
+    location, colon, function = target.rpartition(":")
+    if target.endswith(".py"):
+        return _from_file(Path(target), None)
+    if colon and location.endswith(".py"):
+        return _from_file(Path(location), function)
+    if colon and location.endswith(_LISTS):
+        raise LoadError(f"{location} is a list of actions and has no function {function!r}")
+    if colon:
+        return _from_module(location, function)
+    wanted = _plain(target)
+    known = {_plain(name): g for g in built_in() for name in (g.name, *g.aliases)}
+    if wanted in known:
+        return known[wanted]
+    entries = {_plain(entry.name): entry for entry in _entry_points()}
+    if wanted in entries:
+        return _from_entry_point(entries[wanted])
+    names = {plain: g.name for plain, g in known.items()} | {p: e.name for p, e in entries.items()}
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    raise LoadError(_not_found(target, names[close[0]] if close else None))
+
+
+def _not_found(target: str, close: str | None) -> str:
+    """What to say of a target that no schedule is named like, but perhaps one that is `close`."""
+    if isdir(target):
+        return f"{target} is a directory; a schedule is a name or a file: path.py[:function]"
+    if isfile(target):
+        return f"{target}: the name of a schedule's file ends in .py, .sched or .csv"
+    beside = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
+    meant = [*beside, close][0]
+    return (
+        f"no schedule is named {target!r}; {f'did you mean {meant!r}? ' if meant else ''}"
+        "`schedir list` names them all; a file is given as path.py[:function]"
+    )
+
+
+def _no_file(path: Path) -> LoadError:
+    """What to raise where a file is to be read and there is none."""
+    why = "not a regular file"  # a FIFO or a device may never end
+    try:
+        path.stat()
+    except (FileNotFoundError, ValueError):  # or a name that no file can have
+        why = "no such file"
+    except OSError as error:
+        why = error.strerror or str(error)
+    named = {_plain(name): g.name for g in built_in() for name in (g.name, *g.aliases)}
+    name = named.get(_plain(path.stem))
+    return LoadError(f"{path}: {why}{f'; did you mean {name!r}?' if name else ''}")
+
+
+def built_in() -> list[Generator]:
+    """The schedules that come with schedir, by name."""
+    package = importlib.import_module("schedir.schedules")
+    found: list[Generator] = []
+    for entry in pkgutil.iter_modules(package.__path__):
+        found += _declared(importlib.import_module(f"schedir.schedules.{entry.name}"))
+    return sorted(found, key=lambda generator: generator.name)
+
+
+def installed() -> list[Generator]:
+    """The built-in schedules, then those that installed packages declare as entry points.
+
+    An entry point that fails to load is named in a warning, and left out.
+    """
+    found = built_in()
+    for entry in _entry_points():
+        try:
+            found.append(_from_entry_point(entry))
+        except LoadError as error:
+            logger.warning("%s", error)
+    return found
+
+
+def _entry_points() -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # takes a while, and built-in names need none
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _from_entry_point(entry: EntryPoint) -> Generator:
+    """The generator that an entry point leads to, under the name that the entry point gives."""
+    where = f"entry point {entry.name} = {entry.value}"
+    return attrs.evolve(_as_generator(call_user_code(entry.load, where), where), name=entry.name)
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared: case, `-` and `_` do not matter."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _from_file(path: Path, function: str | None) -> Generator:
+    if not isfile(path):
+        raise _no_file(path)
+    if function == "":
+        raise LoadError(f"{path}: no function is named after the colon")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    # Registered while it runs, as dataclasses and attrs look their module up there.
+    shadowed = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        call_user_code(lambda: loader.exec_module(module), str(path))
+    finally:
+        if shadowed is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = shadowed
+    return _pick(module, function, str(path))
+
+
+def _from_module(name: str, function: str) -> Generator:
+    if not name or not all(part.isidentifier() for part in name.split(".")):
+        raise LoadError(f"{name}:{function}: {name!r} is neither a .py file nor a module's name")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: modules beside the user are found
+    return _pick(call_user_code(lambda: importlib.import_module(name), name), function, name)
+
+
+def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
+    names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
+    if function is not None:
+        found = getattr(module, function, None)
+        if found is None:
+            hint = f"; it has: {', '.join(names)}" if names else ""
+            raise LoadError(f"{where} has no function {function!r}{hint}")
+        return _as_generator(found, f"{where}:{function}")
+    declared = _declared(module)
+    if len(declared) == 1:
+        return declared[0]
+    if declared:
+        raise LoadError(
+            f"{where} declares several schedules; choose one: "
+            + ", ".join(f"{where}:{name}" for name in names)
+        )
+    raise LoadError(
+        f"{where} declares no schedule; decorate its function with @schedule(name), "
+        f"or name it: {where}:function"
+    )
+
+
+def _declared(module: ModuleType) -> list[Generator]:
+    """The generators that a module defines itself, imported ones left out."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, Generator)
+        and getattr(value.function, "__module__", None) == module.__name__
+    ]
+
+
+def _as_generator(found: object, where: str) -> Generator:
+    if isinstance(found, Generator):
+        return found
+    if not callable(found):
+        raise LoadError(f"{where} is {describe_value(found)}, not a function that yields actions")
+    name = getattr(found, "__name__", "schedule").strip("<>")
+    return Generator(found, name)
+
+
+def is_list(target: str | Path) -> bool:
+    """Whether a target is, by its extension, a file that lists actions."""
+    return Path(target).suffix in _LISTS
+
+
+def read_list(path: Path) -> Schedule:
+    """The schedule in a `.sched` or `.csv` file.
+
+    Raises LoadError where it can't be read, ParseError where it is malformed.
+    """
+    parse = loads_torch_csv if path.suffix == ".csv" else loads
+    try:
+        if not isfile(path):
+            raise _no_file(path)
+        return parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise LoadError(f"{path}: {error.strerror}") from error
+    except MemoryError:
+        raise LoadError(f"{path}: too large for the memory of this machine") from None

@@ -1,0 +1,101 @@
+"""The time axis of a drawing: which column a time falls on, the ticks, and what is cut out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+
+from schedir.render.palette import LEFT_OUT
+from schedir.render.styled import number
+
+_BETWEEN_TICKS = 8
+CUT_WIDTH = 2
+"""The columns that stand for what is cut out."""
+
+
+@attrs.frozen
+class Cut:
+    """Columns `left` to `right` (exclusive), counted before any cut, that are not drawn.
+
+    `note` says on the ruler what is left out, `meaning` in the legend.
+    """
+
+    left: int
+    right: int
+    note: str
+    meaning: str
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class Axis:
+    """`scale` columns per unit of time, up to `makespan`; `cuts` ascend and lie apart."""
+
+    scale: float
+    makespan: float
+    cuts: tuple[Cut, ...] = ()
+
+    @cached_property
+    def columns(self) -> int:
+        """How many columns are drawn."""
+        return self._end - sum(cut.right - cut.left - CUT_WIDTH for cut in self.cuts)
+
+    @cached_property
+    def tick(self) -> float:
+        """The time between two ticks: 1, 2 or 5 times a power of ten."""
+        return _round_step(_BETWEEN_TICKS / self.scale)
+
+    @property
+    def _end(self) -> int:
+        return self.column(self.makespan)
+
+    def column(self, time: float) -> int:
+        """The column of a time, counted before any cut."""
+        return nearest(time * self.scale)
+
+    def time(self, column: int) -> str:
+        """The time of a column; a tick, or the end, is shown as it is and not as rounded."""
+        if column == self._end:
+            return number(self.makespan)
+        time = column / self.scale
+        tick = round(time / self.tick) * self.tick
+        return number(tick if self.column(tick) == column else time)
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """The columns between the cuts: first, end, and by how much they are moved to the left."""
+        first, moved = 0, 0
+        for cut in self.cuts:
+            yield first, cut.left, moved
+            first = cut.right
+            moved += cut.right - cut.left - CUT_WIDTH
+        yield first, self._end, moved
+
+    def ticks(self, left: int, right: int) -> Iterator[tuple[int, str]]:
+        """The ticks on the drawn columns `left` to `right` (exclusive), with their times."""
+        for first, end, moved in self.parts():
+            first, end = max(first, left + moved), min(end, right + moved)
+            turn = math.ceil(first / self.scale / self.tick)
+            while (column := self.column(turn * self.tick)) < end:
+                if column >= first:
+                    yield column - moved, number(turn * self.tick)
+                turn += 1
+
+    def notes(self) -> Iterator[tuple[int, str]]:
+        """The drawn column of each cut, and what is left out there."""
+        for (_, end, moved), cut in zip(self.parts(), self.cuts, strict=False):
+            yield end - moved, f"{LEFT_OUT} {cut.note} {LEFT_OUT}"
+
+
+def nearest(value: float) -> int:
+    """To the nearest whole number, halves up (`round` would take every second half down)."""
+    return math.floor(value + 0.5)
+
+
+def _round_step(least: float) -> float:
+    """The smallest number that is 1, 2 or 5 times a power of ten, and at least `least`."""
+    power: float = 10 ** math.floor(math.log10(least))
+    step = next(step for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
+    return step * power

@@ -1,0 +1,184 @@
+"""The cells of a timeline: each compute action's label, place and colour on the time axis.
+
+A cell is its label, dashes up to its end, and one blank column that sets it off from the next. A
+coarse cell is its kind's letter, over and over: `FBBFBB`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+import attrs
+import numpy as np
+
+from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
+from schedir.render.axis import CUT_WIDTH, Axis, nearest
+from schedir.render.palette import FAINT, LEFT_OUT, SHORT, STEP, STEP_STYLE, WORDS, shade
+from schedir.simulator import Timeline
+
+# A cell shorter than this part of the longest one is drawn as a mark: it would stretch all others.
+_SHORTEST = 1 / 16
+
+
+class Cell(NamedTuple):
+    """A piece of a row. It belongs to the page that holds its first `whole` columns.
+
+    `rest` is what is drawn of it on a page that it reaches into.
+    """
+
+    left: int
+    whole: int
+    text: str
+    style: str
+    rest: str = "-"
+
+
+class ComputeSpan(NamedTuple):
+    """A compute action and its time: lighter than a `Span`, and there may be millions."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@attrs.frozen
+class Row:
+    """What is drawn of a rank: its compute in list order, and the turn of each of its stages."""
+
+    spans: Sequence[ComputeSpan]
+    chunks: dict[int, int]
+
+
+def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
+    """What occupies each of the `ranks`, where it is known when."""
+    columns = timeline.schedule.columns
+    kept = columns.where(*COMPUTE)
+    kept = kept[~np.isnan(timeline.starts[kept]) & ~np.isnan(timeline.ends[kept])]
+    starts = starts_of(columns.rank[kept], columns.ranks)
+    compute = columns.take(kept, starts)
+    bounds = starts.tolist()
+    rows = []
+    for rank in ranks:
+        places = kept[bounds[rank] : bounds[rank + 1]]
+        times = zip(timeline.starts[places].tolist(), timeline.ends[places].tolist(), strict=True)
+        spans = [
+            ComputeSpan(action, *time)
+            for action, time in zip(compute.of_rank(rank), times, strict=True)
+        ]
+        stages = timeline.schedule.stages_of(rank)
+        rows.append(Row(spans, {stage: chunk for chunk, stage in enumerate(stages)}))
+    return rows
+
+
+@attrs.frozen
+class Labels:
+    """How actions are named; with the stage, where some rank holds `several`."""
+
+    several: bool
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule) -> Self:
+        """The labels of a schedule's actions."""
+        return cls(any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.ranks)))
+
+    def of(self, action: Action) -> str:
+        """The label of an action's cell."""
+        if action.kind is Kind.OPTIM_STEP:
+            return STEP
+        return f"{action.stage if self.several else ''}{action.kind.value}{action.microbatch}"
+
+    def scale(self, rows: Sequence[Row]) -> float:
+        """The fewest columns per unit of time that leave room for each label and a blank."""
+        named = _long_enough(rows)
+        if not named:
+            return 1
+        needs = {(len(self.of(span.action)) + 1, span.end - span.start) for span in named}
+        scale = max(need / duration for need, duration in needs)
+        # Where times are no whole numbers of columns, rounding can take a column from a cell.
+        fits = all(
+            nearest(span.end * scale) - nearest(span.start * scale) > len(self.of(span.action))
+            for span in named
+        )
+        return scale if fits else max((need + 1) / duration for need, duration in needs)
+
+    def cells(self, row: Row, axis: Axis) -> list[Cell]:
+        """The cells of a row, ascending, on an axis without cuts."""
+        return sorted(self._cell(row, span, axis) for span in row.spans)
+
+    def _cell(self, row: Row, span: ComputeSpan, axis: Axis) -> Cell:
+        left, right = axis.column(span.start), axis.column(span.end)
+        label, kind = self.of(span.action), span.action.kind
+        style = _style(row, span.action)
+        if right - left > len(label):
+            return Cell(left, len(label) + 1, label.ljust(right - left - 1, "-"), style)
+        # Without room of its own, a mark stands in the blank column after the cell before.
+        mark = STEP if kind is Kind.OPTIM_STEP else SHORT
+        return Cell(left if right > left else max(left - 1, 0), 1, mark, style)
+
+
+def coarse_scale(rows: Sequence[Row]) -> float:
+    """One column for the shortest action that has a cell."""
+    durations = [span.end - span.start for span in _long_enough(rows)]
+    return 1 / min(durations, default=1)
+
+
+def coarse_cells(row: Row, axis: Axis) -> list[Cell]:
+    """The cells of a row as letters alone, ascending.
+
+    What is too short for a column is not drawn, but where nothing beside it is: no work is lost.
+    """
+    cells: list[Cell] = []
+    drawn = 0  # the column after the last cell
+    idle_since = -1.0
+    for span in sorted(row.spans, key=_start):
+        left, right = axis.column(span.start), axis.column(span.end)
+        if idle_since < span.start < span.end and drawn <= left < axis.columns:
+            right = max(right, left + 1)
+        left = max(left, drawn)
+        if right > left:
+            letter = STEP if span.action.kind is Kind.OPTIM_STEP else span.action.kind.value
+            style = _style(row, span.action)
+            cells.append(Cell(left, 1, letter * (right - left), style, letter))
+            drawn = right
+        idle_since = span.end
+    return cells
+
+
+def cut_out(cells: Sequence[Cell], axis: Axis) -> list[Cell]:
+    """The cells of a row around the cuts of its axis, a mark in place of each cut."""
+    kept = []
+    for first, end, moved in axis.parts():
+        if moved or first:
+            kept.append(Cell(first - moved - CUT_WIDTH, 1, LEFT_OUT, FAINT))
+        for cell in cells:
+            right = cell.left + len(cell.text)
+            if cell.left >= end or right <= first:
+                continue
+            text = cell.text[: end - cell.left]
+            left, whole = cell.left, cell.whole
+            if left < first:
+                left, whole, text = first, 1, cell.rest * (min(right, end) - first)
+            kept.append(
+                cell._replace(left=left - moved, whole=min(whole, len(text) + 1), text=text)
+            )
+    return kept
+
+
+def _long_enough(rows: Sequence[Row]) -> list[ComputeSpan]:
+    """What has a cell of its own and is not far shorter than the longest of these."""
+    spans = [span for row in rows for span in row.spans if span.action.kind in WORDS]
+    longest = max((span.end - span.start for span in spans), default=0)
+    if not longest:
+        return []
+    return [span for span in spans if span.end - span.start >= longest * _SHORTEST]
+
+
+def _start(span: ComputeSpan) -> float:
+    return span.start
+
+
+def _style(row: Row, action: Action) -> str:
+    if action.kind in WORDS:
+        return shade(action.kind, row.chunks.get(action.stage, 0))
+    return STEP_STYLE

@@ -1,0 +1,43 @@
+"""What the letters and marks of a drawing mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from schedir.ir import Kind
+from schedir.render.cells import Cell, Labels, Row
+from schedir.render.palette import SHORT, STEP, STEP_STYLE, WORDS, shade
+from schedir.render.styled import Piece
+
+
+def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]]) -> str:
+    """The letters and marks that occur, and how a label is read."""
+    words = kinds_in_words(rows)
+    if any(cell.text == SHORT for row in cells for cell in row):
+        words.append(f"{SHORT} too short to be named")
+    text = ", ".join(words)
+    example = next((s.action for row in rows for s in row.spans if s.action.kind in WORDS), None)
+    if example is None:
+        return text
+    whose = f"stage {example.stage}'s" if labels.several else "the"
+    return (
+        f"{text}; {labels.of(example)} is {whose} {WORDS[example.kind]} "
+        f"of microbatch {example.microbatch}"
+    )
+
+
+def kinds_in_words(rows: Sequence[Row]) -> list[str]:
+    """The letter and the meaning of each kind that occurs."""
+    kinds = {span.action.kind for row in rows for span in row.spans}
+    words = [f"{kind.value} {word}" for kind, word in WORDS.items() if kind in kinds]
+    return words + ([f"{STEP} step of the optimiser"] if Kind.OPTIM_STEP in kinds else [])
+
+
+def painted_legend(text: str) -> Iterator[Piece]:
+    """A legend, the first of each letter that stands alone as the drawing shows it."""
+    styles = {kind.value: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE}
+    letters = "|".join(map(str, WORDS))
+    for part in re.split(rf"(\b(?:{letters})\b|{re.escape(STEP)})", text):
+        yield Piece(part, styles.pop(part, ""))
+    yield Piece("\n")

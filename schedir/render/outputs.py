@@ -1,0 +1,194 @@
+"""The table of outputs: what each command can write, and how.
+
+A renderer is a module with a function, and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import attrs
+
+from schedir.checker import Report
+from schedir.ir import Schedule, dumps, dumps_torch_csv
+from schedir.render.diagnostics import as_json, concise, full, github
+from schedir.render.styled import Block, Piece
+from schedir.render.timeline import timeline_blocks, timeline_json
+from schedir.simulator import Timeline
+
+
+@attrs.frozen
+class Page:
+    """What a writer may want to know beside what it writes.
+
+    `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
+    of the terminal, in columns and lines; `width` is None where nothing is to be folded.
+    """
+
+    subject: str = ""
+    width: int | None = None
+    height: int = 24
+
+
+@attrs.frozen
+class Written:
+    """What a writer made, and what it had to leave out: a sentence each."""
+
+    blocks: Iterable[Block]
+    left_out: Iterable[str] = ()
+
+
+@attrs.frozen(kw_only=True)
+class Output:
+    """A form in which a command writes a schedule, a timeline or a report.
+
+    `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
+    what it leaves out, with a warning. `extension` is that of the files that it is written to;
+    `communication` whether it has the sends and receives, `either` where the user chooses.
+    """
+
+    command: Literal["show", "check", "export"]
+    name: str
+    of: Literal["schedule", "timeline", "report"]
+    about: str
+    write: Callable[[Any, Page], Written]
+    cannot_hold: str = ""
+    extension: str = ""
+    communication: Literal["with", "without", "either"] = "either"
+
+
+def _overview(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.overview import overview_blocks  # a pipe starts without it
+
+    return Written(overview_blocks(timeline, page.width or 80, page.height))
+
+
+def _timeline(timeline: Timeline, page: Page) -> Written:
+    return Written(timeline_blocks(timeline, page.width))
+
+
+def _timeline_json(timeline: Timeline, page: Page) -> Written:
+    return Written([Piece(timeline_json(timeline))])
+
+
+def _full(report: Report, page: Page) -> Written:
+    return Written(full(report, page.subject))
+
+
+def _concise(report: Report, page: Page) -> Written:
+    return Written(concise(report, page.subject))
+
+
+def _report_json(report: Report, page: Page) -> Written:
+    return Written([Piece(as_json(report))])
+
+
+def _github(report: Report, page: Page) -> Written:
+    return Written([Piece(github(report, page.subject))])
+
+
+def _sched(schedule: Schedule, page: Page) -> Written:
+    return Written([Piece(dumps(schedule))])
+
+
+def _torch_csv(schedule: Schedule, page: Page) -> Written:
+    text, left_out = dumps_torch_csv(schedule)
+    return Written([Piece(text)], left_out)
+
+
+_NOT_IN_TORCH = "OPTIM_STEP and weight versions"
+
+OUTPUTS = (
+    Output(
+        command="show",
+        name="overview",
+        of="timeline",
+        about="what it costs and how it runs, on one screen",
+        write=_overview,
+    ),
+    Output(
+        command="show",
+        name="full",
+        of="timeline",
+        about="every action of every rank",
+        write=_timeline,
+    ),
+    Output(
+        command="show",
+        name="json",
+        of="timeline",
+        about="makespan, bubble and peaks",
+        write=_timeline_json,
+    ),
+    Output(
+        command="check",
+        name="full",
+        of="report",
+        about="each finding with its places and what to do",
+        write=_full,
+    ),
+    Output(
+        command="check",
+        name="concise",
+        of="report",
+        about="a line for each finding",
+        write=_concise,
+    ),
+    Output(
+        command="check",
+        name="json",
+        of="report",
+        about="all findings, for a program",
+        write=_report_json,
+    ),
+    Output(
+        command="check",
+        name="github",
+        of="report",
+        about="annotations for a pull request",
+        write=_github,
+    ),
+    Output(
+        command="export",
+        name="sched",
+        of="schedule",
+        about="schedir's own text",
+        write=_sched,
+        extension=".sched",
+    ),
+    Output(
+        command="export",
+        name="torch-csv",
+        of="schedule",
+        about="the CSV of torch.distributed.pipelining, compute only",
+        write=_torch_csv,
+        cannot_hold=_NOT_IN_TORCH,
+        extension=".csv",
+        communication="without",
+    ),
+    Output(
+        command="export",
+        name="torch-csv-comms",
+        of="schedule",
+        about="that CSV with its sends and receives",
+        write=_torch_csv,
+        cannot_hold=_NOT_IN_TORCH,
+        extension=".csv",
+        communication="with",
+    ),
+)
+
+
+def outputs_of(command: str) -> dict[str, Output]:
+    """The outputs of a command by name, the default one first."""
+    return {output.name: output for output in OUTPUTS if output.command == command}
+
+
+def described(command: str) -> str:
+    """The outputs of a command in words, for its help."""
+    return "; ".join(
+        f"{output.name}: {output.about}"
+        + (f" (cannot hold {output.cannot_hold})" if output.cannot_hold else "")
+        for output in outputs_of(command).values()
+    )

@@ -1,0 +1,184 @@
+"""A timeline on one screen: what it costs, then how it begins, goes on and ends.
+
+    rank  0              5              10       … 3 × the same … 25             30
+       0  F0 F1 F2 F3                   B0--- F4 … B4---    B5---    B6---    B7---*
+       1     F0 F1 F2             B0--- F3 B1--- … -- F7 B5---    B6---    B7---*
+
+What all ranks repeat is drawn once. Where that is still too much for the screen, cells become
+letters, and in the end letters that stand for several actions each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import attrs
+
+from schedir.render.axis import CUT_WIDTH, Axis, Cut
+from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
+from schedir.render.drawing import Drawing, gap
+from schedir.render.legend import kinds_in_words, legend, painted_legend
+from schedir.render.palette import LEFT_OUT
+from schedir.render.steady import Repeat, repeats
+from schedir.render.styled import Block, Panel, Piece, count, fill, number
+from schedir.render.timeline import statistics, title
+from schedir.simulator import Timeline
+
+_CORNER = "rank  "
+_PANEL_EDGES = 4  # columns
+_PROMPT_LINES = 1
+_RULER_LINES = 1
+_LEGEND_LINES = 4  # a blank one, and as many as most legends take
+_TABLE_RULES = 1  # that a terminal draws below the header
+_MOST_CUTS = 3  # more would take longer to read than what they save
+_FEWEST_COLUMNS = 6  # that a cut has to save
+
+
+def overview_blocks(timeline: Timeline, width: int, height: int) -> Iterator[Block]:
+    """The costs of a timeline and a drawing, on a screen of `width` columns and `height` lines."""
+    costs = list(_costs(timeline))
+    yield Panel(title(timeline.schedule), costs)
+    text = "".join(piece.text for piece in costs)
+    panel = len(fill(text, max(width, _PANEL_EDGES + 1) - _PANEL_EDGES).splitlines()) + 2
+    room = height - panel - _PROMPT_LINES
+    drawing = _drawing(timeline, width, room)
+    for turn, (left, end) in enumerate(drawing.pages(width)):
+        yield Piece("\n" if turn else "")
+        yield from drawing.page(left, end)
+    yield Piece("\n")
+    yield from painted_legend(fill(drawing.legend, width))
+    table = statistics(timeline)
+    lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
+    if lines <= room and table.width <= width:
+        yield Piece("\n")
+        yield table
+
+
+def _costs(timeline: Timeline) -> Iterator[Piece]:
+    """Makespan, bubble and peaks, the numbers set off from the words."""
+    ranks = timeline.ranks
+    for before, name, value in (
+        ("", "makespan", number(timeline.makespan)),
+        ("   ", "bubble", f"{timeline.bubble_fraction:.1%}"),
+        ("   ", "peak activations", str(max(rank.peak_activations for rank in ranks))),
+        ("   ", "weight versions", str(max(rank.weight_versions for rank in ranks))),
+    ):
+        yield Piece(f"{before}{name} ")
+        yield Piece(value, "bold")
+
+
+def _lines(drawing: Drawing, width: int) -> int:
+    """The lines of a drawing and its legend, with a blank one between them."""
+    return drawing.lines(width) + 1 + len(fill(drawing.legend, width).splitlines())
+
+
+def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
+    """The drawing with the most detail that fits, its legend included."""
+    schedule = timeline.schedule
+    shown, hidden = _shown_ranks(schedule.ranks, room - _RULER_LINES - _LEGEND_LINES)
+    rows = rows_of(timeline, shown)
+    sketcher = _Sketcher(timeline, shown, hidden, rows, Labels.of_schedule(schedule))
+    whole = sketcher.labelled(repeated=())
+    if whole.axis.columns + len(_CORNER) <= width:
+        return whole
+    longest = sorted(repeats(timeline), key=lambda repeat: repeat.start - repeat.end)
+    repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
+    columns = max(width - len(_CORNER), 1)
+    for draw in (
+        sketcher.labelled,
+        sketcher.coarse,
+        partial(sketcher.squeezed, columns=columns),
+    ):
+        drawing = draw(repeated)
+        if _lines(drawing, width) <= room:
+            return drawing
+    # What repeats may be too short, at that scale, to be cut out.
+    return sketcher.squeezed((), columns)
+
+
+def _shown_ranks(ranks: int, room: int) -> tuple[list[int], int]:
+    """The ranks that have room, the first and the last, and how many are left out between them."""
+    if ranks <= room:
+        return list(range(ranks)), 0
+    many = max(room - 1, 2)
+    last = many // 2
+    return [*range(many - last), *range(ranks - last, ranks)], ranks - many
+
+
+@attrs.frozen
+class _Sketcher:
+    """Draws the `shown` ranks, `hidden` ones left out between them, in more or less detail."""
+
+    timeline: Timeline
+    shown: Sequence[int]
+    hidden: int
+    rows: Sequence[Row]
+    labels: Labels
+
+    def labelled(self, repeated: Sequence[Repeat]) -> Drawing:
+        """Every action with its label, but for what is `repeated`."""
+        axis = self._axis(self.labels.scale(self.rows), repeated)
+        cells = [self.labels.cells(row, axis) for row in self.rows]
+        return self._drawing(axis, cells, legend(self.labels, self.rows, cells))
+
+    def coarse(self, repeated: Sequence[Repeat]) -> Drawing:
+        """Every action as letters, but for what is `repeated`."""
+        return self._letters(self._axis(coarse_scale(self.rows), repeated), "")
+
+    def squeezed(self, repeated: Sequence[Repeat], columns: int) -> Drawing:
+        """As letters in so many columns, each for as many actions as it must be."""
+        drawn = self.timeline.makespan - sum(r.end - r.start - r.period for r in repeated)
+        scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
+        note = f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
+        return self._letters(self._axis(scale, repeated), note)
+
+    def _letters(self, axis: Axis, note: str) -> Drawing:
+        cells = [coarse_cells(row, axis) for row in self.rows]
+        drawn = {cell.text[0] for row in cells for cell in row}
+        words = [word for word in kinds_in_words(self.rows) if word[0] in drawn]
+        return self._drawing(axis, cells, ", ".join(words) + note, complete=False)
+
+    def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
+        axis = Axis(scale, self.timeline.makespan)
+        cuts = []
+        for repeat in repeated:
+            left, right = axis.column(repeat.start + repeat.period), axis.column(repeat.end)
+            if right - left >= CUT_WIDTH + _FEWEST_COLUMNS:
+                cuts.append(Cut(left, right, _again(repeat), _in_words(repeat)))
+        return attrs.evolve(axis, cuts=tuple(cuts))
+
+    def _drawing(
+        self,
+        axis: Axis,
+        cells: list[list[Cell]],
+        words: str,
+        complete: bool = True,
+    ) -> Drawing:
+        if axis.cuts:
+            cells = [cut_out(row, axis) for row in cells]
+            words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
+        if self.hidden or axis.cuts or not complete:
+            words += "; --full draws everything"
+        heads = [f"{rank:{len(_CORNER) - 2}}  " for rank in self.shown]
+        if self.hidden:
+            middle = len(heads) - len(heads) // 2
+            head, row = gap(
+                f"{LEFT_OUT:>{len(_CORNER) - 2}}  ", f"{count(self.hidden, 'rank')} left out"
+            )
+            heads.insert(middle, head)
+            cells.insert(middle, row)
+        return Drawing(_CORNER, heads, cells, axis, words)
+
+
+def _again(repeat: Repeat) -> str:
+    return f"{repeat.times - 1:,} × the same"
+
+
+def _in_words(repeat: Repeat) -> str:
+    until = repeat.start + repeat.period
+    later = count(repeat.microbatches, "microbatch", "es")
+    return (
+        f"{_again(repeat)}: time {number(repeat.start)}..{number(until)} again, "
+        f"each time {later} later"
+    )
