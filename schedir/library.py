@@ -37,7 +37,6 @@ from schedir.ir import (
     loads_torch_csv,
     stages_by_rank,
 )
-from schedir.passes import insert_communication
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -150,14 +149,12 @@ def build(
     Raises LoadError where the target can't be found or its generator fails, ParseError for a
     malformed file, ScheduleError where the actions can't be completed.
     """
-    from schedir.checker import check_compute
+    from schedir.checker import prove
 
     found = load(target, ranks=ranks, microbatches=microbatches, chunks=chunks, **parameters)
     if found.is_complete:
         return found
-    report = check_compute(found)
-    report.raise_if_errors()
-    return insert_communication(found)
+    return prove(found).proved()
 
 
 def load(

@@ -4,7 +4,7 @@ from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
 from schedir.checker.channels import CHANNELS
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.rules import RETIRED, RULES
-from schedir.checker.run import check, check_compute
+from schedir.checker.run import check, prove
 
 __all__ = [
     "CHANNELS",
@@ -20,5 +20,5 @@ __all__ = [
     "Report",
     "changed",
     "check",
-    "check_compute",
+    "prove",
 ]

@@ -16,7 +16,7 @@ from schedir.checker.changes import Move, ahead
 from schedir.checker.diagnostics import locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import lints as rules
-from schedir.ir import TEXTBOOK, Ints, Meetings, Plan, Schedule, Time, Times, run
+from schedir.ir import TEXTBOOK, Exchanges, Ints, Plan, Schedule, Time, Times, run
 
 # The list is run again for each late send that may cost something, while this many actions last.
 _MOST_RUN = 1_000_000
@@ -67,8 +67,8 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
     posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
     posts += planned.posts[len(posts) :]
     durations = TEXTBOOK[schedule.columns.kind[planned.compute]].tolist()
-    meetings = Meetings(posts, (), [0] * len(posts))
-    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
+    exchanges = Exchanges(posts, (), [0] * len(posts))
+    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), exchanges)
 
 
 def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:

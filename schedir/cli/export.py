@@ -8,11 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from schedir.checker import check_compute
+from schedir.checker import prove
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import fail, refuse
 from schedir.ir import dumps, dumps_torch_csv
-from schedir.passes import insert_communication, strip_communication
+from schedir.passes import strip_communication
 
 logger = logging.getLogger("schedir")
 
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.compute_only or form == "torch-csv":
         schedule = strip_communication(schedule)
     elif not schedule.is_complete:
-        report = check_compute(schedule)
-        if not report.ok:
+        report = prove(schedule)
+        if report.schedule is None:
             return refuse(report, subject_of(args, schedule))
-        schedule = insert_communication(schedule)
+        schedule = report.schedule
     if form == "sched":
         text = dumps(schedule)
     else:

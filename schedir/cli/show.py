@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.checker import check, check_compute
+from schedir.checker import prove
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import has_colour, refuse, width_of
 from schedir.ir import Schedule
-from schedir.passes import insert_communication, strip_communication
+from schedir.passes import strip_communication
 from schedir.render import timeline_json, timeline_text
 from schedir.simulator import simulate
 
@@ -44,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json and (args.actions or args.compute_only):
         args.parser.error("--json prints numbers only: leave out --actions and --compute-only")
     schedule = load_target(args)
-    # The communication that schedir inserts is right by construction: it needs no proof.
-    report = check(schedule) if schedule.is_complete else check_compute(schedule)
-    if not report.ok:
+    report = prove(schedule)
+    if report.schedule is None:
         return refuse(report, subject_of(args, schedule))
-    schedule = insert_communication(schedule)
+    schedule = report.schedule
     timeline = simulate(schedule)
     if args.json:
         print(timeline_json(timeline), end="")

@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 
 import attrs
 
-from schedir.errors import ScheduleError
-from schedir.ir.clock import Meetings, run
+from schedir.errors import UnsoundError
+from schedir.ir.clock import Exchanges, run
 from schedir.ir.columns import Columns
 from schedir.ir.schedule import Schedule
 
@@ -44,13 +44,13 @@ def never_starts(schedule: Schedule, pairs: Collection[int]) -> tuple[int, str] 
         return None
     try:
         flow = schedule.dataflow
-    except ScheduleError:
+    except UnsoundError:
         return None  # the lists lack actions, as `schedir.check` says
     bounds, count = schedule.columns.starts.tolist(), len(schedule.columns)
     needs, makers = flow.arrivals.tolist(), flow.transfers.maker.tolist()
 
     def ends(posts: list[tuple[int, ...]]) -> list[float]:
-        return run(bounds, [0] * count, needs, Meetings(posts, (), [0] * len(posts))).ends
+        return run(bounds, [0] * count, needs, Exchanges(posts, (), [0] * len(posts))).ends
 
     if -1 in ends([(maker,) for maker in makers]):
         return None

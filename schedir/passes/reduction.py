@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, Kind
+from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
 from schedir.ir.schedule import Schedule, starts_of
 
@@ -22,7 +22,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
     behind = []
     steps = columns.is_kind(Kind.OPTIM_STEP)
     stepped = set()
-    for place in columns.where(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OPTIM_STEP).tolist():
+    for place in columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP).tolist():
         key = int(columns.rank[place]), int(columns.stage[place])
         if key[1] in listed:
             continue
