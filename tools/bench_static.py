@@ -57,13 +57,19 @@ def run_schedir(ranks: int, chunks: int, microbatches: int) -> tuple[list[float]
             raise SystemExit(f"not clean under every model: {report}")
         return schedule
 
+    def simulate(schedule: schedir.Schedule) -> schedir.Timeline:
+        line = schedir.simulate(schedule)
+        if not 0 < line.bubble_fraction < 1:  # it is worked out where it is asked for
+            raise SystemExit(f"no bubble: {line}")
+        return line
+
     seconds, line = timed(
         [
             lambda _: schedir.build(
                 "interleaved-1f1b", ranks=ranks, chunks=chunks, microbatches=microbatches
             ),
             check,
-            schedir.simulate,
+            simulate,
         ]
     )
     return seconds, len(line.schedule.columns)

@@ -16,7 +16,7 @@ from schedir.checker.changes import Move, ahead
 from schedir.checker.diagnostics import locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import lints as rules
-from schedir.ir import TEXTBOOK, Exchanges, Ints, Plan, Schedule, Time, Times, run
+from schedir.ir import Ints, Plan, Schedule, Time, Times
 
 # The list is run again for each late send that may cost something, while this many actions last.
 _MOST_RUN = 1_000_000
@@ -56,7 +56,7 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     ahead_of = np.cumsum(~follows) * (len(planned.compute) + 1)
     together = maker.copy()
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
-    listed = _times(schedule, planned, sent)
+    listed = planned.textbook
     prompt = _times(schedule, planned, together) if (sent > together).any() else listed
     return Posting(planned, sent, behind, alone, together, listed, prompt)
 
@@ -65,10 +65,7 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
     """When all runs where the sends are posted so."""
     received = planned.last_before[schedule.dataflow.transfers.receive]
     posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
-    posts += planned.posts[len(posts) :]
-    durations = TEXTBOOK[schedule.columns.kind[planned.compute]].tolist()
-    exchanges = Exchanges(posts, (), [0] * len(posts))
-    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), exchanges)
+    return planned.run(posts + planned.posts[len(posts) :])
 
 
 def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:

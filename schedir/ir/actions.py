@@ -148,16 +148,16 @@ class Action:
     version: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        stage, microbatch = self.stage, self.microbatch
+        kind, stage, microbatch = self.kind, self.stage, self.microbatch
         # A generator makes millions of these; what most of them are is known at a glance.
         if (
-            type(self.kind) is Kind
+            type(kind) is Kind
             and self.version is None
             and type(stage) is int
             and type(microbatch) is int
             and 0 <= stage <= MAX_NUMBER
             and 0 <= microbatch <= MAX_NUMBER
-            and self.kind not in STAGE_WIDE
+            and kind not in STAGE_WIDE
         ):
             return
         if type(self.kind) is not Kind:

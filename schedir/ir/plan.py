@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 
 from schedir.ir.actions import COMPUTE
+from schedir.ir.clock import TEXTBOOK, Exchanges, Times, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
 from schedir.ir.columns import Ints
 from schedir.ir.schedule import Schedule
 
 
-@attrs.frozen(eq=False)
+# Not slotted, so that the run at the textbook costs can be kept beside the fields.
+@attrs.frozen(eq=False, slots=False)
 class Plan:
-    """The arguments of `clock.run`, but for the durations.
+    """The arguments of `clock.run`, with the textbook's costs as `durations`.
 
     `compute` holds the places of all compute, `bounds` the number of each rank's first. The
     exchanges are the transfers of the dataflow, then `collectives`, the places of REDUCE_GRADs that
@@ -22,15 +26,33 @@ class Plan:
 
     compute: Ints
     bounds: Ints
+    durations: Ints
     needs: Ints
     posts: list[tuple[int, ...]]
     before: Ints
     collectives: list[tuple[int, ...]]
     last_before: Ints
 
+    def run(self, posts: list[tuple[int, ...]]) -> Times:
+        """When all runs at the textbook costs, its exchanges posted so."""
+        exchanges = Exchanges(posts, (), [0] * len(posts))
+        return run(self.bounds.tolist(), self.durations.tolist(), self.needs.tolist(), exchanges)
+
+    @cached_property
+    def textbook(self) -> Times:
+        """When all runs at the textbook costs, as it is listed."""
+        return self.run(self.posts)
+
 
 def plan(schedule: Schedule) -> Plan:
-    """Number what the clock runs. Expects a schedule that has been proved."""
+    """Number what the clock runs, once for each Schedule object, which has to be proved."""
+    known = schedule.memo.get(Plan)
+    if not isinstance(known, Plan):
+        known = schedule.memo[Plan] = _plan(schedule)
+    return known
+
+
+def _plan(schedule: Schedule) -> Plan:
     columns, transfers = schedule.columns, schedule.dataflow.transfers
     is_compute = columns.is_kind(*COMPUTE)
     so_far: Ints = np.cumsum(is_compute)
@@ -60,4 +82,13 @@ def plan(schedule: Schedule) -> Plan:
         for turn, stage in enumerate(stages)
     ]
     before = np.concatenate((before, np.array(turn_before, np.int64)))
-    return Plan(compute, bounds, needs, posts, before, collectives, last_before)
+    return Plan(
+        compute=compute,
+        bounds=bounds,
+        durations=TEXTBOOK[columns.kind[compute]],
+        needs=needs,
+        posts=posts,
+        before=before,
+        collectives=collectives,
+        last_before=last_before,
+    )
