@@ -15,7 +15,7 @@ class Traits:
     `word` names the kind for people; `cost` is the textbook's, in forwards. A `stage_wide` action
     names no microbatch. A rank runs what `computes` in list order. What `reads_weights` uses the
     version that its FORWARD reads; what `differentiates` is a backward, or a part of one, and what
-    `completes_gradients` leaves the microbatch's gradients of the parameters behind. The activation
+    `completes_gradients` ends the microbatch's share of the parameters' gradients. The activation
     of a (stage, microbatch) lives from what `holds_activation` to what `releases_activation`. A
     send names the receive that it `meets`, and how many stages further on that stands.
     """
@@ -107,17 +107,17 @@ READS_WEIGHTS = _kinds(lambda traits: traits.reads_weights)
 BACKWARDS = _kinds(lambda traits: traits.differentiates)
 """The full backward, and the two parts of a split one."""
 COMPLETES_GRADIENTS = _kinds(lambda traits: traits.completes_gradients)
-"""After these a microbatch's gradients of the stage's parameters are there."""
+"""After these a microbatch's gradients of the stage's parameters are complete."""
 HOLDS_ACTIVATION = _kinds(lambda traits: traits.holds_activation)
 RELEASES_ACTIVATION = _kinds(lambda traits: traits.releases_activation)
 """An activation lives from one of the former to one of the latter."""
 
-_MEETINGS = [(send, *send.traits.meets) for send in Kind if send.traits.meets]
-COUNTERPARTS = {send: (Kind(receive), further) for send, receive, further in _MEETINGS} | {
-    Kind(receive): (send, -further) for send, receive, further in _MEETINGS
+_ENDS = [(send, *send.traits.meets) for send in Kind if send.traits.meets]
+COUNTERPARTS = {send: (Kind(receive), further) for send, receive, further in _ENDS} | {
+    Kind(receive): (send, -further) for send, receive, further in _ENDS
 }
 """For each send and receive, the kind of its other end, and how many stages further that is."""
-SENDS = frozenset(send for send, _, _ in _MEETINGS)
+SENDS = frozenset(send for send, _, _ in _ENDS)
 RECEIVES = frozenset(COUNTERPARTS) - SENDS
 COMMUNICATION = SENDS | RECEIVES
 """Point-to-point communication, which the pass inserts. REDUCE_GRAD is the author's to place."""

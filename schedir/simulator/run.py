@@ -48,11 +48,11 @@ def _run(schedule: Schedule, planned: Plan, price: dict[Kind, Time]) -> Times:
     durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
     collectives = len(planned.collectives)
     transfers = len(planned.posts) - collectives
-    last = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
+    lengths = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
     # What takes no time never holds up the next one of its channel or stage.
     timed = price[Kind.SEND_ACT] or (collectives and price[Kind.REDUCE_GRAD])
     before = planned.before.tolist() if timed else ()
-    exchanges = Exchanges(planned.posts, before, last)
+    exchanges = Exchanges(planned.posts, before, lengths)
     return run(planned.bounds.tolist(), durations, planned.needs.tolist(), exchanges)
 
 
