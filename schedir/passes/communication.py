@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from schedir.errors import UnsoundError
-from schedir.ir.actions import COMMUNICATION, Kind
+from schedir.ir.actions import COMMUNICATION, COUNTERPARTS, Kind
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, run
 from schedir.ir.collectives import collective_turns
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
@@ -105,14 +105,16 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
         both: Ints = np.concatenate((compute, ends_of(sends, receives)))[merged]
         return both
 
+    sends = Kind.SEND_ACT, Kind.SEND_GRAD
+    receives = (COUNTERPARTS[kind][0] for kind in sends)
     microbatch = transfers.microbatch[order]
     none = np.full(len(order), -1)
     complete = Columns(
         starts_of(rank[merged], schedule.ranks),
         entries(
             columns.kind,
-            _either(is_act, Kind.SEND_ACT, Kind.SEND_GRAD),
-            _either(is_act, Kind.RECV_ACT, Kind.RECV_GRAD),
+            _either(is_act, *sends),
+            _either(is_act, *receives),
         ),
         entries(columns.stage, sender[order], transfers.stage[order]),
         entries(columns.microbatch, microbatch, microbatch),
