@@ -46,8 +46,6 @@ class CostModel:
     optim_step: float = _cost_of(Kind.OPTIM_STEP)
 
     def by_kind(self) -> dict[Kind, float]:
-        """The cost of every kind of action."""
-        return {
-            kind: self.communication if kind in COMMUNICATION else getattr(self, kind.name.lower())
-            for kind in Kind
-        }
+        """The cost of every kind of action: one without a field of its own costs the textbook's."""
+        own = {kind: getattr(self, kind.name.lower(), kind.traits.cost) for kind in Kind}
+        return own | dict.fromkeys(COMMUNICATION, self.communication)
