@@ -114,11 +114,26 @@ def test_an_equal_schedule_is_proved_anew(calls: Counter[str]) -> None:
     assert calls["structure"] == 2
 
 
-def test_other_terms_are_proved_anew() -> None:
+def test_limits_are_looked_at_every_time(calls: Counter[str]) -> None:
     built = schedir.build("1f1b", ranks=2, microbatches=4)
     assert [d.code for d in schedir.check(built, max_activations=1).errors] == ["S405"]
     assert schedir.check(built).ok
     assert not schedir.check(built, max_activations=1).ok
+    assert schedir.check(again(built), max_activations=1).schedule is None
+    assert calls["structure"] == 2
+
+
+def test_ties_are_proved_anew() -> None:
+    # Alone each stage may step once its own gradient is there; tied, the first waits for both.
+    schedule = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 0\n"
+        "rank 0: 0F0 1F0 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP\n"
+    )
+    assert schedir.check(schedule).schedule is schedule
+    report = schedir.check(schedule, ties=[(0, 1)])
+    assert [error.code for error in report.errors] == ["S301"]
+    assert report.schedule is None
+    assert schedir.check(schedule).ok
 
 
 def test_a_wrong_schedule_is_wrong_every_time() -> None:

@@ -207,3 +207,13 @@ def alive_by_brute_force(actions: list[Action]) -> int:
 def test_weight_versions_alive_equal_brute_force(actions: list[Action]) -> None:
     versions = weight_versions(columns_of([actions]), 0)
     assert (versions[0].peak()[0] if versions else 1) == alive_by_brute_force(actions)
+
+
+@given(st.floats(0.01, 3), st.floats(0.01, 3), st.integers(1, 40))
+def test_a_rank_that_never_waits_is_idle_for_exactly_nothing(
+    forward: float, backward: float, microbatches: int
+) -> None:
+    costs = CostModel(forward=forward, backward=backward, optim_step=0.1)
+    line = schedir.simulate(schedir.build("1f1b", ranks=1, microbatches=microbatches), costs)
+    assert (line.ranks[0].idle, line.bubble_fraction) == (0, 0)
+    assert line.ranks[0].busy == line.makespan

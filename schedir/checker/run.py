@@ -106,9 +106,10 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
 
 def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
     """The judgement of a schedule. One without errors is remembered with it."""
-    known = schedule.memo.get(terms)
+    key = _Judgement, terms.ties
+    known = schedule.memo.get(key)
     if isinstance(known, _Judgement):
-        # Free of errors, so this is the notes; they name places in this very list.
+        # Limits may be others now, and notes name places in this very list.
         return attrs.evolve(known, found=_present(memory(schedule, terms.limits, terms.ties)))
     found = _present(structure(schedule))
     if found:
@@ -118,8 +119,8 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
         return _Judgement(found)
     clean = clean_channels(complete, terms.ties)
     if not _has_errors(found):
-        # Its compute is the same, its communication and its waits have been looked at here.
-        schedule.memo[terms] = complete.memo[terms] = _Judgement([], complete, clean)
+        # Both have the same compute, and the communication and the waits are the complete one's.
+        schedule.memo[key] = complete.memo[key] = _Judgement([], complete, clean)
     return _Judgement(found, complete, clean)
 
 

@@ -123,17 +123,13 @@ class Timeline:
         """What each rank does with its time, and the most that it holds."""
         columns = self.schedule.columns
         computes, forwards = columns.is_kind(*COMPUTE), columns.is_kind(Kind.FORWARD)
-        durations = np.where(computes, self.ends - self.starts, 0)
-        if durations.dtype.kind == "f":
-            durations = np.nan_to_num(durations, nan=0.0)
         peaks, versions = peak_activations(columns), _peak_versions(self.schedule)
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
-            busy = durations[begin:end].sum().item()
-            over = self.ends[begin:end][computes[begin:end]]
-            until = np.fmax.reduce(over, initial=0).item()
-            begins = self.starts[begin:end][forwards[begin:end]]
-            since = np.fmin.reduce(begins, initial=until).item()
+            starts, ends = self.starts[begin:end], self.ends[begin:end]
+            busy = _busy(starts[computes[begin:end]], ends[computes[begin:end]])
+            until = np.fmax.reduce(ends[computes[begin:end]], initial=0).item()
+            since = np.fmin.reduce(starts[forwards[begin:end]], initial=until).item()
             found.append(
                 RankStats(
                     rank=rank,
@@ -154,6 +150,17 @@ class Timeline:
             tuple(Span(index, action, *next(times)) for index, action in enumerate(actions))
             for actions in self.schedule.actions
         )
+
+
+def _busy(starts: Numbers, ends: Numbers) -> float:
+    """How long a rank's compute takes, as far as it is known."""
+    known = ~np.isnan(ends - starts)
+    starts, ends = starts[known], ends[known]
+    # What follows without a gap counts as one: a rank that never waits is idle for exactly 0.
+    gaps = starts[1:] != ends[:-1]
+    last, first = np.append(gaps, True)[: len(ends)], np.append(True, gaps)[: len(starts)]
+    busy: float = (ends[last] - starts[first]).sum().item()
+    return busy
 
 
 def _peak_versions(schedule: Schedule) -> dict[int, int]:
