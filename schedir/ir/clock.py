@@ -57,7 +57,7 @@ def run(
 
     `needs[c]` is the exchange that compute c waits for, -1 for none.
     """
-    posts, before, lasts = exchanges.posts, exchanges.before, exchanges.durations
+    posts, before, lengths = exchanges.posts, exchanges.before, exchanges.durations
     starts: list[Time] = [-1] * len(durations)
     ends = starts.copy()
     begins: list[Time] = [-1] * len(posts)
@@ -80,7 +80,7 @@ def run(
                         waiting.setdefault(held, []).append(rank)
                         reached[rank] = compute
                         break
-                arrival = begins[need] + lasts[need]
+                arrival = begins[need] + lengths[need]
                 if arrival > time:
                     time = arrival
             starts[compute] = time
@@ -99,7 +99,7 @@ def run(
 def _begin(
     exchange: int, posts: Sequence[tuple[int, ...]], ends: list[Time], begins: list[Time]
 ) -> int:
-    """Find when a exchange begins that waits for no other; or the compute that it still waits for,
+    """Find when an exchange begins that waits for no other; or the compute that it still waits for,
     -1 for none."""
     begin: Time = 0
     for post in posts[exchange]:
@@ -117,7 +117,7 @@ def _begin_in_order(
     exchange: int, exchanges: Exchanges, ends: list[Time], begins: list[Time]
 ) -> int:
     """The same for one that waits for those before it on its channel."""
-    before, lasts = exchanges.before, exchanges.durations
+    before, lengths = exchanges.before, exchanges.durations
     chain = [exchange]
     while before and before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
         chain.append(before[chain[-1]])
@@ -126,6 +126,6 @@ def _begin_in_order(
         if held >= 0:
             return held
         if before and before[current] >= 0:
-            over = begins[before[current]] + lasts[before[current]]
+            over = begins[before[current]] + lengths[before[current]]
             begins[current] = max(begins[current], over)
     return -1
