@@ -1,7 +1,14 @@
 """schedir: write, prove and run pipeline-parallel training schedules."""
 
 from schedir.checker import CHANNELS, Diagnostic, Report, check
-from schedir.errors import ExecutionError, LoadError, ParseError, SchedirError, ScheduleError
+from schedir.errors import (
+    ExecutionError,
+    LoadError,
+    ParseError,
+    SchedirError,
+    ScheduleError,
+    UnsoundError,
+)
 from schedir.ir import (
     Action,
     Kind,
@@ -45,6 +52,7 @@ __all__ = [
     "ScheduleError",
     "Source",
     "Timeline",
+    "UnsoundError",
     "__version__",
     "advance_receives",
     "backward",

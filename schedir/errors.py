@@ -1,13 +1,13 @@
-"""Every error that schedir raises on purpose: a user's mistake, never a bug of schedir."""
+"""Every error that schedir raises on purpose: a user's mistake, never a bug of schedir.
+
+All parts raise these, so this module imports none of them: what an error carries of theirs has the
+type Any here, and is named in its docstring.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from schedir.checker.diagnostics import Diagnostic
-    from schedir.ir import Action
+from typing import Any
 
 
 class SchedirError(Exception):
@@ -32,19 +32,32 @@ class LoadError(SchedirError):
     """A schedule could not be found, or its generator failed."""
 
 
-class ScheduleError(SchedirError):
-    """A schedule is wrong; `diagnostics` holds every finding."""
+class UnsoundError(SchedirError):
+    """A schedule's structure is too wrong for a pass, or for looking up what feeds what.
 
-    def __init__(self, message: str, diagnostics: Sequence[Diagnostic]) -> None:
+    It names the first such fault that was met; `schedir.check` on the schedule finds them all.
+    """
+
+
+class ScheduleError(SchedirError):
+    """A schedule is wrong; `diagnostics` holds every finding, a `schedir.Diagnostic` each.
+
+    Raises ValueError where there is none: a schedule without findings is not wrong.
+    """
+
+    def __init__(self, message: str, diagnostics: Sequence[Any]) -> None:
         super().__init__(message)
-        self.diagnostics = tuple(diagnostics)
+        self.diagnostics: tuple[Any, ...] = tuple(diagnostics)
+        if not self.diagnostics:
+            raise ValueError("a ScheduleError needs the findings that it is about")
 
 
 class ExecutionError(SchedirError):
     """A schedule failed while it ran, or could not start.
 
-    `rank`, `index` and `action` name the action that failed; they are None where the failure
-    belongs to no action (a wrong set of stages, say). `cause` is the exception behind it, if any.
+    `rank`, `index` and `action` (a `schedir.Action`) name the action that failed; they are None
+    where the failure belongs to no action (a wrong set of stages, say). `cause` is the exception
+    that led to it, if any.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class ExecutionError(SchedirError):
         *,
         rank: int | None = None,
         index: int | None = None,
-        action: Action | None = None,
+        action: Any = None,
         cause: BaseException | None = None,
     ) -> None:
         place = f"rank {rank}" if rank is not None else ""

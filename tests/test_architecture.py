@@ -6,7 +6,8 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,17 @@ import pytest
 import schedir
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each part, and the parts that it may import. `errors` is everybody's.
-MAY_IMPORT = {
-    "errors": {"checker", "ir"},  # for types only
-    "ir": set(),
-    "passes": {"ir"},
-    "checker": {"ir", "passes"},
-    "simulator": {"ir", "passes", "checker"},
-    "library": {"ir", "passes", "checker"},
-    "render": {"ir", "checker", "simulator"},
-    "runtime": {"ir", "passes", "checker", "simulator"},
-    "cli": {"ir", "passes", "checker", "simulator", "render", "library"},
-}
+# The floors of the house: a part imports itself and what is on the floors before its own.
+FLOORS = (
+    {"errors"},
+    {"ir"},
+    {"passes"},
+    {"checker"},
+    {"simulator"},
+    {"library", "render"},
+    {"runtime"},
+    {"cli"},
+)
 
 
 # The runtime's parts, each of which imports those before it alone.
@@ -47,24 +47,54 @@ RUNTIME = (
 
 
 def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports: anywhere in it, for types alone, and in functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            named = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in named)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
-def test_imports_go_one_way(part: str) -> None:
-    package = ROOT / "schedir" / part
-    files = sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
-    assert files
-    for file in files:
-        for name in imports(file):
-            if name.startswith("schedir."):
-                imported = name.split(".")[1]
-                assert imported in MAY_IMPORT[part] | {part, "errors"}, f"{file} imports {name}"
-            assert name.split(".")[0] != "torch" or part == "runtime", f"{file} imports {name}"
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in (ROOT / "schedir").rglob("*.py")}
+
+
+def circle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names each of which leads to the next; none where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}}) == []
+    assert set(circle_in({"x": {"a"}, "a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_imports_make_no_circle() -> None:
+    assert circle_in({name: set(imports(path)) for name, path in MODULES.items()}) == []
+
+
+def test_every_part_is_on_a_floor() -> None:
+    found = {name.split(".")[1] for name in MODULES if "." in name}
+    assert found - {"__main__"} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_one_way(name: str) -> None:
+    part = name.split(".")[1] if "." in name else ""
+    floor = next((at for at, parts in enumerate(FLOORS) if part in parts), len(FLOORS))
+    below = {part}.union(*FLOORS[:floor])
+    for imported in imports(MODULES[name]):
+        if imported.startswith("schedir."):
+            assert imported.split(".")[1] in below, f"{name} imports {imported}"
+        assert imported.split(".")[0] != "torch" or part == "runtime", f"{name} imports {imported}"
 
 
 @pytest.mark.parametrize("part", RUNTIME)

@@ -100,10 +100,10 @@ def test_the_shortest_pair_that_waits_for_itself() -> None:
         loads_torch_csv(text, "x.csv")
     assert str(error.value) == (
         "x.csv:1:5: (0F1;0B0)OVERLAP_F_B of rank 0 can never start, as it waits for the inputs of "
-        "both its parts: 0B0 needs 1B0 of rank 1, which stands behind 1F1; 1F1 needs 0F1 of rank "
+        "both its parts: 0B0 needs 1B0 of rank 1, which stands after 1F1; 1F1 needs 0F1 of rank "
         "0, a part of (0F1;0B0)"
     )
-    # One behind the other they run, and so does the pair where rank 1 gives 1B0 first.
+    # One after the other they run, and so does the pair where rank 1 gives 1B0 first.
     assert schedir.check(loads_torch_csv(text.replace("(0F1;0B0)OVERLAP_F_B", "0F1,0B0"))).ok
     assert schedir.check(loads_torch_csv(text.replace("1F1,1B0", "1B0,1F1"))).ok
 
@@ -127,7 +127,7 @@ def test_a_long_circle_is_cut() -> None:
     with pytest.raises(ParseError) as error:
         loads_torch_csv(csv(rows))
     assert error.value.message.partition("parts: ")[2] == (
-        "9B0 needs 10B0 of rank 8, which stands behind 8F1; 8F1 needs 7F1 of rank 7; 7F1 needs 6F1 "
+        "9B0 needs 10B0 of rank 8, which stands after 8F1; 8F1 needs 7F1 of rank 7; 7F1 needs 6F1 "
         "of rank 6; …; 1F1 needs 0F1 of rank 0, a part of (0F1;9B0)"
     )
 
@@ -158,7 +158,7 @@ def test_a_cycle_without_the_pair_is_for_check_to_explain() -> None:
 
 
 def send(cell: str, last: int) -> list[str]:
-    """The communication behind an action, as torch writes it."""
+    """The communication after an action, as torch writes it."""
     if cell.startswith("("):
         return [
             token for part in cell[1:].partition(")")[0].split(";") for token in send(part, last)

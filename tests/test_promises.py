@@ -14,8 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, CostModel, Kind, LoadError, Schedule, ScheduleError, Timeline
-from schedir.checker import CHANNELS, check_compute
+from schedir import (
+    Action,
+    CostModel,
+    Kind,
+    LoadError,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    UnsoundError,
+)
+from schedir.checker import CHANNELS, prove
 from schedir.ir import dumps_torch_csv, parse_action
 from schedir.passes import forward_only, insert_reductions, strip_communication
 from schedir.render import timeline_json, timeline_text
@@ -65,15 +74,15 @@ FUNCTIONS: dict[str, tuple[Callable[[Schedule], object], tuple[type[Exception], 
     "build": (lambda s: schedir.build(as_generator(s), **shape(s)), (ScheduleError,)),
     "check": (schedir.check, ()),
     "check, host": (lambda s: schedir.check(s, "host", max_delay=0, max_activations=1), ()),
-    "check_compute": (check_compute, ()),
+    "prove": (prove, ()),
     "round trip": (lambda s: schedir.loads(schedir.dumps(s)), ()),
     "torch": (dumps_torch_csv, ()),
     "hash": (lambda s: (s.content_hash, s.is_complete, hash(s)), ()),
-    "insert_communication": (schedir.insert_communication, (ScheduleError,)),
+    "insert_communication": (schedir.insert_communication, (UnsoundError,)),
     "strip_communication": (strip_communication, ()),
     "insert_reductions": (insert_reductions, ()),
     "forward_only": (forward_only, ()),
-    "dataflow": (lambda s: s.dataflow.transfers, (ScheduleError,)),
+    "dataflow": (lambda s: s.dataflow.transfers, (UnsoundError,)),
 }
 
 

@@ -130,7 +130,7 @@ def test_the_verdict_on_compute_alone(seed: int, channel: str, faults: int) -> N
                 assert compute.actions[place.rank][place.index] == place.action
     try:
         complete = schedir.insert_communication(compute)
-    except schedir.ScheduleError:
+    except schedir.UnsoundError:
         assert not report.ok
         return
     if complete.is_complete:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, CostModel, Kind
+from schedir import Action, CostModel, Kind, Timeline
 from schedir.ir import COMPUTE, columns_of, weight_versions
 
 
@@ -91,6 +92,79 @@ def test_costs_must_be_durations(cost: float) -> None:
         CostModel(forward="1")  # type: ignore[arg-type]
 
 
+MEASURED = schedir.loads(
+    "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
+    "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
+)
+STARTS = [0.5, 2, 7, 8.5, 2, 3, 4.5, 7]
+ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
+NAN = float("nan")
+
+
+def test_a_timeline_made_by_hand() -> None:
+    #   time    0    1    2    3    4    5    6    7    8    9    10
+    #   rank 0    0F0-----                                0B0-----
+    #   rank 1                1F0-----1B0----------
+    line = Timeline(MEASURED, STARTS, ENDS)
+    assert line.makespan == 10
+    assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(3, 7, 9.5), (4, 6, 4)]
+    assert [(r.peak_activations, r.weight_versions) for r in line.ranks] == [(1, 1), (1, 1)]
+    assert line.bubble_fraction == pytest.approx(1 - 7 / 20)
+    assert times(line, 1) == [("1F0", 3, 4.5), ("1B0", 4.5, 7)]
+    assert [s.start for rank in line.spans for s in rank] == STARTS
+
+
+def test_a_timeline_made_by_hand_is_the_simulated_one() -> None:
+    for name in ("1f1b", "interleaved-1f1b", "pipedream"):
+        line = schedir.simulate(schedir.build(name))
+        starts = [span.start for rank in line.spans for span in rank]
+        ends = [span.end for rank in line.spans for span in rank]
+        made = Timeline(line.schedule, starts, ends)
+        assert made == line
+        assert (made.makespan, made.bubble_fraction, made.ranks) == (
+            line.makespan,
+            line.bubble_fraction,
+            line.ranks,
+        )
+        assert type(made.makespan) is int  # as the times are
+        ends[-1] += 1
+        assert Timeline(line.schedule, starts, ends) != line
+
+
+def test_what_is_not_known_counts_as_nothing() -> None:
+    line = Timeline(MEASURED, [0.5, NAN, NAN, NAN, *STARTS[4:]], [2, NAN, NAN, 10, *ENDS[4:]])
+    assert line.makespan == 10
+    assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(1.5, 8.5, 9.5), (4, 6, 4)]
+    assert line == Timeline(MEASURED, line.starts, line.ends)
+    nothing = Timeline(MEASURED, [NAN] * 8, [NAN] * 8)
+    assert (nothing.makespan, nothing.bubble_fraction) == (0, 0)
+    assert [(r.busy, r.idle, r.span) for r in nothing.ranks] == [(0, 0, 0)] * 2
+
+
+def test_a_timeline_is_not_written() -> None:
+    starts = np.array(STARTS)
+    line = Timeline(MEASURED, starts, ENDS)
+    starts[0] = 1
+    assert line.starts[0] == 0.5
+    with pytest.raises(ValueError, match="read-only"):
+        line.starts[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "message"),
+    [
+        (STARTS[:-1], ENDS, r"starts must hold one time for each of the 8 entries.*\(7,\)"),
+        (STARTS, [*ENDS, 9], r"ends must hold one time for each of the 8 entries.*\(9,\)"),
+        (STARTS, [*ENDS[:6], 4, 8], r"rank 1 #2 1B0 is said to run from 4.5 to 4.0"),
+        ([-1, *STARTS[1:]], ENDS, r"at least 0: rank 0 #0 0F0 is said to run from -1.0 to 2.0"),
+        (STARTS, [*ENDS[:7], float("inf")], r"ends: a time .*rank 1 #3 1SEND_GRAD0 .* to inf"),
+    ],
+)
+def test_times_must_fit_the_schedule(starts: list[float], ends: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Timeline(MEASURED, starts, ends)
+
+
 @st.composite
 def stage_lists(draw: st.DrawFn) -> list[Action]:
     """One stage on one rank: forwards at versions that exist, their backwards, updates."""
@@ -133,3 +207,13 @@ def alive_by_brute_force(actions: list[Action]) -> int:
 def test_weight_versions_alive_equal_brute_force(actions: list[Action]) -> None:
     versions = weight_versions(columns_of([actions]), 0)
     assert (versions[0].peak()[0] if versions else 1) == alive_by_brute_force(actions)
+
+
+@given(st.floats(0.01, 3), st.floats(0.01, 3), st.integers(1, 40))
+def test_a_rank_that_never_waits_is_idle_for_exactly_nothing(
+    forward: float, backward: float, microbatches: int
+) -> None:
+    costs = CostModel(forward=forward, backward=backward, optim_step=0.1)
+    line = schedir.simulate(schedir.build("1f1b", ranks=1, microbatches=microbatches), costs)
+    assert (line.ranks[0].idle, line.bubble_fraction) == (0, 0)
+    assert line.ranks[0].busy == line.makespan

@@ -6,8 +6,8 @@
     python tools/bench_static.py --show           # what `schedir show` takes per microbatch
     python tools/bench_static.py --wrong          # check of wrong lists beside that of a right one
 
-schedir: generate, insert communication, check under all channel models, simulate.
-torch:   generate, `_validate_schedule`, `_add_send_recv`, `_simulate_comms_compute`.
+schedir: `build`, `check` (under all channel models) and `simulate`, as a user calls them.
+torch:   generate and `_add_send_recv`, `_validate_schedule`, `_simulate_comms_compute`.
 Both build interleaved 1F1B. The runs alternate, and each figure is the median of its runs.
 """
 
@@ -37,7 +37,7 @@ from schedir.render import timeline_text
 SHAPES = ((4, 2, 8), (16, 2, 512), (32, 2, 512), (64, 2, 512))
 LARGE = (128, 2, 6560)
 WIDTHS = (20_000, 40_000, 80_000)
-STEPS = ("generate", "communicate", "check", "simulate")
+STEPS = ("build", "check", "simulate")
 
 
 def timed(steps: list[Callable[[Any], Any]], result: Any = None) -> tuple[list[float], Any]:
@@ -57,14 +57,19 @@ def run_schedir(ranks: int, chunks: int, microbatches: int) -> tuple[list[float]
             raise SystemExit(f"not clean under every model: {report}")
         return schedule
 
+    def simulate(schedule: schedir.Schedule) -> schedir.Timeline:
+        line = schedir.simulate(schedule)
+        if not 0 < line.bubble_fraction < 1:  # it is worked out where it is asked for
+            raise SystemExit(f"no bubble: {line}")
+        return line
+
     seconds, line = timed(
         [
-            lambda _: load(
+            lambda _: schedir.build(
                 "interleaved-1f1b", ranks=ranks, chunks=chunks, microbatches=microbatches
             ),
-            schedir.insert_communication,
             check,
-            schedir.simulate,
+            simulate,
         ]
     )
     return seconds, len(line.schedule.columns)
@@ -101,10 +106,10 @@ def run_torch(ranks: int, chunks: int, microbatches: int) -> tuple[list[float], 
             simulate,
         ]
     )
-    # torch validates before it lowers; listed here in schedir's order.
+    # torch validates before it lowers.
     generate, check, communicate, simulated = seconds
     actions = sum(action is not None for row in order.values() for action in row)
-    return [generate, communicate, check, simulated], actions
+    return [generate + communicate, check, simulated], actions
 
 
 def measure(shape: tuple[int, int, int], runs: int) -> dict[str, Any]:
@@ -140,9 +145,9 @@ def table(results: list[dict[str, Any]]) -> str:
     head = [
         f"torch {torch.__version__}, Python {platform.python_version()}; milliseconds, medians",
         "",
-        "| ranks × chunks × microbatches | actions | | generate | communicate | check | simulate |"
-        " total | torch / schedir |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| ranks × chunks × microbatches | actions | | build | check | simulate | total |"
+        " torch / schedir |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     rows = []
     for r in results:
@@ -196,7 +201,7 @@ def shuffled(columns: Columns, kinds: Iterable[Kind]) -> Columns:
 
 
 def at_their_compute(schedule: schedir.Schedule) -> Columns:
-    """Each send right behind its maker, each receive right before its user: a deadlock at once."""
+    """Each send right after its maker, each receive right before its user: a deadlock at once."""
     columns, transfers = schedule.columns, schedule.dataflow.transfers
     place = 4 * np.arange(len(columns))
     place[transfers.send] = place[transfers.maker] + 1
@@ -250,6 +255,11 @@ def wrong(runs: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs per shape")
+    parser.add_argument(
+        "--shape",
+        type=lambda text: tuple(map(int, text.split(","))),
+        help="ranks,chunks,microbatches of one shape to measure alone",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--large", action="store_true", help="10 million actions, schedir alone")
     parser.add_argument("--show", action="store_true", help="the drawing of long timelines")
@@ -262,7 +272,8 @@ def main() -> None:
     if args.large or args.wrong:
         print(large() if args.large else wrong(args.runs))
         return
-    results = [measure(shape, args.runs) for shape in SHAPES]
+    shapes = [args.shape] if args.shape else SHAPES
+    results = [measure(shape, args.runs) for shape in shapes]
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

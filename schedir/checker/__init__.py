@@ -3,7 +3,7 @@
 from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.rules import RETIRED, RULES
-from schedir.checker.run import check, check_compute
+from schedir.checker.run import check, prove
 from schedir.ir import CHANNELS
 
 __all__ = [
@@ -20,5 +20,5 @@ __all__ = [
     "Report",
     "changed",
     "check",
-    "check_compute",
+    "prove",
 ]

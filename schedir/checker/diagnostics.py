@@ -184,11 +184,14 @@ class Report:
 
     `channel` is the model that the errors were judged under; `clean_channels` are those, strictest
     first, under which the schedule runs to its end (empty where errors kept that from being known).
+    `schedule` is the complete list that was proved, communication and all; None where there is an
+    error.
     """
 
     channel: str
     diagnostics: tuple[Diagnostic, ...]
     clean_channels: tuple[str, ...] = ()
+    schedule: Schedule | None = attrs.field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -202,12 +205,20 @@ class Report:
 
     def raise_if_errors(self) -> None:
         """Raise ScheduleError, with every diagnostic, where there is an error."""
-        errors = self.errors
-        if errors:
-            first = errors[0]
-            place = f" at {first.locations[0]}" if first.locations else ""
-            others = len(errors) - 1 + sum(error.more for error in errors)
-            more = f" (and {others} more)" if others else ""
-            raise ScheduleError(
-                f"{first.code} {first.name}: {first.message}{place}{more}", self.diagnostics
-            )
+        if self.errors:
+            raise self._error()
+
+    def proved(self) -> Schedule:
+        """`schedule`. Raises ScheduleError, with every diagnostic, where there is none."""
+        if self.schedule is None:
+            raise self._error()
+        return self.schedule
+
+    def _error(self) -> ScheduleError:
+        first, *others = self.errors
+        place = f" at {first.locations[0]}" if first.locations else ""
+        number = len(others) + sum(error.more for error in self.errors)
+        more = f" (and {number} more)" if number else ""
+        return ScheduleError(
+            f"{first.code} {first.name}: {first.message}{place}{more}", self.diagnostics
+        )

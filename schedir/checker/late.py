@@ -15,7 +15,7 @@ import numpy as np
 from schedir.checker.changes import Move, ahead
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import lints as rules
-from schedir.ir import TEXTBOOK, Ints, Meetings, Plan, Schedule, Time, Times, run
+from schedir.ir import Ints, Plan, Schedule, Time, Times
 
 # The list is run again for each late send that may cost something, while this many actions last.
 _MOST_RUN = 1_000_000
@@ -55,7 +55,7 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     ahead_of = np.cumsum(~follows) * (len(planned.compute) + 1)
     together = maker.copy()
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
-    listed = _times(schedule, planned, sent)
+    listed = planned.textbook
     prompt = _times(schedule, planned, together) if (sent > together).any() else listed
     return Posting(planned, sent, after, alone, together, listed, prompt)
 
@@ -64,10 +64,7 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
     """When all runs where the sends are posted so."""
     received = planned.last_before[schedule.dataflow.transfers.receive]
     posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
-    posts += planned.posts[len(posts) :]
-    durations = TEXTBOOK[schedule.columns.kind[planned.compute]].tolist()
-    meetings = Meetings(posts, (), [0] * len(posts))
-    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
+    return planned.run(posts + planned.posts[len(posts) :])
 
 
 def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:

@@ -20,7 +20,7 @@ from schedir.checker.rules.communication import WaitCycle
 from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.checker.structure import structure
 from schedir.checker.trials import Trials
-from schedir.errors import ScheduleError
+from schedir.errors import UnsoundError
 from schedir.ir import (
     COMMUNICATION,
     Schedule,
@@ -41,11 +41,20 @@ _MOST_OF_A_CODE = 1000
 
 @attrs.frozen
 class _Terms:
-    """What a schedule is judged by."""
+    """What a schedule is judged by, but for the channel model."""
 
-    channel: str
     limits: Limits
     ties: Ties
+
+
+@attrs.frozen
+class _Judgement:
+    """What is wrong with a schedule, but for deadlock; its complete form to look for that in, and
+    the channel models that this runs under. There is none where a wait has no meaning yet."""
+
+    found: list[Faults]
+    complete: Schedule | None = None
+    clean: tuple[str, ...] = ()
 
 
 def check(
@@ -60,40 +69,65 @@ def check(
     """Everything that is wrong with a schedule, errors judged under a channel model.
 
     Findings locate the schedule as it was given. Where it is compute-only and sound, its
-    communication is inserted and proved as well. `max_delay` limits the updates between the
-    version that a gradient is computed at and the one that it is applied to; `max_versions` the
-    weight versions of a stage alive at once, the newest included; `max_activations` the (stage,
-    microbatch) activations of a rank. `ties` are groups of stages that share parameters, whose
-    gradients are summed before any of them steps: so the k-th OPTIM_STEPs of a group happen
-    together. Raises ValueError for an unknown channel, a bad limit or a bad tie,
-    TypeError for what is no Schedule.
+    communication is inserted and proved as well; `report.schedule` is what has been proved.
+    `max_delay` limits the updates between the version that a gradient is computed at and the one
+    that it is applied to; `max_versions` the weight versions of a stage alive at once, the newest
+    included; `max_activations` the (stage, microbatch) activations of a rank. `ties` are groups of
+    stages that share parameters, whose gradients are summed before any of them steps: so the k-th
+    OPTIM_STEPs of a group happen together. Raises ValueError for an unknown channel, a bad limit
+    or a bad tie, TypeError for what is no Schedule.
     """
     expect_schedule(schedule)
-    expect_channel(channel)
     limits = Limits(max_delay, max_versions, max_activations)
-    terms = _Terms(channel, limits, ties_of(schedule, ties))
-    found = list(_there(structure(schedule)))
-    complete = None
-    if not found:
-        found, complete = _collected(_faults(schedule, terms))
-    clean: tuple[str, ...] = ()
-    if complete is not None:
-        clean = clean_channels(complete, terms.ties)
-        if channel not in clean:
-            given = None if complete is schedule else schedule
-            found += deadlock(complete, channel, clean, terms.ties, given=given)
-        elif not _has_errors(found):
-            found += (*without_steps(schedule), *_lints(schedule, complete, channel))
-    return Report(channel, _said(schedule, terms, found), clean)
+    return _report(schedule, channel, _Terms(limits, ties_of(schedule, ties)), advise=True)
 
 
-def check_compute(schedule: Schedule, channel: str = _DEFAULT) -> Report:
-    """What is wrong with a schedule before its communication is looked at."""
-    terms = _Terms(channel, Limits(), ())
-    found = list(_there(structure(schedule)))
-    if not found:
-        found, _ = _collected(_compute(schedule, terms))
-    return Report(channel, _said(schedule, terms, found))
+def prove(
+    schedule: Schedule, channel: str = _DEFAULT, *, ties: Iterable[Iterable[int]] = ()
+) -> Report:
+    """`check` without the advice: for whoever wants the complete schedule, `report.schedule`, and
+    the findings only where there is none.
+
+    What is proved once is known of that Schedule object and of its complete form from then on,
+    to `check` as well. Raises what `check` raises.
+    """
+    expect_schedule(schedule)
+    return _report(schedule, channel, _Terms(Limits(), ties_of(schedule, ties)), advise=False)
+
+
+def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
+    """The errors; where there are none, what else there is to say, if advice is wanted."""
+    expect_channel(channel)
+    judged = _judged(schedule, terms)
+    found, complete, clean = [*judged.found], judged.complete, judged.clean
+    if complete is not None and channel not in clean:
+        given = None if complete is schedule else schedule
+        found += deadlock(complete, channel, clean, terms.ties, given=given)
+    proved = None if _has_errors(found) else complete
+    if proved is not None and advise:
+        found += (*without_steps(schedule), *_lints(schedule, proved, channel))
+    diagnostics = _diagnostics(schedule, channel, terms, found)
+    return Report(channel, diagnostics, clean, proved)
+
+
+def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
+    """The judgement of a schedule. One without errors is remembered with it."""
+    key = _Judgement, terms.ties
+    known = schedule.memo.get(key)
+    if isinstance(known, _Judgement):
+        # Limits may be others now, and notes name places in this very list.
+        return attrs.evolve(known, found=_present(memory(schedule, terms.limits, terms.ties)))
+    found = _present(structure(schedule))
+    if found:
+        return _Judgement(found)
+    found, complete = _collected(_faults(schedule, terms))
+    if complete is None:
+        return _Judgement(found)
+    clean = clean_channels(complete, terms.ties)
+    if not _has_errors(found):
+        # Both have the same compute, and the communication and the waits are the complete one's.
+        schedule.memo[key] = complete.memo[key] = _Judgement([], complete, clean)
+    return _Judgement(found, complete, clean)
 
 
 _Search = Generator[Faults, None, Schedule | None]
@@ -101,8 +135,8 @@ _Search = Generator[Faults, None, Schedule | None]
 deadlock in, None where a wait has no meaning yet."""
 
 
-def _there(found: Iterable[Faults]) -> Iterator[Faults]:
-    return (faults for faults in found if faults.many)
+def _present(found: Iterable[Faults]) -> list[Faults]:
+    return [faults for faults in found if faults.many]
 
 
 def _collected(search: _Search) -> tuple[list[Faults], Schedule | None]:
@@ -118,7 +152,7 @@ def _faults(schedule: Schedule, terms: _Terms) -> _Search:
     """All but deadlock, where the list has its communication."""
     complete = yield from _compute(schedule, terms)
     if complete is not None:
-        for faults in _there(communication(complete)):
+        for faults in _present(communication(complete)):
             complete = None
             yield faults
     return complete
@@ -128,17 +162,17 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
     """What is wrong with the compute. No complete form where communication can't be inserted, or
     where what its check would find were an echo."""
     waits = True
-    for faults in _there(ordering(schedule)):
+    for faults in _present(ordering(schedule)):
         waits = waits and not issubclass(faults.rule, _OWN_LIST)
         yield faults
-    yield from _there(memory(schedule, terms.limits, terms.ties))
+    yield from _present(memory(schedule, terms.limits, terms.ties))
     if not waits or schedule.is_complete:
         return schedule if waits else None
-    blocking = list(_there(unmatched_reduces(schedule)))
+    blocking = _present(unmatched_reduces(schedule))
     if not blocking:
         try:
             complete = insert_communication(schedule)
-        except ScheduleError:
+        except UnsoundError:
             blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
         else:
             # The collectives that the author has placed, and ties, are all that can block still.
@@ -148,7 +182,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
     return None if blocking else complete
 
 
-def _judge(schedule: Schedule, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
+def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
     """What is wrong with a changed schedule, whose structure is known to be sound."""
     search = _faults(schedule, terms)
     right = True
@@ -164,10 +198,10 @@ def _judge(schedule: Schedule, terms: _Terms, errors_only: bool) -> Iterator[Fau
             yield faults
     if complete is None:
         return
-    if not runs(complete, terms.channel, terms.ties):
+    if not runs(complete, channel, terms.ties):
         yield Faults(rule=WaitCycle, keys=np.zeros(1, np.int64), findings=())
     elif right and not errors_only:
-        yield from _lints(schedule, complete, terms.channel)
+        yield from _lints(schedule, complete, channel)
 
 
 def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Faults]:
@@ -205,14 +239,18 @@ def _has_errors(found: list[Faults]) -> bool:
     return any(faults.rule.severity == "error" for faults in found)
 
 
-def _said(schedule: Schedule, terms: _Terms, found: list[Faults]) -> tuple[Diagnostic, ...]:
+def _diagnostics(
+    schedule: Schedule, channel: str, terms: _Terms, found: list[Faults]
+) -> tuple[Diagnostic, ...]:
     """The findings in words, by place: the first thousand of each code, each with the first change
     that fixes it, where one is known."""
     by_code: dict[str, list[Faults]] = {}
     for faults in found:
         by_code.setdefault(faults.rule.code, []).append(faults)
-    trials = Trials(schedule, found, lambda changed, errors: _judge(changed, terms, errors))
-    said: list[Diagnostic] = []
+    trials = Trials(
+        schedule, found, lambda changed, errors: _judge(changed, channel, terms, errors)
+    )
+    diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
     for several in sorted(by_code.values(), key=lambda several: sum(f.many for f in several)):
         first = sorted(_first(several), key=lambda each: _place(each[1].diagnostic))
@@ -221,10 +259,10 @@ def _said(schedule: Schedule, terms: _Terms, found: list[Faults]) -> tuple[Diagn
         for number, (key, finding) in enumerate(first):
             share = -(-trials.left // (len(first) - number))
             change = trials.fix(finding, key, share)
-            said.append(attrs.evolve(finding.diagnostic, change=change))
+            diagnostics.append(attrs.evolve(finding.diagnostic, change=change))
         if more > 0:
-            said[-1] = attrs.evolve(said[-1], more=more)
-    return tuple(sorted(said, key=_place))
+            diagnostics[-1] = attrs.evolve(diagnostics[-1], more=more)
+    return tuple(sorted(diagnostics, key=_place))
 
 
 def _first(several: list[Faults]) -> Iterator[tuple[int, Finding]]:

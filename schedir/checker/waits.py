@@ -6,11 +6,11 @@ cycle. One pass decides for every interleaving, because each channel has one wri
 and control flow is fixed (Kahn networks; Siegel & Avrunin 2003; Liao et al., arXiv 0709.3693).
 
 The k-th OPTIM_STEPs of tied stages are one node too, under every model: none is done before the
-gradients of all are there. A rank may hold several tied stages, whose OPTIM_STEPs stand one behind
+gradients of all are there. A rank may hold several tied stages, whose OPTIM_STEPs stand one after
 the other. So where there are ties, OPTIM_STEPs with no compute between them (under `host`, with
 nothing between them) are reached together, at the first: each waits for the compute before them and
-for its own REDUCE_GRADs, not for the other OPTIM_STEPs; and whatever is listed behind waits for all
-of them. All else stays in list order: with compute between two tied OPTIM_STEPs of a rank, or a
+for its own REDUCE_GRADs, not for the other OPTIM_STEPs; and whatever is listed after them waits for
+all of them. All else stays in list order: with compute between two tied OPTIM_STEPs of a rank, or a
 REDUCE_GRAD of the second one's stage, the first could never be done, and that is a deadlock.
 """
 
@@ -107,8 +107,8 @@ _Edges = tuple[Ints, Ints, Ints]
 
 
 def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
-    there = earlier >= 0
-    return later[there], earlier[there], np.full(int(there.sum()), why)
+    known = earlier >= 0
+    return later[known], earlier[known], np.full(int(known.sum()), why)
 
 
 def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
@@ -117,12 +117,12 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
     computes = columns.is_kind(*COMPUTE)
     if channel == "host":
         # The whole list is one queue, which says all that compute's order could.
-        later, earlier = _behind(columns, np.ones(len(columns), np.bool_), tied)
+        later, earlier = _holders(columns, np.ones(len(columns), np.bool_), tied)
         after = computes[later] | computes[earlier]
         yield _edges(later[after], earlier[after], AFTER)
         yield _edges(later[~after], earlier[~after], QUEUED)
         return
-    later, earlier = _behind(columns, computes, tied)
+    later, earlier = _holders(columns, computes, tied)
     if channel == "async":
         held = ~columns.is_kind(*RECEIVES)[later]
         later, earlier = later[held], earlier[held]
@@ -132,11 +132,11 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
 
 
-def _behind(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
+def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
     """Every place, and the last one before it on its rank that `holds`; -1 for none.
 
     Where stages are `tied`, OPTIM_STEPs don't hold each other, and all since that last one hold
-    what is behind them.
+    what comes after them.
     """
     places = np.arange(len(columns))
     start = columns.starts[columns.rank]
@@ -187,7 +187,7 @@ def finish(waiting: Waits, durations: Sequence[Time]) -> list[Time]:
     waiters = later[order].tolist()
     left = np.bincount(later, minlength=len(node))
     ready = np.flatnonzero((left == 0) & (node == np.arange(len(node)))).tolist()
-    open_ = left.tolist()
+    missing = left.tolist()
     begin: list[Time] = [0] * len(node)
     done: list[Time] = [-1] * len(node)
     while ready:
@@ -196,8 +196,8 @@ def finish(waiting: Waits, durations: Sequence[Time]) -> list[Time]:
         for waiter in waiters[bounds[current] : bounds[current + 1]]:
             if end > begin[waiter]:
                 begin[waiter] = end
-            open_[waiter] -= 1
-            if not open_[waiter]:
+            missing[waiter] -= 1
+            if not missing[waiter]:
                 ready.append(waiter)
     return done
 

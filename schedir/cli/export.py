@@ -8,10 +8,10 @@ import logging
 import sys
 from pathlib import Path
 
-from schedir.checker import check_compute
+from schedir.checker import prove
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import fail, refuse
-from schedir.passes import insert_communication, strip_communication
+from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
 from schedir.render.styled import plain
 from schedir.simulator import simulate
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.compute_only or output.communication == "without":
         schedule = strip_communication(schedule)
     elif not schedule.is_complete:
-        report = check_compute(schedule)
-        if not report.ok:
+        report = prove(schedule)
+        if report.schedule is None:
             return refuse(report, subject_of(args, schedule))
-        schedule = insert_communication(schedule)
+        schedule = report.schedule
     content = simulate(schedule) if output.of == "timeline" else schedule
     written = output.write(content, Page(subject_of(args, schedule)))
     for sentence in written.left_out:

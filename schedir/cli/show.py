@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.checker import check, check_compute
+from schedir.checker import prove
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import is_terminal, page_for, refuse, write
 from schedir.ir import Schedule
-from schedir.passes import insert_communication, strip_communication
+from schedir.passes import strip_communication
 from schedir.render import outputs_of
 from schedir.simulator import simulate
 
@@ -53,11 +53,10 @@ def run(args: argparse.Namespace) -> int:
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
     schedule = load_target(args)
-    # The communication that schedir inserts is right by construction: it needs no proof.
-    report = check(schedule) if schedule.is_complete else check_compute(schedule)
-    if not report.ok:
+    report = prove(schedule)
+    if report.schedule is None:
         return refuse(report, subject_of(args, schedule))
-    schedule = insert_communication(schedule)
+    schedule = report.schedule
     output = outputs_of("show")[_form(args.json, args.full or lists)]
     written = output.write(simulate(schedule), page_for(sys.stdout))
     write(written.blocks, sys.stdout)

@@ -3,7 +3,9 @@
 from schedir.ir.actions import (
     BACKWARDS,
     COMMUNICATION,
+    COMPLETES_GRADIENTS,
     COMPUTE,
+    READS_WEIGHTS,
     RECEIVES,
     SENDS,
     Action,
@@ -22,17 +24,10 @@ from schedir.ir.actions import (
 )
 from schedir.ir.activations import peak_activations
 from schedir.ir.channels import CHANNELS, expect_channel, queues
-from schedir.ir.clock import TEXTBOOK, Meetings, Time, Times, run
+from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
+from schedir.ir.collectives import collective_turns, reduces_by_stage, sums_of_steps
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
-from schedir.ir.dataflow import (
-    Dataflow,
-    Transfers,
-    collective_turns,
-    first_places,
-    reduces_by_stage,
-    sums_of_steps,
-    trace,
-)
+from schedir.ir.dataflow import Dataflow, Transfers, first_places
 from schedir.ir.plan import Plan, plan
 from schedir.ir.schedule import (
     Placement,
@@ -43,8 +38,9 @@ from schedir.ir.schedule import (
     stages_by_rank,
     starts_of,
 )
-from schedir.ir.text import decode, dumps, loads, parse_action
+from schedir.ir.text import dumps, loads
 from schedir.ir.ties import Ties, tied_steps, ties_of
+from schedir.ir.tokens import decode, parse_action
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
 from schedir.ir.versions import StageVersions, weight_versions
 
@@ -52,9 +48,11 @@ __all__ = [
     "BACKWARDS",
     "CHANNELS",
     "COMMUNICATION",
+    "COMPLETES_GRADIENTS",
     "COMPUTE",
     "KINDS",
     "KIND_INDEX",
+    "READS_WEIGHTS",
     "RECEIVES",
     "SENDS",
     "TEXTBOOK",
@@ -62,9 +60,9 @@ __all__ = [
     "Bools",
     "Columns",
     "Dataflow",
+    "Exchanges",
     "Ints",
     "Kind",
-    "Meetings",
     "Placement",
     "Plan",
     "Schedule",
@@ -107,6 +105,5 @@ __all__ = [
     "sums_of_steps",
     "tied_steps",
     "ties_of",
-    "trace",
     "weight_versions",
 ]

@@ -1,36 +1,126 @@
-"""The typed actions that a rank's list is made of."""
+"""The kinds of action with their traits, and the typed actions that a rank's list is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import attrs
 
 
+@attrs.frozen(kw_only=True)
+class Traits:
+    """What the rest of schedir has to know of a kind: all sets and tables of kinds are made of it.
+
+    `word` names the kind for people; `cost` is the textbook's, in forwards. A `stage_wide` action
+    names no microbatch. A rank runs what `computes` in list order. What `reads_weights` uses the
+    version that its FORWARD reads; what `differentiates` is a backward, or a part of one, and what
+    `completes_gradients` ends the microbatch's share of the parameters' gradients. The activation
+    of a (stage, microbatch) lives from what `holds_activation` to what `releases_activation`. A
+    send names the receive that it `meets`, and how many stages further on that stands.
+    """
+
+    word: str
+    cost: int = 0
+    stage_wide: bool = False
+    computes: bool = False
+    reads_weights: bool = False
+    differentiates: bool = False
+    completes_gradients: bool = False
+    holds_activation: bool = False
+    releases_activation: bool = False
+    meets: tuple[str, int] | None = None
+
+
+_UNKNOWN = Traits(word="")
+
+
 class Kind(StrEnum):
-    """What an action does; the value is its token in the text form."""
+    """What an action does; the value is its token in the text form. `traits` says the rest."""
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    SEND_ACT = "SEND_ACT"
-    RECV_ACT = "RECV_ACT"
-    SEND_GRAD = "SEND_GRAD"
-    RECV_GRAD = "RECV_GRAD"
-    REDUCE_GRAD = "REDUCE_GRAD"
-    OPTIM_STEP = "OPTIM_STEP"
+    traits: Traits
+
+    # With a default, as `Kind("F")`, which finds the member of a token, has no traits to give.
+    def __new__(cls, token: str, traits: Traits = _UNKNOWN) -> Kind:
+        """A row of the table below, or the member that a token names."""
+        kind = str.__new__(cls, token)
+        kind._value_ = token
+        kind.traits = traits
+        return kind
+
+    FORWARD = (
+        "F",
+        Traits(word="forward", cost=1, computes=True, reads_weights=True, holds_activation=True),
+    )
+    BACKWARD = (
+        "B",
+        Traits(
+            word="backward",
+            cost=2,
+            computes=True,
+            reads_weights=True,
+            differentiates=True,
+            completes_gradients=True,
+            releases_activation=True,
+        ),
+    )
+    BACKWARD_INPUT = (
+        "I",
+        Traits(
+            word="gradient of the input",
+            cost=1,
+            computes=True,
+            reads_weights=True,
+            differentiates=True,
+        ),
+    )
+    BACKWARD_WEIGHT = (
+        "W",
+        Traits(
+            word="gradient of the weights",
+            cost=1,
+            computes=True,
+            reads_weights=True,
+            differentiates=True,
+            completes_gradients=True,
+            releases_activation=True,
+        ),
+    )
+    SEND_ACT = "SEND_ACT", Traits(word="send of the output", meets=("RECV_ACT", 1))
+    RECV_ACT = "RECV_ACT", Traits(word="receive of the input")
+    SEND_GRAD = "SEND_GRAD", Traits(word="send of the input's gradient", meets=("RECV_GRAD", -1))
+    RECV_GRAD = "RECV_GRAD", Traits(word="receive of the output's gradient")
+    REDUCE_GRAD = "REDUCE_GRAD", Traits(word="sum of the gradients", stage_wide=True)
+    OPTIM_STEP = "OPTIM_STEP", Traits(word="update of the weights", stage_wide=True, computes=True)
 
 
-BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
-RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
+def _kinds(have: Callable[[Traits], object]) -> frozenset[Kind]:
+    return frozenset(kind for kind in Kind if have(kind.traits))
+
+
+STAGE_WIDE = _kinds(lambda traits: traits.stage_wide)
+"""Actions of a whole stage, which name no microbatch."""
+COMPUTE = _kinds(lambda traits: traits.computes)
+"""What occupies a rank: it runs these in list order."""
+READS_WEIGHTS = _kinds(lambda traits: traits.reads_weights)
+"""What uses the weight version that the FORWARD of its (stage, microbatch) reads."""
+BACKWARDS = _kinds(lambda traits: traits.differentiates)
+"""The full backward, and the two parts of a split one."""
+COMPLETES_GRADIENTS = _kinds(lambda traits: traits.completes_gradients)
+"""After these a microbatch's gradients of the stage's parameters are complete."""
+HOLDS_ACTIVATION = _kinds(lambda traits: traits.holds_activation)
+RELEASES_ACTIVATION = _kinds(lambda traits: traits.releases_activation)
+"""An activation lives from one of the former to one of the latter."""
+
+_ENDS = [(send, *send.traits.meets) for send in Kind if send.traits.meets]
+COUNTERPARTS = {send: (Kind(receive), further) for send, receive, further in _ENDS} | {
+    Kind(receive): (send, -further) for send, receive, further in _ENDS
+}
+"""For each send and receive, the kind of its other end, and how many stages further that is."""
+SENDS = frozenset(send for send, _, _ in _ENDS)
+RECEIVES = frozenset(COUNTERPARTS) - SENDS
 COMMUNICATION = SENDS | RECEIVES
 """Point-to-point communication, which the pass inserts. REDUCE_GRAD is the author's to place."""
-COMPUTE = BACKWARDS | {Kind.FORWARD, Kind.OPTIM_STEP}
-"""What occupies a rank: it runs these in list order."""
-STAGE_WIDE = frozenset({Kind.REDUCE_GRAD, Kind.OPTIM_STEP})
-"""Actions of a whole stage, which name no microbatch."""
 
 
 MAX_NUMBER = 999_999_999
@@ -58,16 +148,16 @@ class Action:
     version: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        stage, microbatch = self.stage, self.microbatch
+        kind, stage, microbatch = self.kind, self.stage, self.microbatch
         # A generator makes millions of these; what most of them are is known at a glance.
         if (
-            type(self.kind) is Kind
+            type(kind) is Kind
             and self.version is None
             and type(stage) is int
             and type(microbatch) is int
             and 0 <= stage <= MAX_NUMBER
             and 0 <= microbatch <= MAX_NUMBER
-            and self.kind not in STAGE_WIDE
+            and kind not in STAGE_WIDE
         ):
             return
         if type(self.kind) is not Kind:
@@ -86,6 +176,16 @@ class Action:
                 raise ValueError(f"only FORWARD names a weight version, not {self.kind.name}")
             if not is_number(self.version):
                 raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {self.version!r}")
+
+    @property
+    def counterpart(self) -> Action | None:
+        """The receive that a send meets, or the send that a receive meets; None where there is
+        none, for other kinds, and for what would cross the first stage."""
+        if self.kind not in COUNTERPARTS:
+            return None
+        kind, further = COUNTERPARTS[self.kind]
+        stage = self.stage + further
+        return Action(kind, stage, self.microbatch) if stage >= 0 else None
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch

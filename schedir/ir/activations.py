@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir.actions import Kind
+from schedir.ir.actions import HOLDS_ACTIVATION, RELEASES_ACTIVATION
 from schedir.ir.columns import Columns
 
 
 def peak_activations(columns: Columns) -> list[tuple[int, int]]:
     """For each rank the most (stage, microbatch) activations that live at once in its list, and
     the index of the FORWARD that makes the last of them (0 where there is none)."""
-    change = columns.is_kind(Kind.FORWARD).astype(np.int64)
-    change -= columns.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    change = columns.is_kind(*HOLDS_ACTIVATION).astype(np.int64)
+    change -= columns.is_kind(*RELEASES_ACTIVATION)
     peaks = []
     for start, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
         live = np.cumsum(change[start:end])

@@ -17,25 +17,23 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from schedir.ir.actions import Kind
 from schedir.ir.columns import KINDS
 
 Time: TypeAlias = float
 """In the unit of the costs; ints stay ints."""
 
 
-_TEXTBOOK = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
-TEXTBOOK = np.array([_TEXTBOOK.get(kind, 0) for kind in KINDS])
+TEXTBOOK = np.array([kind.traits.cost for kind in KINDS])
 """What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
 
 
 @attrs.frozen
-class Meetings:
+class Exchanges:
     """What compute waits for: transfers, and collectives, numbered from 0.
 
-    `posts[m]` names the compute (its number, -1 for none) behind which each end of meeting m is
-    posted; `before[m]` is the meeting that must be over first, -1 for none, with `before` empty
-    where none must; `durations[m]` is how long it takes.
+    `posts[e]` names the compute (its number, -1 for none) after which each end of exchange e is
+    posted; `before[e]` is the exchange that must be over first, -1 for none, with `before` empty
+    where none must; `durations[e]` is how long it takes.
     """
 
     posts: Sequence[tuple[int, ...]]
@@ -45,7 +43,7 @@ class Meetings:
 
 @attrs.frozen
 class Times:
-    """When each compute action starts and ends, and each meeting begins; -1 for what never does."""
+    """When compute starts and ends, and exchanges begin; -1 for what never does."""
 
     starts: list[Time]
     ends: list[Time]
@@ -53,13 +51,13 @@ class Times:
 
 
 def run(
-    bounds: Sequence[int], durations: Sequence[Time], needs: Sequence[int], meetings: Meetings
+    bounds: Sequence[int], durations: Sequence[Time], needs: Sequence[int], exchanges: Exchanges
 ) -> Times:
     """Run all compute, numbered rank by rank: rank r's is `bounds[r]` to `bounds[r + 1]` - 1.
 
-    `needs[c]` is the meeting that compute c waits for, -1 for none.
+    `needs[c]` is the exchange that compute c waits for, -1 for none.
     """
-    posts, before, lasts = meetings.posts, meetings.before, meetings.durations
+    posts, before, lengths = exchanges.posts, exchanges.before, exchanges.durations
     starts: list[Time] = [-1] * len(durations)
     ends = starts.copy()
     begins: list[Time] = [-1] * len(posts)
@@ -75,14 +73,14 @@ def run(
             if need >= 0:
                 if begins[need] < 0:
                     if before:
-                        held = _begin_in_order(need, meetings, ends, begins)
+                        held = _begin_in_order(need, exchanges, ends, begins)
                     else:
                         held = _begin(need, posts, ends, begins)
                     if held >= 0:
                         waiting.setdefault(held, []).append(rank)
                         reached[rank] = compute
                         break
-                arrival = begins[need] + lasts[need]
+                arrival = begins[need] + lengths[need]
                 if arrival > time:
                     time = arrival
             starts[compute] = time
@@ -92,40 +90,42 @@ def run(
                 ready.extend(waiting.pop(compute))
         clock[rank] = time
     if not waiting:
-        for meeting, begin in enumerate(begins):
+        for exchange, begin in enumerate(begins):
             if begin < 0:  # no compute needs it
-                _begin_in_order(meeting, meetings, ends, begins)
+                _begin_in_order(exchange, exchanges, ends, begins)
     return Times(starts, ends, begins)
 
 
 def _begin(
-    meeting: int, posts: Sequence[tuple[int, ...]], ends: list[Time], begins: list[Time]
+    exchange: int, posts: Sequence[tuple[int, ...]], ends: list[Time], begins: list[Time]
 ) -> int:
-    """Find when a meeting begins that waits for no other; or the compute that it still waits for,
+    """Find when an exchange begins that waits for no other; or the compute that it still waits for,
     -1 for none."""
     begin: Time = 0
-    for post in posts[meeting]:
+    for post in posts[exchange]:
         if post >= 0:
             end = ends[post]
             if end < 0:
                 return post
             if end > begin:
                 begin = end
-    begins[meeting] = begin
+    begins[exchange] = begin
     return -1
 
 
-def _begin_in_order(meeting: int, meetings: Meetings, ends: list[Time], begins: list[Time]) -> int:
+def _begin_in_order(
+    exchange: int, exchanges: Exchanges, ends: list[Time], begins: list[Time]
+) -> int:
     """The same for one that waits for those before it on its channel."""
-    before, lasts = meetings.before, meetings.durations
-    chain = [meeting]
+    before, lengths = exchanges.before, exchanges.durations
+    chain = [exchange]
     while before and before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
         chain.append(before[chain[-1]])
     for current in reversed(chain):
-        held = _begin(current, meetings.posts, ends, begins)
+        held = _begin(current, exchanges.posts, ends, begins)
         if held >= 0:
             return held
         if before and before[current] >= 0:
-            over = begins[before[current]] + lasts[before[current]]
+            over = begins[before[current]] + lengths[before[current]]
             begins[current] = max(begins[current], over)
     return -1

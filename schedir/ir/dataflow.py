@@ -11,11 +11,13 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.errors import ScheduleError
-from schedir.ir.actions import COMMUNICATION, Action, Kind
-from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
-from schedir.ir.schedule import Schedule
+from schedir.errors import UnsoundError
+from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, COUNTERPARTS, Action, Kind
+from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints
 from schedir.ir.versions import steps_before
+
+_FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
+"""By kind, how many stages further on the other end of a send or receive stands."""
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -91,30 +93,10 @@ class Dataflow:
 
     @cached_property
     def weight_gradients(self) -> Ints:
-        """What makes the gradient of a stage's parameters, its BACKWARD or its W, as by `of`."""
-        return np.maximum(self.of(Kind.BACKWARD), self.of(Kind.BACKWARD_WEIGHT))
-
-    @cached_property
-    def starved(self) -> Bools:
-        """Which (stage, microbatch) has compute that lacks its input: nothing makes that, or
-        something that stands behind it on its rank. What crosses ranks is for `transfers` to say.
-        """
-        forward, above = self.of(Kind.FORWARD), self.gradients[1:]
-        full, split = self.of(Kind.BACKWARD), self.of(Kind.BACKWARD_INPUT)
-        rank = self.columns.rank
-        starved = np.zeros(forward.shape, np.bool_)
-        for lacks, user, source, crosses in (
-            (starved[1:], forward[1:], forward[:-1], True),
-            (starved[:-1], full[:-1], above, True),
-            (starved[:-1], split[:-1], above, True),
-            (starved, full, forward, False),
-            (starved, split, forward, False),
-            (starved, self.of(Kind.BACKWARD_WEIGHT), split, False),
-        ):
-            local = rank[user] == rank[source]
-            there = (source >= 0) & (crosses & ~local | local & (source < user))
-            lacks |= (user >= 0) & ~there
-        return starved
+        """What completes the gradient of a stage's parameters, its B or its W, as by `of`."""
+        completing = [self.of(kind) for kind in COMPLETES_GRADIENTS]
+        latest: Ints = np.maximum.reduce(completing)
+        return latest
 
     @cached_property
     def steps_before(self) -> Ints:
@@ -130,10 +112,10 @@ class Dataflow:
 
     def peer(self, action: Action) -> int | None:
         """The rank at the other end of a send or receive; None if there is no such rank."""
-        neighbour = action.stage + (1 if action.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1)
-        if action.microbatch is None or not 0 <= neighbour < len(self.runs):
+        other = action.counterpart
+        if other is None or other.stage >= len(self.runs):
             return None
-        rank = int(self.runs[neighbour, action.microbatch])
+        rank = int(self.runs[other.stage, other.microbatch])
         return None if rank < 0 else rank
 
     @cached_property
@@ -141,10 +123,9 @@ class Dataflow:
         """The peer of every place, -1 where there is none."""
         columns = self.columns
         places = columns.where(*COMMUNICATION)
-        up = columns.is_kind(Kind.SEND_ACT, Kind.RECV_GRAD)[places]
         # A row of -1 beyond either end of the pipeline.
         padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-1)
-        neighbour = columns.stage[places] + np.where(up, 2, 0)
+        neighbour = 1 + columns.stage[places] + _FURTHER[columns.kind[places]]
         peers = np.full(len(columns), -1)
         peers[places] = padded[neighbour, columns.microbatch[places]]
         return peers
@@ -152,28 +133,27 @@ class Dataflow:
     @cached_property
     def transfers(self) -> Transfers:
         """Every tensor that crosses from one rank to another."""
-        below, above = self.runs[:-1], self.runs[1:]
-        stage, microbatch = np.nonzero((below != above) & (below >= 0) & (above >= 0))
-        lower, upper = (stage, microbatch), (stage + 1, microbatch)
+        activations = self._crossing(Kind.SEND_ACT, self.of(Kind.FORWARD))
+        gradients = self._crossing(Kind.SEND_GRAD, self.gradients)
+        return Transfers(*map(np.concatenate, zip(activations, gradients, strict=True)))
 
-        def both(activations: Ints, gradients: Ints) -> Ints:
-            return np.concatenate((activations, gradients))
-
-        source = both(self.runs[lower], self.runs[upper])
-        target = both(self.runs[upper], self.runs[lower])
-        return Transfers(
-            stage=both(upper[0], lower[0]),
-            microbatch=both(microbatch, microbatch),
-            source=source,
-            target=target,
-            maker=both(self.of(Kind.FORWARD)[lower], self.gradients[upper]),
-            user=both(self.of(Kind.FORWARD)[upper], self.gradients[lower]),
-            send=self._on(
-                both(self.of(Kind.SEND_ACT)[lower], self.of(Kind.SEND_GRAD)[upper]), source
-            ),
-            receive=self._on(
-                both(self.of(Kind.RECV_ACT)[upper], self.of(Kind.RECV_GRAD)[lower]), target
-            ),
+    def _crossing(self, send: Kind, payloads: Ints) -> tuple[Ints, ...]:
+        """The columns of `Transfers` for one kind of send, given who makes each payload."""
+        receive, further = COUNTERPARTS[send]
+        # The stages that send, and those that receive; the last or the first of all takes no part.
+        senders = np.arange(max(0, -further), len(self.runs) - max(0, further))
+        source, target = self.runs[senders], self.runs[senders + further]
+        row, microbatch = np.nonzero((source != target) & (source >= 0) & (target >= 0))
+        ranks = source[row, microbatch], target[row, microbatch]
+        sending, receiving = (senders[row], microbatch), (senders[row] + further, microbatch)
+        return (
+            receiving[0],
+            microbatch,
+            *ranks,
+            payloads[sending],
+            payloads[receiving],
+            self._on(self.of(send)[sending], ranks[0]),
+            self._on(self.of(receive)[receiving], ranks[1]),
         )
 
     @cached_property
@@ -190,71 +170,24 @@ class Dataflow:
         return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
 
 
-def trace(schedule: Schedule) -> Dataflow:
+def dataflow_of(columns: Columns, stages: int, microbatches: int) -> Dataflow:
     """Find where every action of every (stage, microbatch) stands.
 
-    Raises ScheduleError where actions name others, or are fewer than these.
+    Raises UnsoundError where actions name others, or are fewer than these.
     """
-    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
     named = np.flatnonzero(columns.microbatch >= 0)
     kind, stage, microbatch = (x[named] for x in (columns.kind, columns.stage, columns.microbatch))
     # A file may claim a billion microbatches: no table is made that the lists can't fill.
     if stages * microbatches > len(columns):
-        raise ScheduleError(
+        raise UnsoundError(
             f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
-            "microbatches",
-            (),
+            "microbatches"
         )
     if columns.stage.max(initial=0) >= stages or microbatch.max(initial=0) >= microbatches:
-        raise ScheduleError("an action names an unknown stage or microbatch", ())
+        raise UnsoundError("an action names an unknown stage or microbatch")
     pair = stage * microbatches + microbatch
     places = first_places(kind, pair, named, stages * microbatches)
     return Dataflow(columns, places.reshape(-1, stages, microbatches))
-
-
-def reduces_by_stage(schedule: Schedule) -> dict[int, dict[int, list[int]]]:
-    """For each stage that has any, the places of its REDUCE_GRADs on each of its ranks.
-
-    Raises ScheduleError for one where its stage does not live.
-    """
-    columns = schedule.columns
-    found: dict[int, dict[int, list[int]]] = {}
-    for place in columns.where(Kind.REDUCE_GRAD).tolist():
-        stage, rank = int(columns.stage[place]), int(columns.rank[place])
-        if stage not in found:
-            held = schedule.placement[stage] if stage < schedule.stages else ()
-            found[stage] = {rank: [] for rank in held}
-        if rank not in found[stage]:
-            raise ScheduleError(f"rank {rank} sums the gradients of stage {stage}, not its own", ())
-        found[stage][rank].append(place)
-    return {stage: found[stage] for stage in sorted(found)}
-
-
-def collective_turns(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The places of the REDUCE_GRADs that belong together: the k-th ones of a stage on its ranks.
-
-    Turns that some replica lacks are left out.
-    """
-    by_stage = reduces_by_stage(schedule).values()
-    return [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
-
-
-def sums_of_steps(schedule: Schedule) -> list[tuple[int, int]]:
-    """For each OPTIM_STEP behind a REDUCE_GRAD of its stage on its rank, its place and the place of
-    the last such REDUCE_GRAD."""
-    columns = schedule.columns
-    reduce = columns.is_kind(Kind.REDUCE_GRAD)
-    if not reduce.any():
-        return []
-    pairs: list[tuple[int, int]] = []
-    last: dict[tuple[int, int], int] = {}
-    for place in columns.where(Kind.REDUCE_GRAD, Kind.OPTIM_STEP).tolist():
-        key = (int(columns.rank[place]), int(columns.stage[place]))
-        if reduce[place]:
-            last[key] = place
-        elif key in last:
-            pairs.append((place, last[key]))
-    return pairs
 
 
 def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:

@@ -1,12 +1,12 @@
 """Overlapped pairs: a forward and a backward that start once the inputs of both are there.
 
-    rank 0   0F0  (0F1;0B0)  ...        0B0 needs 1B0, which stands behind 1F1, which needs the
+    rank 0   0F0  (0F1;0B0)  ...        0B0 needs 1B0, which stands after 1F1, which needs the
                      ↘  ↗               0F1 of the pair: it can never start, though its parts could,
-    rank 1      1F0  1F1  1B0  ...      one behind the other
+    rank 1      1F0  1F1  1B0  ...      one after the other
 
-A list holds the parts of a pair one behind the other, as no entry runs two actions together yet.
+A list holds the parts of a pair one after the other, as no entry runs two actions together yet.
 Where its communication is listed, that order stands for the pair: whatever leaves the rank is
-listed behind both parts, so nobody gets the output of the first before the second has run. In a
+listed after both parts, so nobody gets the output of the first before the second has run. In a
 compute-only list, a cycle through a pair would vanish with it.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 
 import attrs
 
-from schedir.errors import ScheduleError
-from schedir.ir.clock import Meetings, run
+from schedir.errors import UnsoundError
+from schedir.ir.clock import Exchanges, run
 from schedir.ir.columns import Columns
 from schedir.ir.schedule import Schedule
 
@@ -44,13 +44,13 @@ def never_starts(schedule: Schedule, pairs: Collection[int]) -> tuple[int, str] 
         return None
     try:
         flow = schedule.dataflow
-    except ScheduleError:
+    except UnsoundError:
         return None  # the lists lack actions, as `schedir.check` says
     bounds, count = schedule.columns.starts.tolist(), len(schedule.columns)
     needs, makers = flow.arrivals.tolist(), flow.transfers.maker.tolist()
 
     def ends(posts: list[tuple[int, ...]]) -> list[float]:
-        return run(bounds, [0] * count, needs, Meetings(posts, (), [0] * len(posts))).ends
+        return run(bounds, [0] * count, needs, Exchanges(posts, (), [0] * len(posts))).ends
 
     if -1 in ends([(maker,) for maker in makers]):
         return None
@@ -67,7 +67,7 @@ def never_starts(schedule: Schedule, pairs: Collection[int]) -> tuple[int, str] 
     if not never:
         return None
     circle = _circle(schedule, pairs, never)
-    return circle[0].entry, _said(schedule.columns, pairs, circle)
+    return circle[0].entry, _in_words(schedule.columns, pairs, circle)
 
 
 def _circle(schedule: Schedule, pairs: Collection[int], never: Sequence[int]) -> list[_Wait]:
@@ -89,8 +89,8 @@ def _circle(schedule: Schedule, pairs: Collection[int], never: Sequence[int]) ->
     return circle[start:] + circle[:start]
 
 
-def _said(columns: Columns, pairs: Collection[int], circle: list[_Wait]) -> str:
-    """The cycle in words."""
+def _in_words(columns: Columns, pairs: Collection[int], circle: list[_Wait]) -> str:
+    """The cycle, each rank waiting for the next."""
     waits = []
     for wait, following in zip(circle, [*circle[1:], circle[0]], strict=True):
         front = following.entry
@@ -99,7 +99,7 @@ def _said(columns: Columns, pairs: Collection[int], circle: list[_Wait]) -> str:
             named = f"({named};{columns.action(front + 1)})"
         link = ""
         if wait.maker > front + (front in pairs):
-            link = f", which stands behind {named}"
+            link = f", which stands after {named}"
         elif front in pairs:
             link = f", a part of {named}"
         waits.append(

@@ -1,46 +1,59 @@
-"""A complete schedule as the clock runs it, on the `edge` channel model: compute and meetings."""
+"""A complete schedule as the clock runs it, on the `edge` channel model: compute and exchanges."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import attrs
 import numpy as np
 
-from schedir.errors import ScheduleError
-from schedir.ir.actions import COMMUNICATION, COMPUTE
+from schedir.ir.actions import COMPUTE
+from schedir.ir.clock import TEXTBOOK, Exchanges, Times, run
+from schedir.ir.collectives import collective_turns, sums_of_steps
 from schedir.ir.columns import Ints
-from schedir.ir.dataflow import collective_turns, reduces_by_stage, sums_of_steps
 from schedir.ir.schedule import Schedule
 
 
-@attrs.frozen(eq=False)
+# Not slotted, so that the run at the textbook costs can be kept beside the fields.
+@attrs.frozen(eq=False, slots=False)
 class Plan:
-    """The arguments of `clock.run`, but for the durations.
+    """The arguments of `clock.run`, with the textbook's costs as `durations`.
 
     `compute` holds the places of all compute, `bounds` the number of each rank's first. The
-    meetings are the transfers of the dataflow, then `collectives`, the places of REDUCE_GRADs that
+    exchanges are the transfers of the dataflow, then `collectives`, the places of REDUCE_GRADs that
     belong together. `last_before[place]` is the number of the compute before a place, -1 for none.
     """
 
     compute: Ints
     bounds: Ints
+    durations: Ints
     needs: Ints
     posts: list[tuple[int, ...]]
     before: Ints
     collectives: list[tuple[int, ...]]
     last_before: Ints
 
+    def run(self, posts: list[tuple[int, ...]]) -> Times:
+        """When all runs at the textbook costs, its exchanges posted so."""
+        exchanges = Exchanges(posts, (), [0] * len(posts))
+        return run(self.bounds.tolist(), self.durations.tolist(), self.needs.tolist(), exchanges)
+
+    @cached_property
+    def textbook(self) -> Times:
+        """When all runs at the textbook costs, as it is listed."""
+        return self.run(self.posts)
+
 
 def plan(schedule: Schedule) -> Plan:
-    """Number what the clock runs.
+    """Number what the clock runs, once for each Schedule object, which has to be proved."""
+    known = schedule.memo.get(Plan)
+    if not isinstance(known, Plan):
+        known = schedule.memo[Plan] = _plan(schedule)
+    return known
 
-    Raises ScheduleError where something could never run, or runs twice; `schedir.check` says why.
-    """
+
+def _plan(schedule: Schedule) -> Plan:
     columns, transfers = schedule.columns, schedule.dataflow.transfers
-    _expect_all_to_meet(schedule)
-    if schedule.dataflow.starved.any():
-        raise ScheduleError("some compute never gets its input; `schedir check` says why", ())
-    if (schedule.dataflow.places >= 0).sum() != (columns.microbatch >= 0).sum():
-        raise ScheduleError("an action is listed twice; `schedir check` says which", ())
     is_compute = columns.is_kind(*COMPUTE)
     so_far: Ints = np.cumsum(is_compute)
     compute = np.flatnonzero(is_compute)
@@ -69,18 +82,13 @@ def plan(schedule: Schedule) -> Plan:
         for turn, stage in enumerate(stages)
     ]
     before = np.concatenate((before, np.array(turn_before, np.int64)))
-    return Plan(compute, bounds, needs, posts, before, collectives, last_before)
-
-
-def _expect_all_to_meet(schedule: Schedule) -> None:
-    """Raise ScheduleError where a send, a receive or a sum does not meet its other end."""
-    transfers = schedule.dataflow.transfers
-    sound = (transfers.send > transfers.maker) & (transfers.receive < transfers.user)
-    listed = int(schedule.columns.is_kind(*COMMUNICATION).sum())
-    order, follows = transfers.by_channel
-    in_turn = (np.diff(transfers.receive[order]) > 0) | ~follows[1:]
-    if not ((sound & transfers.matched).all() and in_turn.all() and listed == 2 * len(transfers)):
-        raise ScheduleError("the sends and receives don't match; `schedir check` says why", ())
-    for stage, by_rank in reduces_by_stage(schedule).items():
-        if len(set(map(len, by_rank.values()))) > 1:
-            raise ScheduleError(f"the ranks of stage {stage} sum its gradients unequally often", ())
+    return Plan(
+        compute=compute,
+        bounds=bounds,
+        durations=TEXTBOOK[columns.kind[compute]],
+        needs=needs,
+        posts=posts,
+        before=before,
+        collectives=collectives,
+        last_before=last_before,
+    )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
-
-if TYPE_CHECKING:
-    from schedir.ir.dataflow import Dataflow
+from schedir.ir.dataflow import Dataflow, dataflow_of
+from schedir.ir.printing import sched_text
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -58,7 +57,7 @@ class Schedule:
 
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
     `actions[rank]` is a rank's list, given as any iterable of actions or as `Columns`. `sources`
-    are the lines of Python behind the actions; they take no part in equality or the hash.
+    are the lines of Python that yielded the actions; they take no part in equality or the hash.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
     no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
@@ -99,6 +98,11 @@ class Schedule:
         """`actions[rank]`: the list of a rank."""
         return tuple(tuple(self.columns.of_rank(rank)) for rank in range(self.ranks))
 
+    @cached_property
+    def memo(self) -> dict[Hashable, object]:
+        """What has been worked out about this very object, so that nobody does it again."""
+        return {}
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -137,18 +141,15 @@ class Schedule:
 
     @cached_property
     def dataflow(self) -> Dataflow:
-        """Where everything stands. Raises ScheduleError where actions name what there is not, or
+        """Where everything stands. Raises UnsoundError where actions name what there is not, or
         are too few for the stages and microbatches."""
-        from schedir.ir.dataflow import trace
-
-        return trace(self)
+        return dataflow_of(self.columns, self.stages, self.microbatches)
 
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the text form, in hex: equal schedules, on any machine, have equal hashes."""
-        from schedir.ir.text import dumps
-
-        return hashlib.sha256(dumps(self).encode()).hexdigest()
+        text = sched_text(self.name, self.microbatches, self.placement, self.actions)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def take(self, places: Ints, starts: Ints) -> Schedule:
         """The schedule with the actions at `places` only, in that order, and their sources."""

@@ -15,24 +15,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import chain, islice
 
 from schedir.errors import ParseError
-from schedir.ir.actions import STAGE_WIDE, Action, Kind
+from schedir.ir.actions import Action
+from schedir.ir.printing import FORMAT_VERSION, sched_text
 from schedir.ir.schedule import Schedule, expect_schedule
+from schedir.ir.tokens import NUMBER, clip, decode, parse_action, parts_of, position
 
-FORMAT_VERSION = 1
-
-# Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
-NUMBER = "(?:0|[1-9][0-9]{0,8})"
-_TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
 _NEXT_STATEMENT = re.compile(r"\n(?=[^ \t\r\n#])")
 _RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
 _MOST_SHARED = 1000
-_KINDS = {kind.value: kind for kind in Kind}
 
 
 def dumps(schedule: Schedule) -> str:
@@ -41,41 +36,7 @@ def dumps(schedule: Schedule) -> str:
     Raises TypeError for what is no Schedule.
     """
     expect_schedule(schedule)
-    placement = " ".join(",".join(map(str, held)) for held in schedule.placement)
-    lines = [
-        f"schedir {FORMAT_VERSION}",
-        f"name {schedule.name}",
-        f"microbatches {schedule.microbatches}",
-        f"placement {placement}",
-    ]
-    for rank, actions in enumerate(schedule.actions):
-        lines.append(" ".join([f"rank {rank}:", *map(str, actions)]))
-    return "\n".join(lines) + "\n"
-
-
-@lru_cache(maxsize=1 << 16)
-def parse_action(token: str) -> Action:
-    """The action that a token such as `0F4@1` names. Raises ValueError with the reason."""
-    match = _TOKEN.fullmatch(token)
-    if match is None:
-        raise ValueError(
-            f"{clip(token)} is not an action; one reads <stage><KIND>[<microbatch>][@<version>], "
-            "such as 0F1 or 0SEND_ACT1"
-        )
-    stage, name, microbatch, version = match.groups()
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise ValueError(f"unknown action kind {clip(name)}; known: {' '.join(_KINDS)}")
-    if kind in STAGE_WIDE and microbatch is not None:
-        raise ValueError(f"{kind.value} names no microbatch: write {stage}{kind.value}")
-    if kind not in STAGE_WIDE and microbatch is None:
-        raise ValueError(f"{clip(token)} lacks its microbatch: write {stage}{kind.value}0, say")
-    return Action(
-        kind,
-        int(stage),
-        None if microbatch is None else int(microbatch),
-        None if version is None else int(version),
-    )
+    return sched_text(schedule.name, schedule.microbatches, schedule.placement, schedule.actions)
 
 
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
@@ -89,40 +50,6 @@ def loads(text: str | bytes, file: str = "<string>") -> Schedule:
             f"text must be a str or bytes, not {type(text).__name__}; schedir.build reads files"
         )
     return _Parser(decode(text, file), file).parse()
-
-
-def decode(text: str | bytes, file: str) -> str:
-    """The text of a file's bytes. Raises ParseError at the first byte that is not UTF-8."""
-    if isinstance(text, str):
-        return text
-    try:
-        return text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        start = error.start
-        line_start = text.rfind(b"\n", 0, start) + 1
-        column = len(text[line_start:start].decode("utf-8")) + 1
-        raise ParseError(
-            f"byte 0x{text[start]:02x} is not UTF-8",
-            file,
-            text.count(b"\n", 0, start) + 1,
-            column,
-        ) from None
-
-
-def position(text: str, offset: int) -> tuple[int, int]:
-    """The line and the column of a character, both counted from 1."""
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
-
-
-def split(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
-    """Like `text.split`, but one at a time, each part with its place; `offset` is the text's."""
-    start = 0
-    while start <= len(text):
-        stop = text.find(separator, start)
-        if stop < 0:
-            stop = len(text)
-        yield text[start:stop], offset + start
-        start = stop + 1
 
 
 class _Parser:
@@ -252,7 +179,7 @@ class _Parser:
 
     def _held(self, word: re.Match[str]) -> tuple[int, ...]:
         held: set[int] = set()
-        for part, offset in split(word[0], ",", word.start()):
+        for part, offset in parts_of(word[0], ",", word.start()):
             rank = self._number(part, offset)
             if rank in held:
                 raise self._error(f"rank {rank} is named twice", offset)
@@ -295,8 +222,3 @@ class _Parser:
 
     def _error(self, message: str, offset: int) -> ParseError:
         return ParseError(message, self.file, *position(self.text, offset))
-
-
-def clip(text: str) -> str:
-    """`text` in quotes, cut to a length that fits a message."""
-    return repr(text if len(text) <= 40 else text[:37] + "...")

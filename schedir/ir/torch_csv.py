@@ -22,7 +22,7 @@ from schedir.errors import ParseError
 from schedir.ir.actions import MAX_NUMBER, STAGE_WIDE, Action, Kind
 from schedir.ir.pairs import never_starts
 from schedir.ir.schedule import Schedule
-from schedir.ir.text import NUMBER, clip, decode, position, split
+from schedir.ir.tokens import NUMBER, clip, decode, parts_of, position
 
 logger = logging.getLogger("schedir")
 
@@ -146,7 +146,7 @@ class _Reader:
                 f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
             )
         parts: list[Action | None] = []
-        for part, place in split(match[1], ";", offset + 1):
+        for part, place in parts_of(match[1], ";", offset + 1):
             token = part.strip(_BLANKS)
             if not token:
                 raise self._error("an empty part in a composite action", place)

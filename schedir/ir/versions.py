@@ -11,7 +11,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import BACKWARDS, Kind
+from schedir.ir.actions import READS_WEIGHTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
 
 
@@ -72,7 +72,7 @@ def steps_before(columns: Columns) -> Ints:
 def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     """The weight versions of every stage in one rank's list, keyed by stage."""
     start, end = columns.starts[rank : rank + 2].tolist()
-    own = start + np.flatnonzero(np.isin(columns.kind[start:end], _READERS))
+    own = start + np.flatnonzero(np.isin(columns.kind[start:end], _CONCERNED))
     stages: dict[int, StageVersions] = {}
     for place, code, number, microbatch, version in zip(
         own.tolist(),
@@ -96,5 +96,5 @@ def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     return stages
 
 
-_READERS = [KIND_INDEX[kind] for kind in (Kind.FORWARD, *BACKWARDS, Kind.OPTIM_STEP)]
+_CONCERNED = [KIND_INDEX[kind] for kind in (*READS_WEIGHTS, Kind.OPTIM_STEP)]
 _FORWARD, _STEP = KIND_INDEX[Kind.FORWARD], KIND_INDEX[Kind.OPTIM_STEP]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from schedir.checker import check_compute
+from schedir.checker import prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter
 from schedir.library.driving import generate
 from schedir.library.targets import find, is_list, read_list
-from schedir.passes import insert_communication
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -37,8 +36,7 @@ def build(
     found = load(target, ranks=ranks, microbatches=microbatches, chunks=chunks, **parameters)
     if found.is_complete:
         return found
-    check_compute(found).raise_if_errors()
-    return insert_communication(found)
+    return prove(found).proved()
 
 
 def load(

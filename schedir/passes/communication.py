@@ -19,18 +19,19 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.errors import ScheduleError
-from schedir.ir.actions import COMMUNICATION, Kind
-from schedir.ir.clock import TEXTBOOK, Meetings, Time, run
+from schedir.errors import UnsoundError
+from schedir.ir.actions import COMMUNICATION, COUNTERPARTS, Kind
+from schedir.ir.clock import TEXTBOOK, Exchanges, Time, run
+from schedir.ir.collectives import collective_turns
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
-from schedir.ir.dataflow import Transfers, collective_turns
+from schedir.ir.dataflow import Transfers
 from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
     """The schedule with its communication; unchanged where it is complete already.
 
-    Raises ScheduleError where some compute action never gets its input; `schedir.check` on the
+    Raises UnsoundError where some compute action never gets its input; `schedir.check` on the
     same schedule says why. Raises TypeError for what is no Schedule.
     """
     expect_schedule(schedule)
@@ -38,7 +39,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
         return schedule
     transfers = schedule.dataflow.transfers
     if (transfers.maker < 0).any():
-        raise ScheduleError("communication can't be inserted: some action is missing", ())
+        raise UnsoundError("communication can't be inserted: some action is missing")
     ends = _ends(schedule, transfers)
     return _merge(schedule, transfers, ends)
 
@@ -67,18 +68,17 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
     if -1 in ends:
         place = ends.index(-1)
         rank, index = columns.position(place)
-        raise ScheduleError(
+        raise UnsoundError(
             f"communication can't be inserted: rank {rank} #{index} {columns.action(place)} never "
-            "gets its input",
-            (),
+            "gets its input"
         )
     return np.array(ends, np.int64)
 
 
 def _run(columns: Columns, needs: Ints, posts: list[tuple[int, ...]]) -> list[Time]:
-    meetings = Meetings(posts, (), [0] * len(posts))
+    exchanges = Exchanges(posts, (), [0] * len(posts))
     costs = TEXTBOOK[columns.kind].tolist()
-    return run(columns.starts.tolist(), costs, needs.tolist(), meetings).ends
+    return run(columns.starts.tolist(), costs, needs.tolist(), exchanges).ends
 
 
 def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
@@ -105,14 +105,16 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
         both: Ints = np.concatenate((compute, ends_of(sends, receives)))[merged]
         return both
 
+    sends = Kind.SEND_ACT, Kind.SEND_GRAD
+    receives = (COUNTERPARTS[kind][0] for kind in sends)
     microbatch = transfers.microbatch[order]
     none = np.full(len(order), -1)
     complete = Columns(
         starts_of(rank[merged], schedule.ranks),
         entries(
             columns.kind,
-            _either(is_act, Kind.SEND_ACT, Kind.SEND_GRAD),
-            _either(is_act, Kind.RECV_ACT, Kind.RECV_GRAD),
+            _either(is_act, *sends),
+            _either(is_act, *receives),
         ),
         entries(columns.stage, sender[order], transfers.stage[order]),
         entries(columns.microbatch, microbatch, microbatch),

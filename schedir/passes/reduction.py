@@ -5,38 +5,38 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, Kind
+from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
 from schedir.ir.schedule import Schedule, starts_of
 
 
 def insert_reductions(schedule: Schedule) -> Schedule:
-    """The schedule with a REDUCE_GRAD for every OPTIM_STEP, behind the last gradient that it needs.
+    """The schedule with a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that it needs.
 
-    One behind a stage's last gradient where it has no OPTIM_STEP. Stages that list a REDUCE_GRAD
+    One after a stage's last gradient where it has no OPTIM_STEP. Stages that list a REDUCE_GRAD
     are left as they are.
     """
     columns = schedule.columns
     listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
     last: dict[tuple[int, int], int] = {}  # of the rank's stage, since its OPTIM_STEP
-    behind = []
+    completed = []
     steps = columns.is_kind(Kind.OPTIM_STEP)
     stepped = set()
-    for place in columns.where(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OPTIM_STEP).tolist():
+    for place in columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP).tolist():
         key = int(columns.rank[place]), int(columns.stage[place])
         if key[1] in listed:
             continue
         if not steps[place]:
             last[key] = place
         elif key in last:
-            behind.append(last.pop(key))
+            completed.append(last.pop(key))
             stepped.add(key)
-    behind += [place for key, place in last.items() if key not in stepped]
-    # Behind what the gradient sends, too, which somebody may be waiting for. A new action is made
+    completed += [place for key, place in last.items() if key not in stepped]
+    # After what the gradient sends, too, which somebody may be waiting for. A new action is made
     # from its gradient's entry, for the stage and the line of Python.
     number = len(columns)
-    origin = np.concatenate((np.arange(number), np.array(behind, np.int64)))
-    stands_at = np.concatenate((np.arange(number), _last_posts(columns)[behind]))
+    origin = np.concatenate((np.arange(number), np.array(completed, np.int64)))
+    stands_at = np.concatenate((np.arange(number), _last_posts(columns)[completed]))
     order = np.argsort(stands_at, kind="stable")
     new, origin = order >= number, origin[order]
     taken = schedule.take(origin, starts_of(columns.rank[origin], schedule.ranks))
@@ -53,7 +53,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
 
 
 def _last_posts(columns: Columns) -> Ints:
-    """For every place, the last of the communication directly behind it, or itself."""
+    """For every place, the last of the communication directly after it, or itself."""
     places = np.arange(len(columns))
     goes_on = np.zeros(len(columns), np.bool_)
     goes_on[:-1] = columns.is_kind(*COMMUNICATION)[1:] & (np.diff(columns.rank) == 0)

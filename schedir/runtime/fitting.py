@@ -15,10 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from schedir.checker import check
+from schedir.checker import prove
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions, expect_schedule, is_number
-from schedir.passes import insert_communication
 
 TieOf: TypeAlias = Sequence[tuple[int, str]]
 """The copies of one shared parameter: by stage, and by name in the stage's module."""
@@ -27,15 +26,15 @@ TieOf: TypeAlias = Sequence[tuple[int, str]]
 def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
     """The complete schedule, checked; no process group is touched before."""
     try:
-        report = check(schedule, ties=ties)
+        report = prove(schedule, ties=ties)
     except ValueError as error:
         raise ExecutionError(str(error)) from error
-    if not report.ok:
+    if report.schedule is None:
         if os.environ.get("RANK", "0") == "0":
             report.raise_if_errors()
         # Rank 0 says what is wrong; the others need not repeat it.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
-    return insert_communication(schedule)
+    return report.schedule
 
 
 def check_arguments(

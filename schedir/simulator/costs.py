@@ -22,6 +22,11 @@ def _is_duration(instance: object, attribute: attrs.Attribute[Any], value: float
         )
 
 
+def _cost_of(kind: Kind) -> Any:
+    """A field for the cost of a kind, by default the textbook's."""
+    return attrs.field(default=kind.traits.cost, validator=_is_duration)
+
+
 @attrs.frozen(kw_only=True)
 class CostModel:
     """The cost of every kind of action, the same for all stages; `communication` is per transfer.
@@ -32,22 +37,15 @@ class CostModel:
     Raises TypeError or ValueError for a cost that is no finite number >= 0.
     """
 
-    forward: float = attrs.field(default=1, validator=_is_duration)
-    backward: float = attrs.field(default=2, validator=_is_duration)
-    backward_input: float = attrs.field(default=1, validator=_is_duration)
-    backward_weight: float = attrs.field(default=1, validator=_is_duration)
-    communication: float = attrs.field(default=0, validator=_is_duration)
-    reduce_grad: float = attrs.field(default=0, validator=_is_duration)
-    optim_step: float = attrs.field(default=0, validator=_is_duration)
+    forward: float = _cost_of(Kind.FORWARD)
+    backward: float = _cost_of(Kind.BACKWARD)
+    backward_input: float = _cost_of(Kind.BACKWARD_INPUT)
+    backward_weight: float = _cost_of(Kind.BACKWARD_WEIGHT)
+    communication: float = _cost_of(Kind.SEND_ACT)
+    reduce_grad: float = _cost_of(Kind.REDUCE_GRAD)
+    optim_step: float = _cost_of(Kind.OPTIM_STEP)
 
     def by_kind(self) -> dict[Kind, float]:
-        """The cost of every kind of action."""
-        costs = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHT: self.backward_weight,
-            Kind.REDUCE_GRAD: self.reduce_grad,
-            Kind.OPTIM_STEP: self.optim_step,
-        }
-        return costs | dict.fromkeys(COMMUNICATION, self.communication)
+        """The cost of every kind of action: one without a field of its own costs the textbook's."""
+        own = {kind: getattr(self, kind.name.lower(), kind.traits.cost) for kind in Kind}
+        return own | dict.fromkeys(COMMUNICATION, self.communication)

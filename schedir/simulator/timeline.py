@@ -1,47 +1,28 @@
-"""The timeline of a schedule under given costs, on the `edge` channel model.
-
-A rank runs its compute in list order, each action as soon as the one before it is done and its
-receive has arrived. A send or receive is posted when the compute listed before it is done; a
-transfer starts when both its ends are posted and its channel has finished the transfer before it.
-
-    rank 0   0F0 0SEND_ACT0 0F1 ...         posted at 1 ─┐
-    rank 1   1RECV_ACT0 1F0 ...             posted at 0 ─┴─ starts at 1, 1F0 when it is done
-"""
+"""When every entry of a schedule ran, simulated or measured, and all that follows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from schedir.checker import check
-from schedir.errors import ScheduleError
 from schedir.ir import (
-    BACKWARDS,
-    KINDS,
+    COMPUTE,
+    READS_WEIGHTS,
     Action,
+    Bools,
     Kind,
-    Meetings,
-    Plan,
     Schedule,
-    Time,
-    Times,
-    expect_schedule,
     peak_activations,
-    plan,
-    run,
     weight_versions,
 )
-from schedir.passes import insert_communication
-from schedir.simulator.costs import CostModel
 
 Numbers: TypeAlias = NDArray[Any]
-"""Times: of integers where all costs are, else of floats."""
+"""Times: all of them integers, or all floats."""
 
 
 @attrs.frozen
@@ -59,7 +40,7 @@ class Span:
 
 @attrs.frozen
 class RankStats:
-    """One rank's share of a timeline, in the cost model's unit of time.
+    """One rank's share of a timeline, in its unit of time.
 
     `busy` is the time in compute, `idle` the rest of the makespan, `span` the time from its first
     FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs;
@@ -74,20 +55,92 @@ class RankStats:
     weight_versions: int
 
 
-# Not slotted, so that the spans can be made when somebody looks at them.
+def _times(values: ArrayLike) -> Numbers:
+    """The times as an array that nobody writes: of int64 where they are integers, else float64."""
+    times = np.asarray(values)
+    whole = times.size > 0 and times.dtype.kind in "iu"
+    times = times.astype(np.int64 if whole else np.float64)
+    times.flags.writeable = False
+    return times
+
+
+_SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
 class Timeline:
-    """When every action of a schedule runs: `spans[rank]` in list order, and what follows.
+    """When every entry of a schedule starts and ends: plain data, from which all else follows.
 
-    `starts` and `ends` hold the times of every action, rank after rank.
+    `starts` and `ends` hold one time per entry, rank after rank in list order, shape [actions]:
+    0 is the beginning of the step, NaN stands for what is not known, and the unit is the caller's.
+    What is not known counts as nothing: it makes no rank busy and no step longer.
+
+    Raises ValueError where the times do not fit the schedule: another number of them, one that is
+    negative or infinite, an entry that ends before it starts.
     """
 
     schedule: Schedule
-    starts: Numbers = attrs.field(repr=False, eq=False)
-    ends: Numbers = attrs.field(repr=False, eq=False)
-    makespan: float
-    bubble_fraction: float
-    ranks: tuple[RankStats, ...]
+    starts: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
+    ends: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        shape = (len(self.schedule.columns),)
+        for name, times in (("starts", self.starts), ("ends", self.ends)):
+            if times.shape != shape:
+                raise ValueError(
+                    f"{name} must hold one time for each of the {shape[0]} entries, not an array "
+                    f"of shape {times.shape}"
+                )
+            self._refuse(np.isinf(times) | (times < 0), f"{name}: a time must be at least 0")
+        self._refuse(self.ends < self.starts, "an entry ends before it starts")
+
+    def _refuse(self, wrong: Bools, why: str) -> None:
+        """Raise ValueError with the first place that is wrong, if there is one."""
+        if wrong.any():
+            place = int(wrong.argmax())
+            columns = self.schedule.columns
+            rank, index = columns.position(place)
+            raise ValueError(
+                f"{why}: rank {rank} #{index} {columns.action(place)} is said to run from "
+                f"{self.starts[place]} to {self.ends[place]}"
+            )
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last entry ends."""
+        last: float = np.fmax.reduce(self.ends, initial=0).item()
+        return last
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which they do not compute."""
+        busy = sum(rank.busy for rank in self.ranks)
+        return 1 - busy / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def ranks(self) -> tuple[RankStats, ...]:
+        """What each rank does with its time, and the most that it holds."""
+        columns = self.schedule.columns
+        computes, forwards = columns.is_kind(*COMPUTE), columns.is_kind(Kind.FORWARD)
+        peaks, versions = peak_activations(columns), _peak_versions(self.schedule)
+        found = []
+        for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
+            starts, ends = self.starts[begin:end], self.ends[begin:end]
+            busy = _busy(starts[computes[begin:end]], ends[computes[begin:end]])
+            until = np.fmax.reduce(ends[computes[begin:end]], initial=0).item()
+            since = np.fmin.reduce(starts[forwards[begin:end]], initial=until).item()
+            found.append(
+                RankStats(
+                    rank=rank,
+                    busy=busy,
+                    idle=self.makespan - busy,
+                    span=until - since,
+                    peak_activations=peaks[rank][0],
+                    weight_versions=versions.get(rank, 1),
+                )
+            )
+        return tuple(found)
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -99,84 +152,23 @@ class Timeline:
         )
 
 
-def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
-    """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
-
-    A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where some action could never run, TypeError for what is no Schedule.
-    """
-    expect_schedule(schedule)
-    price = (costs or CostModel()).by_kind()
-    given = schedule
-    try:
-        schedule = insert_communication(given)
-        planned = plan(schedule)
-        durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
-        times = _run(planned, durations, price)
-    except ScheduleError:
-        check(given).raise_if_errors()
-        raise
-    starts, ends = _by_place(schedule, planned, times, price)
-    makespan = ends.max(initial=0).item()
-    ranks = tuple(_rank_stats(schedule, planned, times, durations, makespan))
-    busy = sum(rank.busy for rank in ranks)
-    bubble = 1 - busy / (schedule.ranks * makespan) if makespan else 0.0
-    return Timeline(schedule, starts, ends, makespan, bubble, ranks)
+def _busy(starts: Numbers, ends: Numbers) -> float:
+    """How long a rank's compute takes, as far as it is known."""
+    known = ~np.isnan(ends - starts)
+    starts, ends = starts[known], ends[known]
+    # What follows without a gap counts as one: a rank that never waits is idle for exactly 0.
+    gaps = starts[1:] != ends[:-1]
+    last, first = np.append(gaps, True)[: len(ends)], np.append(True, gaps)[: len(starts)]
+    busy: float = (ends[last] - starts[first]).sum().item()
+    return busy
 
 
-def _run(planned: Plan, durations: list[Time], price: dict[Kind, Time]) -> Times:
-    collectives = len(planned.collectives)
-    transfers = len(planned.posts) - collectives
-    last = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
-    # What takes no time never holds up the next one of its channel or stage.
-    timed = price[Kind.SEND_ACT] or (collectives and price[Kind.REDUCE_GRAD])
-    before = planned.before.tolist() if timed else ()
-    meetings = Meetings(planned.posts, before, last)
-    times = run(planned.bounds.tolist(), durations, planned.needs.tolist(), meetings)
-    if -1 in times.ends:
-        raise ScheduleError("the schedule blocks; `schedir check` says why", ())
-    return times
-
-
-def _by_place(
-    schedule: Schedule, planned: Plan, times: Times, price: dict[Kind, Time]
-) -> tuple[Numbers, Numbers]:
-    """The start and the end of every action, rank after rank."""
-    whole = all(isinstance(cost, int) for cost in price.values())
-    starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
-    ends = np.zeros_like(starts)
-    starts[planned.compute], ends[planned.compute] = times.starts, times.ends
-    transfers = schedule.dataflow.transfers
-    begins = np.array(times.begins[: len(transfers)], starts.dtype)
-    for side in (transfers.send, transfers.receive):
-        starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
-    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=True):
-        starts[list(places)] = begin
-        ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
-    return starts, ends
-
-
-def _rank_stats(
-    schedule: Schedule, planned: Plan, times: Times, durations: list[Time], makespan: Time
-) -> Iterator[RankStats]:
+def _peak_versions(schedule: Schedule) -> dict[int, int]:
+    """The most weight versions of a stage alive at once, by rank, where that may be several."""
     columns = schedule.columns
-    bounds = planned.bounds.tolist()
-    forwards = columns.is_kind(Kind.FORWARD)[planned.compute]
-    peaks = peak_activations(columns)
-    # Where nothing of a rank's stages comes behind their steps, one version is all there is.
-    reading = columns.is_kind(Kind.FORWARD, *BACKWARDS) & (schedule.dataflow.steps_before > 0)
-    several = set(columns.rank[reading].tolist())
-    for rank, (begin, end) in enumerate(pairwise(bounds)):
-        busy = sum(durations[begin:end])
-        first = begin + int(forwards[begin:end].argmax()) if forwards[begin:end].any() else None
-        until = times.ends[end - 1] if end > begin else 0
-        since = times.starts[first] if first is not None else until
-        versions = weight_versions(columns, rank) if rank in several else {}
-        yield RankStats(
-            rank=rank,
-            busy=busy,
-            idle=makespan - busy,
-            span=until - since,
-            peak_activations=peaks[rank][0],
-            weight_versions=max((stage.peak()[0] for stage in versions.values()), default=1),
-        )
+    # Where nothing of a rank's stages comes after their steps, one version is all there is.
+    reading = columns.is_kind(*READS_WEIGHTS) & (schedule.dataflow.steps_before > 0)
+    return {
+        rank: max(stage.peak()[0] for stage in weight_versions(columns, rank).values())
+        for rank in set(columns.rank[reading].tolist())
+    }

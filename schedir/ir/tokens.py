@@ -1,0 +1,79 @@
+"""What the readers of text share: tokens, numbers, and where in a file something stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from schedir.errors import ParseError
+from schedir.ir.actions import STAGE_WIDE, Action, Kind
+
+# Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
+NUMBER = "(?:0|[1-9][0-9]{0,8})"
+_TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+@lru_cache(maxsize=1 << 16)
+def parse_action(token: str) -> Action:
+    """The action that a token such as `0F4@1` names. Raises ValueError with the reason."""
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise ValueError(
+            f"{clip(token)} is not an action; one reads <stage><KIND>[<microbatch>][@<version>], "
+            "such as 0F1 or 0SEND_ACT1"
+        )
+    stage, name, microbatch, version = match.groups()
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown action kind {clip(name)}; known: {' '.join(_KINDS)}")
+    if kind in STAGE_WIDE and microbatch is not None:
+        raise ValueError(f"{kind.value} names no microbatch: write {stage}{kind.value}")
+    if kind not in STAGE_WIDE and microbatch is None:
+        raise ValueError(f"{clip(token)} lacks its microbatch: write {stage}{kind.value}0, say")
+    return Action(
+        kind,
+        int(stage),
+        None if microbatch is None else int(microbatch),
+        None if version is None else int(version),
+    )
+
+
+def decode(text: str | bytes, file: str) -> str:
+    """The text of a file's bytes. Raises ParseError at the first byte that is not UTF-8."""
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        start = error.start
+        line_start = text.rfind(b"\n", 0, start) + 1
+        column = len(text[line_start:start].decode("utf-8")) + 1
+        raise ParseError(
+            f"byte 0x{text[start]:02x} is not UTF-8",
+            file,
+            text.count(b"\n", 0, start) + 1,
+            column,
+        ) from None
+
+
+def position(text: str, offset: int) -> tuple[int, int]:
+    """The line and the column of a character, both counted from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+
+
+def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
+    """Like `text.split`, but one at a time, each part with its place; `offset` is the text's."""
+    start = 0
+    while start <= len(text):
+        stop = text.find(separator, start)
+        if stop < 0:
+            stop = len(text)
+        yield text[start:stop], offset + start
+        start = stop + 1
+
+
+def clip(text: str) -> str:
+    """`text` in quotes, cut to a length that fits a message."""
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,72 @@
+"""Runs a schedule under given costs, on the `edge` channel model.
+
+A rank runs its compute in list order, each action as soon as the one before it is done and its
+receive has arrived. A send or receive is posted when the compute listed before it is done; a
+transfer starts when both its ends are posted and its channel has finished the transfer before it.
+
+    rank 0   0F0 0SEND_ACT0 0F1 ...         posted at 1 ─┐
+    rank 1   1RECV_ACT0 1F0 ...             posted at 0 ─┴─ starts at 1, 1F0 when it is done
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedir.checker import prove
+from schedir.ir import (
+    KINDS,
+    Exchanges,
+    Kind,
+    Plan,
+    Schedule,
+    Time,
+    Times,
+    expect_schedule,
+    plan,
+    run,
+)
+from schedir.simulator.costs import CostModel
+from schedir.simulator.timeline import Timeline
+
+
+def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
+    """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
+
+    A compute-only schedule gets its communication first. Raises ScheduleError, with what
+    `schedir.check` finds, where the schedule is wrong, TypeError for what is no Schedule.
+    """
+    expect_schedule(schedule)
+    price = (costs or CostModel()).by_kind()
+    complete = prove(schedule).proved()
+    planned = plan(complete)
+    textbook = price == {kind: kind.traits.cost for kind in Kind}
+    times = planned.textbook if textbook else _run(complete, planned, price)
+    return _timeline(complete, planned, times, price)
+
+
+def _run(schedule: Schedule, planned: Plan, price: dict[Kind, Time]) -> Times:
+    durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
+    collectives = len(planned.collectives)
+    transfers = len(planned.posts) - collectives
+    lengths = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
+    # What takes no time never holds up the next one of its channel or stage.
+    timed = price[Kind.SEND_ACT] or (collectives and price[Kind.REDUCE_GRAD])
+    before = planned.before.tolist() if timed else ()
+    exchanges = Exchanges(planned.posts, before, lengths)
+    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), exchanges)
+
+
+def _timeline(schedule: Schedule, planned: Plan, times: Times, price: dict[Kind, Time]) -> Timeline:
+    """The start and the end of every action, rank after rank."""
+    whole = all(isinstance(cost, int) for cost in price.values())
+    starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
+    ends = np.zeros_like(starts)
+    starts[planned.compute], ends[planned.compute] = times.starts, times.ends
+    transfers = schedule.dataflow.transfers
+    begins = np.array(times.begins[: len(transfers)], starts.dtype)
+    for side in (transfers.send, transfers.receive):
+        starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
+    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=True):
+        starts[list(places)] = begin
+        ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
+    return Timeline(schedule, starts, ends)

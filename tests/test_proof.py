@@ -1,0 +1,165 @@
+"""One door to a complete schedule: what has been proved, and that nothing is proved twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir import ScheduleError
+from schedir.checker import prove, run
+from schedir.ir import Schedule
+from schedir.library import built_in, load
+
+BUILT_IN = [generator.name for generator in built_in()]
+# Rank 1 posts the receive of microbatch 1 late: that blocks under `pair` and what is stricter.
+CROSSED = """schedir 1
+name crossed
+microbatches 2
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
+"""
+# It would run, but the gradient of microbatch 1 is never applied.
+STEPS_EARLY = """schedir 1
+name steps-early
+microbatches 2
+placement 0
+rank 0: 0F0 0B0 0OPTIM_STEP 0F1 0B1
+"""
+CALLS = ("structure", "ordering", "insert_communication", "communication", "clean_channels")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each part of a proof is called from here on."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counted[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(run, name, counting(name, getattr(run, name)))
+    return counted
+
+
+def again(schedule: Schedule) -> Schedule:
+    """An equal schedule of which nothing is known."""
+    return Schedule(
+        schedule.name,
+        schedule.microbatches,
+        schedule.placement,
+        schedule.actions,
+        schedule.sources,
+    )
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_schedule_of_a_report_is_the_complete_one(name: str) -> None:
+    compute = load(name)
+    complete = schedir.insert_communication(compute)
+    assert schedir.check(compute).schedule == complete
+    assert prove(compute).schedule == complete
+    assert schedir.build(name) == complete
+    assert schedir.check(complete).schedule is complete
+
+
+def test_a_wrong_schedule_has_none() -> None:
+    crossed = schedir.loads(CROSSED)
+    assert schedir.check(crossed, "edge").schedule is crossed
+    report = schedir.check(crossed, "pair")
+    assert report.schedule is None
+    with pytest.raises(ScheduleError, match="S301") as error:
+        report.proved()
+    assert error.value.diagnostics == report.diagnostics
+    assert prove(crossed, "pair").diagnostics == report.diagnostics
+
+
+def test_what_would_run_but_is_wrong_is_not_simulated() -> None:
+    schedule = schedir.loads(STEPS_EARLY)
+    with pytest.raises(ScheduleError, match="S204") as error:
+        schedir.simulate(schedule)
+    assert error.value.diagnostics == schedir.check(schedule).diagnostics
+
+
+def test_nothing_is_proved_twice(calls: Counter[str]) -> None:
+    built = schedir.build("interleaved-1f1b")
+    assert calls == dict.fromkeys(CALLS, 1)
+    assert schedir.check(built).schedule is built
+    for channel in schedir.CHANNELS:
+        assert schedir.check(built, channel).ok
+    assert schedir.simulate(built).schedule is built
+    assert prove(built).schedule is built
+    assert calls == dict.fromkeys(CALLS, 1)
+
+
+def test_compute_alone_is_completed_once(calls: Counter[str]) -> None:
+    compute = load("1f1b")
+    line = schedir.simulate(compute)
+    assert schedir.check(compute).schedule is line.schedule
+    assert schedir.simulate(compute).schedule is line.schedule
+    assert calls == dict.fromkeys(CALLS, 1)
+
+
+def test_an_equal_schedule_is_proved_anew(calls: Counter[str]) -> None:
+    built = schedir.build("1f1b")
+    schedir.check(again(built))
+    assert calls["structure"] == 2
+
+
+def test_limits_are_looked_at_every_time(calls: Counter[str]) -> None:
+    built = schedir.build("1f1b", ranks=2, microbatches=4)
+    assert [d.code for d in schedir.check(built, max_activations=1).errors] == ["S405"]
+    assert schedir.check(built).ok
+    assert not schedir.check(built, max_activations=1).ok
+    assert schedir.check(again(built), max_activations=1).schedule is None
+    assert calls["structure"] == 2
+
+
+def test_ties_are_proved_anew() -> None:
+    # Alone each stage may step once its own gradient is there; tied, the first waits for both.
+    schedule = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 0\n"
+        "rank 0: 0F0 1F0 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP\n"
+    )
+    assert schedir.check(schedule).schedule is schedule
+    report = schedir.check(schedule, ties=[(0, 1)])
+    assert [error.code for error in report.errors] == ["S301"]
+    assert report.schedule is None
+    assert schedir.check(schedule).ok
+
+
+def test_a_wrong_schedule_is_wrong_every_time() -> None:
+    schedule = schedir.loads(STEPS_EARLY)
+    first, second = schedir.check(schedule), schedir.check(schedule)
+    assert first == second
+    assert not first.ok
+
+
+@pytest.mark.parametrize("channel", schedir.CHANNELS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_known_changes_no_finding(name: str, channel: str) -> None:
+    built = schedir.build(name, microbatches=6)
+    assert schedir.check(built, channel) == schedir.check(again(built), channel)
+
+
+def test_a_schedule_error_has_findings() -> None:
+    with pytest.raises(ValueError, match="needs the findings"):
+        ScheduleError("wrong", ())
+
+
+def test_a_pass_refuses_what_is_unsound() -> None:
+    schedule = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0F0 0B0\nrank 1: 1F0 2B0\n"
+    )
+    with pytest.raises(schedir.UnsoundError, match="unknown stage"):
+        schedir.insert_communication(schedule)
+    assert not issubclass(schedir.UnsoundError, ScheduleError)
+    assert issubclass(schedir.UnsoundError, schedir.SchedirError)
