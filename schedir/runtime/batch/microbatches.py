@@ -169,14 +169,17 @@ def samples(count: Callable[[Any], float | Tensor], target: Microbatch) -> float
     return found
 
 
-def weights(
-    counts: Sequence[float], groups: Sequence[Sequence[int]], totals: Sequence[float]
+def loss_shares(
+    counts: Sequence[float], accumulated: Sequence[Sequence[int]], totals: Sequence[float]
 ) -> list[float]:
-    """Each microbatch's share of the `totals` samples of its group, those of one OPTIM_STEP."""
+    """Each microbatch's share of the samples that its OPTIM_STEP accumulates.
+
+    `accumulated` are the microbatches of each OPTIM_STEP, `totals` their samples.
+    """
     shares = [0.0] * len(counts)
-    for group, total in zip(groups, totals, strict=True):
+    for together, total in zip(accumulated, totals, strict=True):
         if not total:
-            raise ExecutionError(f"target: microbatches {list(group)} hold no samples at all")
-        for m in group:
+            raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
+        for m in together:
             shares[m] = counts[m] / total
     return shares

@@ -45,7 +45,7 @@ class Statistics:
         """Run a forward inside; gives what is there before it.
 
         `states` are the attributes that it may change, None for any. Small buffers are always
-        copied, since batch_norm changes its own without a trace in their version; large ones, such
+        copied, since batch_norm changes its own without raising their version; large ones, such
         as masks, only as long as their version changes.
         """
         before = [holder[name] for holder, name in self._places]

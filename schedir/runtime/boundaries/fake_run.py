@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.runtime.batch.microbatches import Microbatch
 from schedir.runtime.boundaries.boundary import Boundary, Grads, TensorMeta, empty, meta_of
-from schedir.runtime.boundaries.calls import Call
+from schedir.runtime.boundaries.calling import CallingConvention
 from schedir.runtime.boundaries.memory import sharing
 from schedir.runtime.boundaries.standin import StandIn, State
 
@@ -42,11 +42,11 @@ class FirstInput:
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
-Given: TypeAlias = Boundary | FirstInput
+StageInput: TypeAlias = Boundary | FirstInput
 
 
-class Trace:
-    """One fake run of a stage: what goes out, and which inputs get a gradient.
+class FakeRun:
+    """One run of a stage on fake tensors: what goes out, and which inputs get a gradient.
 
     `extra` is what the stage is given beside its input. `mutates` says which inputs the module
     changes in place (of the first stage's microbatch, which of its tensors), `mutates_extra` and
@@ -58,8 +58,8 @@ class Trace:
         self,
         module: nn.Module,
         device: torch.device,
-        given: Given,
-        call: Call,
+        given: StageInput,
+        convention: CallingConvention,
         extra: Any,
         trains: bool,
     ) -> None:
@@ -84,7 +84,7 @@ class Trace:
             own = list(module.parameters())
             own_before = _versions(own)  # a fake view of a parameter counts on with it
             before, beside_before = _versions(watched), _versions(beside)
-            self.output = call(module, tree, faked)
+            self.output = convention(module, tree, faked)
             self.mutates = tuple(
                 now != then for now, then in zip(_versions(watched), before, strict=True)
             )
@@ -98,10 +98,10 @@ class Trace:
 
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Fake mode, with gradients, and without a trace of it in autocast's cache of weights."""
+        """Fake mode, with gradients, and leaving nothing in autocast's cache of weights."""
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        said, _LOG.disabled = _LOG.disabled, True  # what fails is said by the error alone
+        disabled, _LOG.disabled = _LOG.disabled, True  # the error alone says what fails
         try:
             with ExitStack() as stack:
                 for stand_in in self._stand_ins:
@@ -114,7 +114,7 @@ class Trace:
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)
-            _LOG.disabled = said
+            _LOG.disabled = disabled
 
     def _fake(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._fake_tensor, tree)
