@@ -172,7 +172,7 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
 
     They are cut alike, so unequal ones would not belong together: a loss might even broadcast them.
     """
-    found = {what: cut.rows for what, cut in pieces.items() if cut.rows is not None}
+    found = {what: held.rows for what, held in pieces.items() if held.rows is not None}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{what} {rows}" for what, rows in found.items())
         raise ExecutionError(

@@ -9,7 +9,8 @@ instruction waits for and does:
 
 So an instruction that nobody observes costs nothing, and the loop that runs a list knows of no
 observer. Those that always watch are put around when the list is compiled; whether others do is
-asked once per call.
+asked once per call. An instruction has its rank and its index in the list, so that an observer can
+record when each entry of each rank has started and ended.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
 """How every call opens: the rank of the first stage announces it, and all others compare.
 
-    rank of the first stage                another rank
-    ───────────────────────                ────────────
-                                           posts its first receives, by the shapes
-                                             of the call before                    [early]
-    announces call and agreement ───────▶  compares them with its own call, and batch
-    ────────────────── the agreement is that of the call before ──────────────────
-    runs its list                          runs the rest of its list
-    ──────────────────────── it is another one: shapes differ ────────────────────
-    sends placeholders to all              sends placeholders to all
-      that was posted so  [early]            that was posted so, and drops
-                                             what it has received so itself        [early]
-    agrees on the boundaries, where they are new, with all ranks
-    runs its list                          runs its list
+            rank of the first stage              another rank
+            ───────────────────────              ────────────
+    early                                        posts its first receives, by the shapes
+                                                 of the call before
+            announces call and agreement ─────▶  compares them with its own call and batch
+
+            if the agreement is that of the call before:
+            runs its list                        runs the rest of its list
+
+            if it is another one, as shapes differ:
+    early   sends placeholders to what others    the same; drops what it has received
+            have posted
+            agrees on the boundaries, if new     the same
+            runs its list                        runs its list
 
 A transport whose `early` is false does without the lines marked so: nothing is posted before the
-announcement has come, and so there is nothing to take back.
+announcement has arrived, and so there is nothing to take back.
 
 The announcement goes over a tree of the ranks, beside the pipeline's traffic, which is tagged by
 kind of call: until ranks have compared, no payload meets a buffer that is not its own.
