@@ -69,7 +69,7 @@ class Engine:
         return result
 
     def _call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
-        started, busy = perf_counter(), self.parts.clock.seconds
+        started, busy_before = perf_counter(), self.parts.clock.seconds
         self._world.check_usable()
         seed, device = self._plan.arguments.seed, self._plan.device
         call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
@@ -94,7 +94,7 @@ class Engine:
         self._calls += 1
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
-        busy = self.parts.clock.seconds - busy
+        busy = self.parts.clock.seconds - busy_before
         return StepResult(loss, norm, outputs, busy, perf_counter() - started)
 
     def _run(

@@ -19,8 +19,13 @@ from schedir.runtime.boundaries.boundary import (
     declared,
     meta_of,
 )
-from schedir.runtime.boundaries.calling import CallingConvention, convention_of
-from schedir.runtime.boundaries.fake_run import FakeRun, FirstInput, StageInput, tensors_of
+from schedir.runtime.boundaries.fake_run import (
+    FakeRun,
+    FirstInput,
+    Invocation,
+    StageInput,
+    tensors_of,
+)
 from schedir.runtime.boundaries.memory import NO_ALIASES, Aliases
 from schedir.runtime.boundaries.wiring import Wiring
 from schedir.runtime.plan import Plan
@@ -36,15 +41,11 @@ class WiringDraft:
     """
 
     def __init__(
-        self,
-        given: StageInput,
-        convention: CallingConvention,
-        after: Boundary,
-        run: FakeRun | None,
-        before: Aliases,
+        self, invocation: Invocation, after: Boundary, run: FakeRun | None, before: Aliases
     ) -> None:
+        given = invocation.given
         self._before = given if isinstance(given, Boundary) else NOTHING
-        self._convention = convention
+        self._convention = invocation.convention
         # The first stage's microbatch counts as a whole: it has no boundary to count by.
         self._inputs = len(given.metas) if isinstance(given, Boundary) else 1
         self._run = run
@@ -138,18 +139,18 @@ class Drafter:
         """
         plan = self._plan
         module = plan.arguments.stages[stage]
-        convention = convention_of(module, given.tree, extra)
+        invocation = Invocation(module, given, extra)
         examples = plan.arguments.boundaries or {}
         if stage in examples:
             trained = self.trains and _requires_grad(module, given)
             after = declared(examples[stage], trained)
-            return WiringDraft(given, convention, after, None, aliases)
+            return WiringDraft(invocation, after, None, aliases)
         try:
-            run = FakeRun(module, plan.device, given, convention, extra, self.trains)
+            run = FakeRun(invocation, plan.device, self.trains)
         except Exception as error:
             if stage == plan.last_stage:
                 # Nothing after it needs the shape.
-                return WiringDraft(given, convention, NOTHING, None, aliases)
+                return WiringDraft(invocation, NOTHING, None, aliases)
             raise ExecutionError(
                 f"stage {stage} fails on fake tensors, which is how shapes are found "
                 f"({type(error).__name__}: {error}); if it is right, and its output's shape "
@@ -159,7 +160,7 @@ class Drafter:
             ) from error
         self._refuse(stage, run, aliases)
         after = NOTHING if stage == plan.last_stage else boundary_of(run.output)
-        return WiringDraft(given, convention, after, run, aliases)
+        return WiringDraft(invocation, after, run, aliases)
 
     def _refuse(self, stage: int, run: FakeRun, aliases: Aliases) -> None:
         """Raise ExecutionError for what a stage must not change in place."""
