@@ -30,10 +30,12 @@ FLOORS = (
 
 # The runtime's parts, each of which imports those before it alone.
 RUNTIME = (
-    "request",
+    "arguments",
+    "call",
     "result",
     "fitting",
     "processes",
+    "plan",
     "transports",
     "world",
     "batch",
@@ -41,7 +43,8 @@ RUNTIME = (
     "boundaries",
     "stage",
     "program",
-    "plan",
+    "assembly",
+    "engine",
     "executor",
 )
 

@@ -1,4 +1,4 @@
-"""Whether a schedule and the executor's arguments fit, before anything runs."""
+"""Whether a schedule, the modules and the executor's other arguments fit each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,10 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from schedir.checker import prove
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions, expect_schedule, is_number
-
-TieOf: TypeAlias = Sequence[tuple[int, str]]
-"""The copies of one shared parameter: by stage, and by name in the stage's module."""
+from schedir.ir import Kind, Schedule, StageVersions
+from schedir.runtime.arguments import TieOf
 
 
 def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
@@ -35,75 +32,6 @@ def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
         # Rank 0 says what is wrong; the others need not repeat it.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
     return report.schedule
-
-
-def check_arguments(
-    schedule: Schedule,
-    stages: object,
-    loss_fn: object,
-    optimizer: object,
-    boundaries: Iterable[object],
-    clip_grad_norm: object,
-    ties: Sequence[object],
-    seed: object,
-    step: object,
-) -> None:
-    """What else would fail later, or train something that was not meant."""
-    try:
-        expect_schedule(schedule)
-    except TypeError as error:
-        raise ExecutionError(str(error)) from None
-    if not isinstance(stages, Mapping):
-        raise ExecutionError(
-            f"stages must map each stage's number to its module, not {type(stages).__name__}"
-        )
-    if schedule.stages - 1 in stages and not callable(loss_fn):
-        raise ExecutionError(
-            "loss_fn must be a function (output, target) -> the microbatch's mean loss, where the "
-            f"last stage runs, not {type(loss_fn).__name__}"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise ExecutionError(
-            "optimizer must be a function that makes one of parameters, such as "
-            f"lambda p: torch.optim.AdamW(p), not {type(optimizer).__name__}"
-        )
-    for stage in boundaries:
-        if stage not in range(schedule.stages):
-            raise ExecutionError(
-                f"boundaries: there is no stage {stage!r}, only 0..{schedule.stages - 1}"
-            )
-    # Not a number, too, is not at least 0.
-    if clip_grad_norm is not None and not (
-        isinstance(clip_grad_norm, (int, float)) and clip_grad_norm >= 0
-    ):
-        raise ExecutionError(
-            f"clip_grad_norm must be a number of at least 0, not {clip_grad_norm!r}"
-        )
-    for tie in ties:
-        if not isinstance(tie, Sequence) or not all(
-            isinstance(copy, tuple) and list(map(type, copy)) == [int, str] for copy in tie
-        ):
-            raise ExecutionError(
-                f"ties: each is a list of copies (stage, name in its module), not {tie!r}"
-            )
-    if not isinstance(seed, int):
-        raise ExecutionError(f"seed must be an integer, not {seed!r}")
-    if not is_number(step):
-        raise ExecutionError(f"step must be an int of at least 0, not {step!r}")
-
-
-def timeout_of(timeout: object) -> timedelta | None:
-    """The timeout that the user wants, in seconds or as a timedelta; None for the default."""
-    if timeout is None:
-        return None
-    found = timeout if isinstance(timeout, timedelta) else None
-    if isinstance(timeout, (int, float)) and 0 < timeout < timedelta.max.total_seconds():
-        found = timedelta(seconds=timeout)
-    if found is None or found <= timedelta():
-        raise ExecutionError(
-            f"timeout must be a number of seconds above 0, or a timedelta, not {timeout!r}"
-        )
-    return found
 
 
 def check_optimizer(made: object, stage: int) -> torch.optim.Optimizer:
@@ -150,14 +78,14 @@ def check_stepping(
 
 
 def check_clipping(schedule: Schedule) -> None:
-    """The norm of all gradients is known only where no rank goes on behind its first step."""
+    """The norm of all gradients is known only where no rank goes on after its first step."""
     for rank, actions in enumerate(schedule.actions):
         steps = [i for i, action in enumerate(actions) if action.kind is Kind.OPTIM_STEP]
         if steps and len(actions) - steps[0] > len(steps):
             index = next(i for i in range(steps[0], len(actions)) if i not in steps)
             raise ExecutionError(
                 f"clip_grad_norm needs all gradients before any rank steps, but {schedule.name} "
-                f"goes on behind rank {rank} #{steps[0]} {actions[steps[0]]}; list the "
+                f"goes on after rank {rank} #{steps[0]} {actions[steps[0]]}; list the "
                 "OPTIM_STEPs last, or do without clipping",
                 rank=rank,
                 index=index,

@@ -1,23 +1,19 @@
-"""What an executor is made of: its arguments, found to fit before any process group is touched."""
+"""The plan: the proved list and what runs it here, found to fit before any process group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, StageVersions, weight_versions
 from schedir.passes import insert_reductions
-from schedir.runtime.boundaries.boundary import Declared
+from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
 from schedir.runtime.fitting import (
-    TieOf,
-    check_arguments,
     check_clipping,
     check_modules,
     check_optimizer,
@@ -27,142 +23,118 @@ from schedir.runtime.fitting import (
     proved,
     recomputed_stages,
     tied_copies,
-    timeout_of,
 )
 from schedir.runtime.processes.grid import Grid, grid
-
-LossFunction = Callable[..., Tensor]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@attrs.frozen(eq=False)
-class Arguments:
-    """Those of the executor, as they were given."""
-
-    schedule: Schedule
-    stages: Mapping[int, nn.Module]
-    loss_fn: LossFunction
-    optimizer: OptimizerFactory | None
-    boundaries: Mapping[int, Declared] = attrs.field(kw_only=True)
-    recompute: bool | Collection[int] = attrs.field(kw_only=True)
-    count: Callable[[Any], float | Tensor] = attrs.field(kw_only=True)
-    clip_grad_norm: float | None = attrs.field(kw_only=True)
-    ties: Sequence[TieOf] = attrs.field(kw_only=True)
-    mesh: DeviceMesh | None = attrs.field(kw_only=True)
-    seed: int = attrs.field(kw_only=True)
-    step: int = attrs.field(kw_only=True)
-    timeout: float | timedelta | None = attrs.field(kw_only=True)
-    in_process: bool = attrs.field(kw_only=True)
 
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The proved list, and what runs it in this process: the ranks `here`, their stages `local`.
+    """The proved list, and what runs it in this process, which runs the ranks `local_ranks`.
 
-    `holders` have the parameters of each stage: the loss's are trained with the last one. `tied`
-    are the ties with the copies that are here. `alike` is what all processes must be given alike.
+    `trained` are the stages' modules with all that is trained with them: the last one's holds the
+    loss as well, where that is a module. `tied` are the ties with the copies that are here.
     """
 
-    asked: Arguments
+    arguments: Arguments
     schedule: Schedule
     grid: Grid
-    here: tuple[int, ...]
-    holders: Mapping[int, nn.Module]
+    local_ranks: tuple[int, ...]
+    trained: Mapping[int, nn.Module]
     device: torch.device
     recomputed: Collection[int]
     tied: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]]
     timeout: timedelta | None
 
     @property
-    def local(self) -> tuple[int, ...]:
+    def local_stages(self) -> tuple[int, ...]:
         """The stages of the ranks here."""
-        return tuple(stage for rank in self.here for stage in self.schedule.stages_of(rank))
+        return tuple(s for rank in self.local_ranks for s in self.schedule.stages_of(rank))
 
     @property
-    def alike(self) -> dict[str, object]:
-        """What all processes must be given alike, by the argument's name."""
+    def last_stage(self) -> int:
+        """The stage that has the loss."""
+        return self.schedule.stages - 1
+
+    @property
+    def updates(self) -> bool:
+        """Whether OPTIM_STEPs are carried out, rather than by the caller."""
+        return self.arguments.optimizer is not None
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """The arguments that all processes must be given alike, by name."""
+        given = self.arguments
         return {
-            "optimizer": "None" if self.asked.optimizer is None else "given",
-            "clip_grad_norm": self.asked.clip_grad_norm,
-            "ties": [[*map(tuple, tie)] for tie in self.asked.ties],
+            "optimizer": "given" if self.updates else "None",
+            "clip_grad_norm": given.clip_grad_norm,
+            "ties": [[*map(tuple, tie)] for tie in given.ties],
             "mesh": self.grid.processes,
-            "seed": self.asked.seed,
-            "step": self.asked.step,
+            "seed": given.seed,
+            "step": given.step,
         }
 
     def versions(self, schedule: Schedule) -> dict[int, StageVersions]:
         """Which weight versions a list reads, of the stages here."""
         return {
             stage: versions
-            for rank in self.here
+            for rank in self.local_ranks
             for stage, versions in weight_versions(schedule.columns, rank).items()
         }
 
+    def optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        """New optimisers, of the stages here that have parameters."""
+        make = self.arguments.optimizer
+        if make is None:
+            return {}
+        held = {stage: list(self.trained[stage].parameters()) for stage in self.local_stages}
+        return {stage: check_optimizer(make(own), stage) for stage, own in held.items() if own}
 
-def planned(asked: Arguments) -> Plan:
+
+def plan_of(given: Arguments) -> Plan:
     """Prove the schedule and see whether all fits; no process group is touched.
 
     Raises ScheduleError where the schedule is wrong, ExecutionError where something does not fit.
     """
-    check_arguments(
-        asked.schedule,
-        asked.stages,
-        asked.loss_fn,
-        asked.optimizer,
-        asked.boundaries,
-        asked.clip_grad_norm,
-        asked.ties,
-        asked.seed,
-        asked.step,
-    )
-    timeout = timeout_of(asked.timeout)
-    schedule = proved(asked.schedule, [[stage for stage, _ in tie] for tie in asked.ties])
+    check_arguments(given)
+    timeout = timeout_of(given.timeout)
+    schedule = proved(given.schedule, [[stage for stage, _ in tie] for tie in given.ties])
     ranks = schedule.ranks
-    place = Grid(((0,) * ranks,)) if asked.in_process else grid(ranks, asked.mesh)
+    place = Grid(((0,) * ranks,)) if given.in_process else grid(ranks, given.mesh)
     if place.pipelines > 1:
         schedule = insert_reductions(schedule)
-    _check_updates(asked, schedule)
-    here = tuple(range(ranks)) if asked.in_process else (place.rank,)
-    local = tuple(stage for rank in here for stage in schedule.stages_of(rank))
-    check_stages(schedule, asked.stages, local, None if asked.in_process else place.rank)
-    holders = _holders(asked, schedule.stages - 1)
-    check_modules(holders)
+    _check_updates(given, schedule)
+    local_ranks = tuple(range(ranks)) if given.in_process else (place.rank,)
+    local_stages = tuple(stage for rank in local_ranks for stage in schedule.stages_of(rank))
+    check_stages(schedule, given.stages, local_stages, None if given.in_process else place.rank)
+    trained = _trained(given, schedule.stages - 1)
+    check_modules(trained)
     return Plan(
-        asked,
+        given,
         schedule,
         place,
-        here,
-        holders,
-        device_of(holders),
-        recomputed_stages(asked.recompute, schedule.stages),
-        tied_copies(schedule, asked.stages, asked.ties),
+        local_ranks,
+        trained,
+        device_of(trained),
+        recomputed_stages(given.recompute, schedule.stages),
+        tied_copies(schedule, given.stages, given.ties),
         timeout,
     )
 
 
-def optimizers_of(plan: Plan) -> dict[int, torch.optim.Optimizer]:
-    """The optimisers of the stages here that have parameters."""
-    make = plan.asked.optimizer
-    if make is None:
-        return {}
-    held = {stage: list(plan.holders[stage].parameters()) for stage in plan.local}
-    return {s: check_optimizer(make(parameters), s) for s, parameters in held.items() if parameters}
-
-
-def _check_updates(asked: Arguments, schedule: Schedule) -> None:
+def _check_updates(given: Arguments, schedule: Schedule) -> None:
     versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
-    check_stepping(schedule, versions, asked.optimizer is not None)
-    if asked.clip_grad_norm is not None:
+    check_stepping(schedule, versions, given.optimizer is not None)
+    if given.clip_grad_norm is not None:
         check_clipping(schedule)
-    if asked.optimizer is None and (asked.ties or asked.clip_grad_norm is not None):
+    if given.optimizer is None and (given.ties or given.clip_grad_norm is not None):
         raise ExecutionError(
             "ties= and clip_grad_norm= act between the gradients and the step, so they need an "
             "optimizer"
         )
 
 
-def _holders(asked: Arguments, last: int) -> dict[int, nn.Module]:
-    holders = dict(asked.stages)
-    if isinstance(asked.loss_fn, nn.Module) and last in holders:
-        holders[last] = nn.ModuleDict({"stage": holders[last], "loss": asked.loss_fn})
-    return holders
+def _trained(given: Arguments, last: int) -> dict[int, nn.Module]:
+    trained = dict(given.stages)
+    if isinstance(given.loss_fn, nn.Module) and last in trained:
+        trained[last] = nn.ModuleDict({"stage": trained[last], "loss": given.loss_fn})
+    return trained

@@ -1,19 +1,18 @@
 """The processes that train together: made by torchrun, or this one alone, which runs all ranks.
 
-A world of one process has the same parts: its small talk answers itself, and nothing is waited for.
+A world of one process has the same parts: its `control` answers itself, and nothing is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 
-import torch
+import attrs
 import torch.distributed as dist
 
 from schedir.errors import ExecutionError
-from schedir.ir import Schedule
+from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
     Board,
@@ -22,7 +21,6 @@ from schedir.runtime.processes.failure import (
     end_in_one_line,
     record,
 )
-from schedir.runtime.processes.grid import Grid
 from schedir.runtime.processes.groups import Groups, init_process_group
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import InProcessTransport
@@ -30,46 +28,53 @@ from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
 
-class World:
-    """The processes of one executor, of which this one runs the ranks `here`.
+@attrs.frozen
+class Transports:
+    """Those of each rank here: what is sent for training meets nothing of evaluation."""
 
-    Hands out the transports between ranks, the groups for sums, and `control`, the small talk. With
-    several processes a failure of any ends their connections, and the world is broken for good.
+    training: Mapping[int, Transport]
+    evaluation: Mapping[int, Transport]
+
+
+class World:
+    """The processes of one executor, of which this one runs the plan's ranks.
+
+    Hands out the transports between ranks, the groups for sums, and `control`, the messages beside
+    the pipeline's traffic. With several processes a failure of any ends their connections, and the
+    world is broken for good.
 
     Raises ExecutionError where the others do not come in time.
     """
 
-    def __init__(
-        self, grid: Grid, here: Collection[int], device: torch.device, timeout: timedelta | None
-    ) -> None:
-        self.grid, self.here, self.device = grid, here, device
+    def __init__(self, plan: Plan) -> None:
+        grid = plan.grid
+        self.grid, self.device = grid, plan.device
+        self._schedule, self._ranks = plan.schedule, plan.local_ranks
         self.broken: str | None = None
         self.closed = False
         self._made_group = not grid.alone and not dist.is_initialized()
         if self._made_group:
-            init_process_group(timeout)
-        self.groups = Groups(grid.everyone, timeout)
+            init_process_group(plan.timeout)
+        self.groups = Groups(grid.everyone, plan.timeout)
         self._board = Board(self.groups.store)
         self._hub = InProcessTransport()
         self.control = Control(grid)
         with self.together("making the executor"):
             self.control.connect(self.groups)
 
-    def transports(self, schedule: Schedule) -> list[Mapping[int, Transport]]:
-        """For training and for evaluation: the transfers of each rank here.
-
-        What is sent for one meets nothing of the other.
-        """
+    def transports(self) -> Transports:
+        """How each rank here sends to others and receives."""
         if self.grid.alone:
-            return [{rank: self._hub.of(rank) for rank in self.here}] * 2
+            hub = {rank: self._hub.of(rank) for rank in self._ranks}
+            return Transports(hub, hub)
         processes, rank = self.grid.processes[self.grid.pipeline], self.grid.rank
         if self.device.type == "cpu":
             gloo = GlooTransport(processes, rank, self.groups)
-            return [{rank: gloo.tagged(tag)} for tag in range(2)]
-        transfers = schedule.dataflow.transfers
+            return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
+        transfers = self._schedule.dataflow.transfers
         pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
-        nccl = NcclTransport(processes, rank, set(pairs), self.device, self.groups)
-        return [{rank: nccl}] * 2
+        nccl = {rank: NcclTransport(processes, rank, set(pairs), self.device, self.groups)}
+        return Transports(nccl, nccl)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -93,7 +98,7 @@ class World:
         """Something has failed that processes do together; returns what to raise.
 
         Nobody may be left to take what is under way, so the connections end, and with them the
-        waits of all others. Within one process there is nothing but to forget it.
+        waits of all others. One process alone just drops what was sent.
         """
         self._hub.clear()
         if self.grid.alone:
@@ -125,7 +130,7 @@ class World:
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
-        """Say good-bye inside, if it is told that there is somebody to say it to."""
+        """Tell the others inside, if it says that they are still there to be told."""
         first, self.closed = not self.closed, True
         try:
             with self.together("close"):

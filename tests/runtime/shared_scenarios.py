@@ -182,7 +182,7 @@ def gradients_add_up_over_calls(rank: int) -> list[str]:
                 x, y = batches[2 * call + line]
                 executor.step(x, target=y, update=optimizer is None)
             if optimizer is not None:
-                for reduction in executor._reductions.values():
+                for reduction in executor._engine.parts.reductions.values():
                     reduction.post()
                     reduction.finish()
         for name, p in module[0].named_parameters():  # type: ignore[index]

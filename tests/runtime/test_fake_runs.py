@@ -192,7 +192,7 @@ def test_state_that_is_changed_in_a_fake_run_stays_what_it_was() -> None:
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither agreements nor compiled lists nor torch's own memory of fake runs pile up."""
-    monkeypatch.setattr(agreement, "_MOST", 3)
+    monkeypatch.setattr(agreement, "_MAX_AGREEMENTS", 3)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
     with Executor(schedule, stages, MSE, in_process=True) as executor:
@@ -205,10 +205,11 @@ def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> 
         size = len(FakeTensorMode.cache)
         for length in range(1, 12):
             step(length)
-        runner = executor._evaluation
+        opening = executor._engine.evaluation.opening
         assert len(FakeTensorMode.cache) == size
-        assert len(runner.wirings._agreed) == len(runner._programs) == 3
-        assert len(runner._compiled) <= 3
-        assert len(runner.wirings._numbers) == 3
+        agreements, programs = opening.agreements, opening.programs
+        assert len(agreements._agreed) == len(programs._by_agreement) == 3
+        assert len(programs._by_rooms) <= 3
+        assert len(agreements._numbers) == 3
         gc.collect()
         assert step(1) == first  # forgotten, and found anew

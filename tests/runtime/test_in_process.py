@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.program.compiler import Instruction
+from schedir.runtime.program.instruction import Instruction
 
 
 def test_in_one_process_all_stages_are_needed() -> None:

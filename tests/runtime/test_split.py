@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from schedir.runtime.stage.split import WeightPart, input_part
+from schedir.runtime.stage.split_backward import WeightPart, input_part
 
 Grads = tuple[Tensor | None, ...]
 

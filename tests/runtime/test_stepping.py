@@ -81,7 +81,7 @@ def test_clipping_goes_on_behind_a_failure() -> None:
 
 def test_clipping_is_refused_where_some_rank_steps_earlier() -> None:
     schedule = schedir.build("pipedream", ranks=2, microbatches=3)
-    with pytest.raises(schedir.ExecutionError, match="goes on behind rank 0 #6 0OPTIM_STEP"):
+    with pytest.raises(schedir.ExecutionError, match="goes on after rank 0 #6 0OPTIM_STEP"):
         Executor(schedule, linears(2), MSE, adamw, in_process=True, clip_grad_norm=1.0)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
 from schedir.runtime.batch import fingerprint
-from schedir.runtime.batch.microbatches import Batch, Microbatch, Pieces, cut, samples, weights
+from schedir.runtime.batch.microbatches import (
+    Batch,
+    Microbatch,
+    Pieces,
+    cut,
+    loss_shares,
+    samples,
+)
+from schedir.runtime.call import Request
+from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, Control
-from schedir.runtime.processes.grid import Grid
-from schedir.runtime.request import Request
 
 
 @attrs.frozen(eq=False)
-class Given:
-    """The arguments of one call, as every rank may give them."""
+class CallArguments:
+    """What one call is given, as every rank may give it; see `Executor.step`."""
 
     inputs: Batch | None
     target: Batch | None = None
@@ -34,8 +40,8 @@ class Feed:
 
     `extras` is what stages get beside their input, by stage, as far as it was given here. `counts`
     are the samples of each microbatch, on a rank of the loss. `rows` are those of the whole batches
-    that were cut here, None for none. `prints` are the fingerprints of inputs and target, for ranks
-    that read either to compare.
+    that were cut here, None for none. `fingerprints` are of inputs and target, for ranks that read
+    either to compare.
     """
 
     inputs: Sequence[Microbatch]
@@ -44,7 +50,7 @@ class Feed:
     loss_keywords: Sequence[Mapping[str, Any]]
     counts: Sequence[float]
     rows: int | None
-    prints: tuple[int, int]
+    fingerprints: tuple[int, int]
 
     def extra(self, stage: int, microbatch: int) -> Any:
         """What a stage gets beside its input; None for nothing."""
@@ -52,27 +58,21 @@ class Feed:
 
 
 class Feeder:
-    """Cuts what calls give, on a rank with the stages `local`."""
+    """Cuts what calls are given into what the stages here take."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        local: Collection[int],
-        count: Callable[[Any], float | Tensor],
-        grid: Grid,
-        control: Control,
-    ) -> None:
+    def __init__(self, plan: Plan, control: Control) -> None:
+        schedule = plan.schedule
         self._microbatches = schedule.microbatches
-        self._last = schedule.stages - 1
-        self._local = local
-        self._count = count
-        self._grid, self._control = grid, control
-        self._groups = _loss_groups(schedule)
+        self._last = plan.last_stage
+        self._local = plan.local_stages
+        self._count = plan.arguments.count
+        self._grid, self._control = plan.grid, control
+        self._accumulated = _accumulated_by_step(schedule)
         # One rank alone has nobody to compare with; others don't read what they are given.
-        alone = {*schedule.placement[0], *schedule.placement[-1]} == {grid.rank}
-        self._compares = not alone and not {0, self._last}.isdisjoint(local)
+        alone = {*schedule.placement[0], *schedule.placement[-1]} == {plan.grid.rank}
+        self._compares = not alone and not {0, self._last}.isdisjoint(self._local)
 
-    def cut(self, given: Given, request: Request) -> Feed:
+    def cut(self, given: CallArguments, request: Request) -> Feed:
         """The microbatches of a call. Raises ExecutionError for arguments that don't fit."""
         needs = [(0, given.inputs, "inputs")]
         if request.has_loss:
@@ -107,10 +107,10 @@ class Feeder:
         counts = [samples(self._count, target) for target in targets]
         if rows is not None:  # what stands in for missing microbatches counts for nothing
             counts[rows:] = [0.0] * len(counts[rows:])
-        prints = (fingerprint.NOTHING, fingerprint.NOTHING)
+        fingerprints = (fingerprint.NOTHING, fingerprint.NOTHING)
         if self._compares:
-            prints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
-        return Feed(inputs, extras, targets, keywords, counts, rows, prints)
+            fingerprints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
+        return Feed(inputs, extras, targets, keywords, counts, rows, fingerprints)
 
     def shares(self, counts: Sequence[float], request: Request) -> Sequence[float]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
@@ -119,12 +119,12 @@ class Feeder:
         """
         if not counts:  # the loss is on another rank
             return ()
-        # Without its updates a step is one group of microbatches.
-        groups = self._groups if request.updates else [list(range(self._microbatches))]
-        totals = [sum(counts[m] for m in group) for group in groups]
+        # Without its updates a call accumulates all of its microbatches.
+        accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
+        totals = [sum(counts[m] for m in together) for together in accumulated]
         if request.trains:
             totals = self._over_pipelines(totals)
-        return weights(counts, groups, totals)
+        return loss_shares(counts, accumulated, totals)
 
     def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
         """What stages get beside their input, of all of them where the first one runs, since shapes
@@ -144,16 +144,16 @@ class Feeder:
         numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
         own = torch.tensor(totals, dtype=torch.float64)
         sizes = dict.fromkeys(numbers, len(totals))
-        heard = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
-        found: list[float] = torch.stack(heard).sum(0).tolist()
+        received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
+        found: list[float] = torch.stack(received).sum(0).tolist()
         return found
 
 
-def _loss_groups(schedule: Schedule) -> list[list[int]]:
+def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
     """The microbatches that the loss stage accumulates into each of its OPTIM_STEPs, over all of
     the ranks that hold it."""
     last = schedule.stages - 1
-    groups: dict[int, list[int]] = {}
+    accumulated: dict[int, list[int]] = {}
     for rank in schedule.placement[last]:
         steps = 0
         for action in schedule.actions[rank]:
@@ -161,10 +161,10 @@ def _loss_groups(schedule: Schedule) -> list[list[int]]:
                 continue
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 assert action.microbatch is not None  # a backward has one
-                groups.setdefault(steps, []).append(action.microbatch)
+                accumulated.setdefault(steps, []).append(action.microbatch)
             elif action.kind is Kind.OPTIM_STEP:
                 steps += 1
-    return [groups[step] for step in sorted(groups)]
+    return [accumulated[step] for step in sorted(accumulated)]
 
 
 def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
@@ -172,7 +172,7 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
 
     They are cut alike, so unequal ones would not belong together: a loss might even broadcast them.
     """
-    found = {what: cut.rows for what, cut in pieces.items() if cut.rows is not None}
+    found = {what: held.rows for what, held in pieces.items() if held.rows is not None}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{what} {rows}" for what, rows in found.items())
         raise ExecutionError(

@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from schedir.ir import Schedule
+from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
-from schedir.runtime.processes.grid import Grid
 
 
 class Losses:
-    """Who has a part of the loss, its sum and the number of its samples; all processes hear it."""
+    """Who has a part of the loss, its sum and the number of its samples; all processes get it."""
 
-    def __init__(self, schedule: Schedule, grid: Grid, control: Control) -> None:
+    def __init__(self, plan: Plan, control: Control) -> None:
+        schedule, grid = plan.schedule, plan.grid
         self._control = control
         self._sizes = {
             grid.number(rank, line): 2
             for line in range(grid.pipelines)
             for rank in schedule.placement[-1]
         }
-        self._speaks = grid.number(grid.rank) in self._sizes
-        self._listeners = range(len(grid.everyone))
+        self._has_part = grid.number(grid.rank) in self._sizes
+        self._receivers = range(len(grid.everyone))
 
     def expect(self) -> Exchange:
         """Post the receives of a call's losses, long before these are sent."""
@@ -36,10 +36,10 @@ class Losses:
         mean of all."""
         # One without samples has no mean to count.
         ran = [(n, x) for n, x in zip(counts, losses, strict=True) if x is not None and n]
-        if len(self._listeners) == 1:
+        if len(self._receivers) == 1:
             return lambda: _mean([_sums(ran)])  # nobody waits for it before it is read
-        if self._speaks:
-            exchange.give(_sums(ran), self._listeners)
+        if self._has_part:
+            exchange.give(_sums(ran), self._receivers)
         return lambda: _mean(exchange.result())
 
 

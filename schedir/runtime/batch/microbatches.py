@@ -67,19 +67,19 @@ def cut(batch: Batch, microbatches: int, what: str, *, may_be_short: bool = Fals
             f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
             "the next ones at each call, give an iterator: iter(...), made once"
         )
-    return Pieces([_understood(piece, what) for piece in ready])
+    return Pieces([_normalised(piece, what) for piece in ready])
 
 
 def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -> Pieces:
     leaves: list[Any] = [batch]
     spec = None
     if not isinstance(batch, Tensor):
-        leaves, spec = pytree.tree_flatten(_understood(batch, what))
+        leaves, spec = pytree.tree_flatten(_normalised(batch, what))
     rows = {_rows_of_whole(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(rows) > 1:
         raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
     if not rows:
-        return Pieces([_understood(batch, what)] * microbatches)
+        return Pieces([_normalised(batch, what)] * microbatches)
     (number,) = rows
     parts = min(number, microbatches)
     if not parts or (parts < microbatches and not may_be_short):
@@ -111,16 +111,16 @@ def _rows_of_whole(leaf: Tensor, what: str) -> int:
     return leaf.shape[0]
 
 
-def _understood(batch: Any, what: str) -> Any:
+def _normalised(batch: Any, what: str) -> Any:
     """The batch, with a dict for every mapping that torch's pytree does not know.
 
     Raises ExecutionError for any other container that it doesn't: its tensors would go whole to
     every microbatch.
     """
 
-    def understood(leaf: Any) -> Any:
+    def normalised(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return {key: _understood(value, what) for key, value in leaf.items()}
+            return {key: _normalised(value, what) for key, value in leaf.items()}
         if not isinstance(leaf, Tensor) and _holds_something(leaf):
             raise ExecutionError(
                 f"{what}: {type(leaf).__name__} is no container that can be cut into microbatches; "
@@ -130,7 +130,7 @@ def _understood(batch: Any, what: str) -> Any:
 
     if isinstance(batch, Tensor):
         return batch
-    return pytree.tree_map(understood, batch, is_leaf=_is_packed)
+    return pytree.tree_map(normalised, batch, is_leaf=_is_packed)
 
 
 def _is_packed(value: object) -> bool:
@@ -169,14 +169,17 @@ def samples(count: Callable[[Any], float | Tensor], target: Microbatch) -> float
     return found
 
 
-def weights(
-    counts: Sequence[float], groups: Sequence[Sequence[int]], totals: Sequence[float]
+def loss_shares(
+    counts: Sequence[float], accumulated: Sequence[Sequence[int]], totals: Sequence[float]
 ) -> list[float]:
-    """Each microbatch's share of the `totals` samples of its group, those of one OPTIM_STEP."""
+    """Each microbatch's share of the samples that its OPTIM_STEP accumulates.
+
+    `accumulated` are the microbatches of each OPTIM_STEP, `totals` their samples.
+    """
     shares = [0.0] * len(counts)
-    for group, total in zip(groups, totals, strict=True):
+    for together, total in zip(accumulated, totals, strict=True):
         if not total:
-            raise ExecutionError(f"target: microbatches {list(group)} hold no samples at all")
-        for m in group:
+            raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
+        for m in together:
             shares[m] = counts[m] / total
     return shares

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
+from schedir.runtime.arguments import Declared
 from schedir.runtime.boundaries.memory import any_shared
-
-Declared: TypeAlias = Any
-"""A boundary by example: a tensor, or a structure of tensors and constants."""
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 
@@ -136,7 +134,7 @@ class Boundary:
             )
         if self.declared and len(found) > 1 and any_shared(found):
             raise ExecutionError(
-                "the stage returned tensors that share memory, which they would not behind a "
+                "the stage returned tensors that share memory, which they would not after a "
                 "boundary that is declared; return a copy of one of them: clone()"
             )
         return found

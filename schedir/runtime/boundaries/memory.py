@@ -4,7 +4,7 @@ Autograd gives two leaves views of one buffer where both are summands of the sam
 a stage and a parameter, say. The next backward adds to the parameter's `.grad` in place, while the
 other gradient may still wait to be sent, or to be used by the neighbouring stage.
 
-Behind a boundary every tensor has memory of its own. A stage that changes one in place would, in
+After a boundary every tensor has memory of its own. A stage that changes one in place would, in
 one piece with the stages before, change what shares memory with it there.
 """
 
@@ -34,7 +34,7 @@ class Aliases:
             if number in self.kept:
                 return (
                     f"the stage changes tensor {number} of its input in place, whose memory a "
-                    "stage before keeps for itself; behind the boundary it is a copy, so change a "
+                    "stage before keeps for itself; after the boundary it is a copy, so change a "
                     "copy (clone()) instead"
                 )
             for pair in sorted(self.pairs):
@@ -42,7 +42,7 @@ class Aliases:
                     (other,) = {*pair} - {number}
                     return (
                         f"the stage changes tensor {number} of its input in place, which shares "
-                        f"memory with tensor {other} in the stage before; behind the boundary they "
+                        f"memory with tensor {other} in the stage before; after the boundary they "
                         "are two tensors: return only one of them, or a copy (clone()) of it"
                     )
         return None
@@ -69,7 +69,7 @@ class Sharing:
         """Those that somebody may change before the next stage has used them."""
         return self.kept | self.lent
 
-    def behind(self, before: Aliases) -> Aliases:
+    def aliases_after(self, before: Aliases) -> Aliases:
         """What the outputs are aliases of, where the inputs are those of `before`."""
         return Aliases(
             self.kept | {output for output, given in self.passed if given in before.kept},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads
-from schedir.runtime.boundaries.calls import Call
+from schedir.runtime.boundaries.calling import CallingConvention
 from schedir.runtime.boundaries.memory import Aliases
 from schedir.runtime.boundaries.standin import State
 
@@ -19,14 +19,14 @@ class Wiring:
     None where only the run can tell, so that a mask travels beside the gradients. `flows` is the
     latter in short: whether there is one.
 
-    `turned` are the numbers of the inputs whose gradients may lie otherwise in memory than they do:
-    autograd would turn these round, and kernels round differently then.
+    `other_layout` are the numbers of the inputs whose gradients may lie otherwise in memory than
+    they do: autograd would lay these out anew, and kernels round differently then.
 
-    `call` says how the module takes its input. `mutates` says which inputs it changes in place (for
-    the first stage: its tensors in turn), `mutates_extra` and `mutates_target` whether it, or the
-    loss, does that to the other arguments. `copied` are the numbers of the outputs that somebody
-    may change later; `watched` says which inputs must not be changed, where only the run can tell.
-    `state` is what a forward leaves to the next one; None where that may be anything.
+    `convention` says how the module takes its input. `mutates` says which inputs it changes in
+    place (for the first stage: its tensors in turn), `mutates_extra` and `mutates_target` whether
+    it, or the loss, does that to the other arguments. `copied` are the numbers of the outputs that
+    somebody may change later; `watched` says which inputs must not be changed, where only the run
+    can tell. `state` is what a forward leaves to the next one; None where that may be anything.
     """
 
     before: Boundary = NOTHING
@@ -34,8 +34,8 @@ class Wiring:
     grads_in: Grads | None = ()
     grads_out: Grads | None = ()
     flows: list[bool] | None = attrs.field(init=False)
-    turned: frozenset[int] = attrs.field(init=False)
-    call: Call = attrs.field(factory=Call)
+    other_layout: frozenset[int] = attrs.field(init=False)
+    convention: CallingConvention = attrs.field(factory=CallingConvention)
     mutates: tuple[bool, ...] = ()
     mutates_extra: bool = False
     mutates_target: bool = False
@@ -47,8 +47,8 @@ class Wiring:
     def _flows(self) -> list[bool] | None:
         return None if self.grads_out is None else [grad is not None for grad in self.grads_out]
 
-    @turned.default
-    def _turned(self) -> frozenset[int]:
+    @other_layout.default
+    def _other_layout(self) -> frozenset[int]:
         pairs = zip(self.before.metas, self.grads_out or (), strict=False)
         return frozenset(
             number

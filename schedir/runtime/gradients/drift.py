@@ -1,8 +1,8 @@
 """Copies of parameters that must stay equal, compared now and then.
 
 They start equal and get equal gradients. What parts them is done from outside: a checkpoint loaded
-into one of them, another learning rate. Each process tells the others a fingerprint after some of
-its steps, and looks at what they have told after the next one, when it has long been there.
+into one of them, another learning rate. Each process sends the others a fingerprint after some of
+its steps, and looks at what they have sent after the next one, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime.batch import fingerprint
 from schedir.runtime.processes.control import DRIFT_TAG, Control, Exchange
 
-_EVERY = 16  # steps, from the first on
+_INTERVAL = 16  # steps, from the first on
 
 
 class Drift:
@@ -37,41 +37,41 @@ class Drift:
         self._holders, self._own, self._control = holders, own, control
         self._peers = sorted({n for label in copies for n in holders[label]} - {own})
         self._steps = 0
-        self._told: tuple[int, Mapping[str, int], Exchange] | None = None
+        self._pending: tuple[int, Mapping[str, int], Exchange] | None = None
 
     def step(self) -> None:
         """A step is over. Raises ExecutionError where copies have come to differ."""
-        self.look()
-        if self._copies and self._steps % _EVERY == 0:
-            self._tell()
+        self.compare()
+        if self._copies and self._steps % _INTERVAL == 0:
+            self._send()
         self._steps += 1
 
-    def _shared(self, peer: int) -> list[str]:
+    def _shared_with(self, peer: int) -> list[str]:
         return [label for label in self._copies if peer in self._holders[label]]
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         own = {}
         for label, held in self._copies.items():
             found = list(map(fingerprint.of_weights, held))
             own[label] = found[0]
             if len(set(found)) > 1:
                 raise _differ(label, f"on process {self._own}", self._steps)
-        sizes = {peer: len(self._shared(peer)) for peer in self._peers}
+        sizes = {peer: len(self._shared_with(peer)) for peer in self._peers}
         exchange = self._control.expect(sizes, DRIFT_TAG)
         for peer in self._peers:
-            said = [own[label] for label in self._shared(peer)]
-            self._control.tell(torch.tensor(said, dtype=torch.float64), [peer], DRIFT_TAG)
-        self._told = self._steps, own, exchange
+            shared = [own[label] for label in self._shared_with(peer)]
+            self._control.tell(torch.tensor(shared, dtype=torch.float64), [peer], DRIFT_TAG)
+        self._pending = self._steps, own, exchange
 
-    def look(self) -> None:
-        """Compare with what others have told last, if that has not been done."""
-        if self._told is None:
+    def compare(self) -> None:
+        """Compare with what others have sent last, if that has not been done."""
+        if self._pending is None:
             return
-        step, own, exchange = self._told
-        self._told = None
-        for peer, heard in zip(self._peers, exchange.result(), strict=True):
-            for label, said in zip(self._shared(peer), heard.tolist(), strict=True):
-                if own[label] != said:
+        step, own, exchange = self._pending
+        self._pending = None
+        for peer, received in zip(self._peers, exchange.result(), strict=True):
+            for label, theirs in zip(self._shared_with(peer), received.tolist(), strict=True):
+                if own[label] != theirs:
                     raise _differ(label, f"between processes {self._own} and {peer}", step)
 
 

@@ -1,1 +1,1 @@
-"""Which process runs which rank, and what they say to each other beside the payloads."""
+"""Which process runs which rank, and the messages between them beside the payloads."""

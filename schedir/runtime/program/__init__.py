@@ -1,1 +1,1 @@
-"""The list of a rank, compiled into bound calls and run."""
+"""A rank's list, compiled into operations, opened with the other ranks and run."""

@@ -1,12 +1,9 @@
-"""FORWARD and BACKWARD as bound calls, each resolved once; their tensors lie in cells.
-
-What an action waits for has been waited for when it is called.
-"""
+"""FORWARD and the kinds of BACKWARD as operations; their tensors lie in cells."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from time import perf_counter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,57 +11,71 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.runtime.call import Call
+from schedir.runtime.program.instruction import Operation
+from schedir.runtime.stage.autocast import resumed
 from schedir.runtime.stage.cells import Cell
-from schedir.runtime.stage.split import input_part
+from schedir.runtime.stage.split_backward import input_part
 from schedir.runtime.stage.stage import Stage
+from schedir.runtime.transports.transport import Work
 
 
-class Forward:
-    """FORWARD at a weight version; on the last stage it computes the loss as well."""
+class Compute(Operation):
+    """A part of a stage's work on a microbatch, at a weight version; `last_read` where no other
+    action reads that version after this one."""
+
+    computes: ClassVar[bool] = True
 
     def __init__(self, stage: Stage, cell: Cell, version: int, last_read: bool) -> None:
         self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
 
-    def __call__(self) -> None:
-        """Run the action."""
-        stage = self.stage
-        started = perf_counter()
-        stage.weights.install(self.version)
-        if stage.state.autocast:
-            with stage.state.forward():
-                self._run()
-        else:
-            self._run()
-        if self.last_read:
-            stage.weights.release(self.version)
-        stage.state.busy += perf_counter() - started
 
-    def _run(self) -> None:
+class Forward(Compute):
+    """FORWARD; on the last stage it computes the loss as well."""
+
+    @property
+    def receives(self) -> list[Work]:
+        """Those of the stage's inputs."""
+        return self.cell.input_receives
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        weights = self.stage.weights
+        weights.install(self.version)
+        if call.autocast:
+            with resumed(call.autocast):
+                self._forward(call)
+        else:
+            self._forward(call)
+        if self.last_read:
+            weights.release(self.version)
+
+    def _forward(self, call: Call) -> None:
         cell, stage = self.cell, self.stage
         if not torch.is_grad_enabled():
-            self._once(with_graph=False, keep_input=False)
+            self._once(call, with_graph=False, keep_input=False)
         elif stage.recompute:
             with torch.no_grad(), stage.statistics.keeping(cell.wiring.state) as cell.statistics:
-                self._once(with_graph=False, keep_input=True)
+                self._once(call, with_graph=False, keep_input=True)
         else:
-            self._once(with_graph=True, keep_input=False)
+            self._once(call, with_graph=True, keep_input=False)
 
-    def _once(self, with_graph: bool, keep_input: bool) -> None:
+    def _once(self, call: Call, with_graph: bool, keep_input: bool) -> None:
         cell, stage = self.cell, self.stage
-        output = stage.output(cell, keep_input)
+        output = stage.output(call, cell, keep_input)
         if stage.loss_fn is None:
             cell.outputs = cell.wiring.after.tensors(output, with_graph)
-            handed, copied = cell.outputs, cell.wiring.copied
+            outputs, copied = cell.outputs, cell.wiring.copied
             if copied:
-                handed = _apart(handed, copied)
+                outputs = _with_copies(outputs, copied)
             if cell.following is not None:
-                cell.following.inputs = handed
+                cell.following.inputs = outputs
             else:
-                cell.handed = handed
+                cell.outputs_to_send = outputs
         else:
-            if stage.state.keeps_outputs:
+            if call.keeps_outputs:
                 cell.result = tree_map_only(Tensor, torch.detach, output)
-            if stage.state.request.has_loss:
+            if call.request.has_loss:
                 loss = stage.loss(cell, output)
                 cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
                 cell.outputs = (loss,)
@@ -72,7 +83,7 @@ class Forward:
             cell.leaves = cell.outputs = ()
 
 
-def _apart(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
+def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
     """A stage's outputs for the next one, with copies of those that somebody may change before they
     are used: of a buffer, say, which the stage's next forward updates."""
     return tuple(
@@ -81,61 +92,34 @@ def _apart(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor
     )
 
 
-class Backward:
-    """BACKWARD, or with `part` just the gradient of the input or of the weights."""
+class _FromOutputs(Compute):
+    """A backward that starts from the gradients of the outputs, or from the loss."""
 
-    def __init__(
-        self, stage: Stage, cell: Cell, version: int, last_read: bool, part: str | None = None
-    ) -> None:
-        self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
-        self.part = part
+    @property
+    def receives(self) -> list[Work]:
+        """Those of the gradients of the stage's outputs."""
+        return self.cell.grad_receives
 
-    def __call__(self) -> None:
+    def run(self, call: Call) -> None:
         """Run the action."""
         cell, stage = self.cell, self.stage
-        started = perf_counter()
         stage.weights.install(self.version)
-        if self.part == "weight":
-            self._weights()
-            stage.weights.collect(self.version)
-        else:
-            if stage.recompute:
-                self._run_again()
-            roots, grads = self._roots()
-            if self.part == "input":
-                self._inputs(roots, grads)
-            else:
-                if roots:
-                    _backward(roots, grads)
-                handed = tuple(leaf.grad for leaf in cell.leaves)
-                if cell.turned:
-                    handed = tuple(cell.turned.pop(n, grad) for n, grad in enumerate(handed))
-                self._hand_on(handed)
-                stage.weights.collect(self.version, grads, handed)
-            cell.leaves = cell.outputs = cell.output_grads = ()
+        if stage.recompute:
+            self._run_again(call)
+        self._backward(*self._roots())
+        cell.leaves = cell.outputs = cell.output_grads = ()
         if self.last_read:
             stage.weights.release(self.version)
-        stage.state.busy += perf_counter() - started
 
-    def _inputs(self, roots: list[Tensor], grads: list[Tensor]) -> None:
-        cell = self.cell
-        wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
-        found, cell.weight_part = input_part(roots, grads, wanted)
-        in_order = iter(found)
-        self._hand_on(tuple(next(in_order) if t.requires_grad else None for t in cell.leaves))
+    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+        raise NotImplementedError
 
-    def _weights(self) -> None:
-        part = self.cell.weight_part
-        if part is not None:
-            self.cell.weight_part = None
-            part.run()
-
-    def _run_again(self) -> None:
+    def _run_again(self, call: Call) -> None:
         """The forward, this time with its graph, on the state and random numbers that it had."""
         cell, stage = self.cell, self.stage
         assert cell.statistics is not None  # kept by the forward
-        with stage.statistics.as_kept(cell.statistics), stage.state.forward():
-            output = stage.output(cell, keep_input=False)
+        with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
+            output = stage.output(call, cell, keep_input=False)
             if stage.loss_fn is None:
                 cell.outputs = cell.wiring.after.tensors(output)
             else:
@@ -143,7 +127,7 @@ class Backward:
         cell.statistics = None
 
     def _roots(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs to start from, and their gradients; the loss's own is its weight."""
+        """The outputs to start from, and their gradients; the loss's own is its share."""
         cell = self.cell
         if self.stage.loss_fn is not None:
             loss = cell.outputs[0]
@@ -152,11 +136,12 @@ class Backward:
                     "the loss depends on nothing that requires grad: all parameters that it comes "
                     "from are frozen, or it is detached from them; thaw what is to be trained"
                 )
-            return [loss], [torch.full_like(loss, cell.weight)]
+            return [loss], [torch.full_like(loss, cell.loss_share)]
         if cell.mask is not None:
-            came = cell.mask.tolist()
+            present = cell.mask.tolist()
             cell.output_grads = tuple(
-                grad if there else None for grad, there in zip(cell.output_grads, came, strict=True)
+                grad if there else None
+                for grad, there in zip(cell.output_grads, present, strict=True)
             )
             cell.mask = None
         roots: list[Tensor] = []
@@ -169,6 +154,7 @@ class Backward:
         return roots, grads
 
     def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Give the gradients of the inputs to the stage before."""
         cell = self.cell
         agreed, flows = cell.wiring.flows, [grad is not None for grad in grads]
         if agreed is not None and agreed != flows:
@@ -182,7 +168,47 @@ class Backward:
             cell.previous.output_grads = grads
 
 
-def _backward(roots: list[Tensor], grads: list[Tensor]) -> None:
+class Backward(_FromOutputs):
+    """BACKWARD: the gradients of the input and of the parameters."""
+
+    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+        cell = self.cell
+        if roots:
+            _run_engine(roots, grads)
+        input_grads = tuple(leaf.grad for leaf in cell.leaves)
+        if cell.computed_grads:
+            input_grads = tuple(cell.computed_grads.pop(n, g) for n, g in enumerate(input_grads))
+        self._hand_on(input_grads)
+        self.stage.weights.collect(self.version, grads, input_grads)
+
+
+class BackwardInput(_FromOutputs):
+    """BACKWARD_INPUT: the gradients of the input, and what is left to BACKWARD_WEIGHT."""
+
+    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+        cell = self.cell
+        wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
+        found, cell.weight_part = input_part(roots, grads, wanted)
+        in_order = iter(found)
+        self._hand_on(tuple(next(in_order) if t.requires_grad else None for t in cell.leaves))
+
+
+class BackwardWeight(Compute):
+    """BACKWARD_WEIGHT: the gradients of the parameters."""
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        cell, weights = self.cell, self.stage.weights
+        weights.install(self.version)
+        if cell.weight_part is not None:
+            part, cell.weight_part = cell.weight_part, None
+            part.run()
+        weights.collect(self.version)
+        if self.last_read:
+            weights.release(self.version)
+
+
+def _run_engine(roots: list[Tensor], grads: list[Tensor]) -> None:
     """What torch.autograd.backward does, but for its look at the gradients' shapes, which have been
     agreed on: that takes as long as the forward of a small stage."""
     _engine_run_backward(

@@ -1,135 +1,172 @@
-"""How every call begins: the rank of the first stage says what it is, and all others compare.
+"""How every call opens: the rank of the first stage announces it, and all others compare.
+
+            rank of the first stage              another rank
+            ───────────────────────              ────────────
+    early                                        posts its first receives, by the shapes
+                                                 of the call before
+            announces call and agreement ─────▶  compares them with its own call and batch
+
+            if the agreement is that of the call before:
+            runs its list                        runs the rest of its list
+
+            if it is another one, as shapes differ:
+    early   sends placeholders to what others    the same; drops what it has received
+            have posted
+            agrees on the boundaries, if new     the same
+            runs its list                        runs its list
+
+A transport whose `early` is false does without the lines marked so: nothing is posted before the
+announcement has arrived, and so there is nothing to take back.
+
+The announcement goes over a tree of the ranks, beside the pipeline's traffic, which is tagged by
+kind of call: until ranks have compared, no payload meets a buffer that is not its own.
 
     pipeline 0   rank 0 ─▶ rank 1 ─▶ rank 3        within a pipeline, over a tree of its ranks
                       └──▶ rank 2
     pipeline 1   rank 0 ─▶ …                       between pipelines, over one of their first ranks
-
-Ranks that make different calls would wait for each other for ever, and those that hold different
-batches train on wrong pairs. What is said goes beside the pipeline's traffic, which is tagged by
-kind of call, so that until ranks have compared no payload meets a buffer that is not its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
-import torch
-from torch import Tensor
 
-from schedir.runtime.batch import fingerprint
+from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.batch.microbatches import Batch
+from schedir.runtime.boundaries.agreement import Agreements
+from schedir.runtime.call import Call
+from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
-from schedir.runtime.processes.failure import OneLineError, users_line
-from schedir.runtime.processes.grid import Grid
-from schedir.runtime.request import REQUESTS, Request
-
-UNKNOWN = -1
-_AUTOCASTS = (None, torch.bfloat16, torch.float16, torch.float32)
-
-
-@attrs.frozen
-class Opening:
-    """What a rank is about to do.
-
-    `call` counts the calls before this one, `autocast` is what the caller has it compute in.
-    `rows` are those of the whole batches that are cut here, `inputs` and `target` the fingerprints
-    of what was given. The first stage's rank knows the number of the `agreement` on boundaries.
-    """
-
-    request: Request
-    call: int
-    autocast: torch.dtype | None = None
-    rows: int = UNKNOWN
-    inputs: int = fingerprint.NOTHING
-    target: int = fingerprint.NOTHING
-    agreement: int = UNKNOWN
-
-    def under(self, agreement: int) -> Opening:
-        """The same, under an agreement."""
-        return Opening(
-            self.request, self.call, self.autocast, self.rows, self.inputs, self.target, agreement
-        )
-
-    def __str__(self) -> str:
-        under = "" if self.autocast is None else f" under autocast to {self.autocast}"
-        return f"{self.request.name}{under}"
+from schedir.runtime.program.announcement import (
+    SIZE,
+    UNKNOWN,
+    Announcement,
+    announcement_of,
+    check_same_batch,
+    check_same_call,
+    decoded,
+    encoded,
+)
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.observers import Observer, listening, observed
+from schedir.runtime.program.programs import Program, Programs
+from schedir.runtime.program.running import advance
+from schedir.runtime.stage.cells import Cells
+from schedir.runtime.transports.transport import wait_for
 
 
-def _encoded(o: Opening) -> Tensor:
-    kind, precision = REQUESTS.index(o.request), _AUTOCASTS.index(o.autocast)
-    return torch.tensor((kind, o.call, precision, o.rows, o.inputs, o.target, o.agreement))
+class Announcements:
+    """Sends the announcements of the rank that speaks for each pipeline to all processes."""
 
-
-def _decoded(said: Tensor) -> Opening:
-    request, call, autocast, *rest = said.tolist()
-    return Opening(REQUESTS[request], call, _AUTOCASTS[autocast], *rest)
-
-
-class Openings:
-    """The openings of one process; `speaker` is the rank that speaks for each pipeline."""
-
-    def __init__(self, control: Control, grid: Grid, speaker: int) -> None:
-        self._grid, self._speaker = grid, speaker
-        size = len(attrs.fields(Opening))
+    def __init__(self, plan: Plan, control: Control) -> None:
+        self._grid = grid = plan.grid
+        self._speaker = speaker = plan.schedule.placement[0][0]
         # One process may run several ranks.
         ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
-        self._within = control.relay(ranks, size, RANK_TAG)
+        self._within = control.relay(ranks, SIZE, RANK_TAG)
         speakers = [grid.number(speaker, line) for line in range(grid.pipelines)]
         self._between = (
-            control.relay(speakers, size, PIPELINE_TAG) if grid.rank == speaker else None
+            control.relay(speakers, SIZE, PIPELINE_TAG) if grid.rank == speaker else None
         )
 
-    def exchange(self, own: Opening) -> Opening:
+    def exchange(self, own: Announcement) -> Announcement:
         """What the speaker of the pipeline is about to do, compared with what this process is.
 
-        Raises OneLineError where they make different calls, or hold different batches, of which
-        a step would take the inputs from one rank and the target from the other.
+        Raises OneLineError where they make different calls, or hold different batches.
         """
+        grid, speaker = self._grid, self._speaker
         if self._between is not None:
-            heard = _decoded(self._between.pass_on(_encoded(own)))
-            self._same_call(own, heard, 0)
-        said = self._within.pass_on(_encoded(own))
-        if self._grid.rank == self._speaker:
+            first = decoded(self._between.pass_on(encoded(own)))
+            check_same_call(own, first, grid, speaker, pipeline=0)
+        received = self._within.pass_on(encoded(own))
+        if grid.rank == speaker:
             return own
-        heard = _decoded(said)
-        self._same_call(own, heard, self._grid.pipeline)
-        self._same_batch(own, heard)
-        return heard
+        found = decoded(received)
+        check_same_call(own, found, grid, speaker, grid.pipeline)
+        check_same_batch(own, found, grid.rank, speaker)
+        return found
 
-    def last(self, own: Opening) -> None:
-        """Say that there is no other call; nobody has to listen."""
+    def last(self, call: Call) -> None:
+        """Announce that there is no other call; nobody has to be there to hear it."""
         for relay in (self._between, self._within):
             if relay is not None:
-                relay.leave(_encoded(own))
+                relay.leave(encoded(Announcement(call.request, call.number)))
 
-    def _same_call(self, own: Opening, heard: Opening, pipeline: int) -> None:
-        if (own.request, own.autocast) == (heard.request, heard.autocast):
-            return
-        raise OneLineError(
-            f"its call {own.call} is {own} ({users_line()}), but call {heard.call} of "
-            f"{self._grid.name(self._speaker, pipeline)} is {heard}; every rank must make the same "
-            "calls, in the same order",
-            rank=self._grid.rank,
+
+@attrs.frozen(eq=False)
+class Opened:
+    """A call that has been announced: the lists to run, of which `done` entries have been run."""
+
+    announcement: Announcement
+    lists: Sequence[Sequence[Instruction]]
+    done: int = 0
+
+    @property
+    def rows(self) -> int | None:
+        """Those of the whole batches, None for ready microbatches."""
+        return None if self.announcement.rows == UNKNOWN else self.announcement.rows
+
+
+class Opening:
+    """Opens the calls of one kind: those that train, or those that don't.
+
+    The program that was run last is kept, and the agreement that it is for: a rank that does not
+    see the input takes the next call to be like it.
+    """
+
+    def __init__(
+        self, announcements: Announcements, agreements: Agreements, programs: Programs, cells: Cells
+    ) -> None:
+        self._announcements, self._cells = announcements, cells
+        self.agreements, self.programs = agreements, programs
+        self._latest: tuple[int, Program] | None = None
+
+    def open(self, call: Call, inputs: Batch | None, feed: Feed) -> Opened:
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs`.
+
+        Raises ExecutionError where other ranks do something else.
+        """
+        observers = listening()
+        agreement = self.agreements.number(feed, inputs, call.precision)
+        own = announcement_of(call, feed, agreement)
+        if self._latest is None:
+            return self._anew(self._announcements.exchange(own), feed, observers)
+        expected, program = self._latest
+        lists = [observed(instructions, observers) for instructions in program.lists]
+        if program.early:
+            advance(lists[0][: program.early], call)
+        announcement = self._announcements.exchange(own)
+        if announcement.agreement == expected:
+            return Opened(announcement, lists, program.early)
+        if self.programs.posts_early:
+            self._take_back(program)
+        return self._anew(announcement, feed, observers)
+
+    def _take_back(self, program: Program) -> None:
+        """End the receives that were posted for a call such as the one before."""
+        for send in program.answers:
+            send.send_placeholders()
+        for cell in self._cells:
+            for works in cell.works:
+                wait_for(works)
+            cell.drop_received()
+
+    def _anew(
+        self, announcement: Announcement, feed: Feed, observers: Sequence[Observer]
+    ) -> Opened:
+        """Go on under the agreement that is announced, and agree first where it is a new one."""
+        agreement, forgotten = self.agreements.agree(announcement.agreement, feed)
+        self._cells.wire(agreement)
+        if forgotten:
+            self.programs.forget(forgotten)
+        program = self.programs.of(announcement.agreement)
+        self._latest = announcement.agreement, program
+        return Opened(
+            announcement, [observed(instructions, observers) for instructions in program.lists]
         )
 
-    def _same_batch(self, own: Opening, heard: Opening) -> None:
-        if UNKNOWN not in (own.rows, heard.rows) and own.rows != heard.rows:
-            raise OneLineError(
-                f"{_at(own)}: the batch has {own.rows} rows here, but {heard.rows} on rank "
-                f"{self._speaker}",
-                rank=self._grid.rank,
-            )
-        for what, mine, theirs in (
-            ("inputs", own.inputs, heard.inputs),
-            ("target", own.target, heard.target),
-        ):
-            if fingerprint.differ(mine, theirs):
-                raise OneLineError(
-                    f"{_at(own)}: `{what}` is another batch here than on rank {self._speaker}, so "
-                    "inputs of one would go with the target of the other; draw the same batches on "
-                    "every rank (seed alike), or pass inputs only on the first stage's rank and "
-                    "target only on the last one's",
-                    rank=self._grid.rank,
-                )
-
-
-def _at(own: Opening) -> str:
-    return f"call {own.call}, {own} ({users_line()})"
+    def reset(self) -> None:
+        """A call has failed: the next one, where there can be one, starts anew."""
+        self.programs.clear()
+        self._latest = None

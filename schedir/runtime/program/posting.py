@@ -10,9 +10,7 @@ few more where these are small:
     posted    RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        at most 3 buffers
 
 The receives that come before all else are posted before the rank knows that this step's shapes are
-those of the last, which the call's opening says. If they are not, every receive posted too early
-gets a payload without meaning, for which all know how many more each rank posts, and the ranks
-agree anew.
+those of the last; see `opening`. For that all ranks know how many more buffers each may take.
 
 A send has arrived when something comes back that its receiver sent after it had used it; then the
 tensor that it holds can go.
@@ -21,6 +19,7 @@ tensor that it holds can go.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import takewhile
 
 import attrs
@@ -74,11 +73,10 @@ def posting_order(schedule: Schedule, rank: int, more: int = 0) -> list[int]:
     return order
 
 
-def leading(schedule: Schedule, rank: int, more: int) -> list[Action]:
-    """The receives of a rank that come before all else."""
-    actions = schedule.actions[rank]
-    order = (actions[index] for index in posting_order(schedule, rank, more))
-    return list(takewhile(lambda action: action.kind in RECEIVES, order))
+def leading(schedule: Schedule, rank: int, order: Iterable[int]) -> list[Action]:
+    """The receives of a rank that come before all else in an order of its list."""
+    actions = (schedule.actions[rank][index] for index in order)
+    return list(takewhile(lambda action: action.kind in RECEIVES, actions))
 
 
 def matching_send(receive: Action) -> Action:
@@ -109,7 +107,7 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
         answers = (transfers.source == peer) & (transfers.target == rank)
         back = np.flatnonzero(answers & transfers.matched)
         back = back[np.argsort(transfers.send[back])]
-        # The first that the peer sends behind the compute that has used what it was sent.
+        # The first that the peer sends after the compute that has used what it was sent.
         first = np.searchsorted(transfers.send[back], transfers.user[to])
         for send, answer in zip(transfers.send[to].tolist(), first.tolist(), strict=True):
             if answer < len(back):

@@ -1,4 +1,4 @@
-"""SEND and RECV as bound calls: they post what has been agreed of a boundary."""
+"""Sends and receives as operations: they post what has been agreed of a boundary."""
 
 from __future__ import annotations
 
@@ -8,88 +8,138 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.boundaries.boundary import Grads, TensorMeta, empty, payload
+from schedir.runtime.call import Call
+from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.cells import Cell
-from schedir.runtime.stage.stage import Stage
-from schedir.runtime.transports.transport import Transport
+from schedir.runtime.transports.transport import Transport, Work
 
 
-class _Transfer:
-    """One end of a transfer: of a cell's activations or, with `grads`, of its gradients."""
+class Transfer(Operation):
+    """One end of a transfer between a cell and another rank; its works go to `works`."""
 
-    def __init__(
-        self, cell: Cell, transport: Transport, peer: int, grads: bool, stage: Stage
-    ) -> None:
-        self.cell, self.transport, self.peer, self.grads = cell, transport, peer, grads
-        self.stage = stage
+    def __init__(self, cell: Cell, transport: Transport, peer: int, device: torch.device) -> None:
+        self.cell, self.transport, self.peer, self.device = cell, transport, peer, device
+        self.works = self._works_of(cell)
+
+    @staticmethod
+    def _works_of(cell: Cell) -> list[Work]:
+        raise NotImplementedError
 
 
-class Send(_Transfer):
-    """SEND_ACT or SEND_GRAD: posts the cell's outputs, or the gradients of its inputs."""
-
-    def __call__(self) -> None:
-        """Run the action."""
-        cell, wiring = self.cell, self.cell.wiring
-        if self.grads:
-            grads = cell.input_grads
-            cell.input_grads = ()
-            agreed = wiring.grads_out
-            if agreed is None:
-                agreed = _unknown(wiring.before.metas)
-                there = [grad is not None for grad in grads]
-                self._post(torch.tensor(there, device=self.stage.device))
-            for grad, meta in zip(grads, agreed, strict=True):
-                if meta is not None:
-                    given = empty(meta, self.stage.device).zero_() if grad is None else grad
-                    self._post(payload(given, meta))
-            return
-        for tensor, meta in zip(cell.handed, wiring.after.metas, strict=True):
-            self._post(payload(tensor, meta))
-        cell.handed = ()
+class Send(Transfer):
+    """SEND_ACT or SEND_GRAD."""
 
     def _post(self, content: Tensor) -> None:
-        going = self.cell.grads_going if self.grads else self.cell.outputs_going
-        going.append(self.transport.send(content, self.peer))
+        self.works.append(self.transport.send(content, self.peer))
 
-    def blank(self) -> None:
-        """Send as much without meaning, to a receive that was posted for what does not come."""
-        wiring = self.cell.wiring
-        metas: Grads = wiring.after.metas
-        if self.grads:
-            if wiring.grads_out is None:
-                flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
-                self._post(flags.to(self.stage.device))
-            metas = wiring.grads_out or _unknown(wiring.before.metas)
+    def send_placeholders(self) -> None:
+        """Send as much without meaning, to receives that were posted for another call."""
+        raise NotImplementedError
+
+    def _send_empty(self, metas: Sequence[TensorMeta | None]) -> None:
         for meta in metas:
             if meta is not None:
-                self._post(payload(empty(meta, self.stage.device), meta))
+                self._post(payload(empty(meta, self.device), meta))
 
 
-class Receive(_Transfer):
-    """RECV_ACT or RECV_GRAD: posts buffers for what was agreed to come."""
+class SendActivations(Send):
+    """SEND_ACT: posts the cell's outputs."""
 
-    def __call__(self) -> None:
+    @staticmethod
+    def _works_of(cell: Cell) -> list[Work]:
+        return cell.output_sends
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        cell = self.cell
+        for tensor, meta in zip(cell.outputs_to_send, cell.wiring.after.metas, strict=True):
+            self._post(payload(tensor, meta))
+        cell.outputs_to_send = ()
+
+    def send_placeholders(self) -> None:
+        """As many, of the outputs."""
+        self._send_empty(self.cell.wiring.after.metas)
+
+
+class SendGradients(Send):
+    """SEND_GRAD: posts the gradients of the cell's inputs.
+
+    Where nobody could tell which there are, a mask that says so goes first, and zeros stand for
+    those that there are not.
+    """
+
+    @staticmethod
+    def _works_of(cell: Cell) -> list[Work]:
+        return cell.grad_sends
+
+    def run(self, call: Call) -> None:
         """Run the action."""
         cell, wiring = self.cell, self.cell.wiring
-        if not self.grads:
-            cell.inputs = tuple(self._buffer(meta) for meta in wiring.before.metas)
-            return
-        expected = wiring.grads_in
-        if expected is None:
-            expected = _unknown(wiring.after.metas)
-            cell.mask = torch.empty(len(expected), dtype=torch.bool, device=self.stage.device)
-            self._post(cell.mask)
-        cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
+        grads = cell.input_grads
+        cell.input_grads = ()
+        agreed = wiring.grads_out
+        if agreed is None:
+            agreed = _possible(wiring.before.metas)
+            present = [grad is not None for grad in grads]
+            self._post(torch.tensor(present, device=self.device))
+        for grad, meta in zip(grads, agreed, strict=True):
+            if meta is not None:
+                sent = empty(meta, self.device).zero_() if grad is None else grad
+                self._post(payload(sent, meta))
+
+    def send_placeholders(self) -> None:
+        """As many, of the gradients."""
+        wiring = self.cell.wiring
+        if wiring.grads_out is None:
+            flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
+            self._post(flags.to(self.device))
+        self._send_empty(wiring.grads_out or _possible(wiring.before.metas))
+
+
+class Receive(Transfer):
+    """RECV_ACT or RECV_GRAD."""
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
-        buffer = empty(meta, self.stage.device)
+        buffer = empty(meta, self.device)
         self._post(payload(buffer, meta))
         return buffer
 
     def _post(self, buffer: Tensor) -> None:
-        coming = self.cell.grads_coming if self.grads else self.cell.inputs_coming
-        coming.append(self.transport.receive(buffer, self.peer))
+        self.works.append(self.transport.receive(buffer, self.peer))
 
 
-def _unknown(metas: Sequence[TensorMeta]) -> Grads:
+class ReceiveActivations(Receive):
+    """RECV_ACT: posts buffers for the cell's inputs."""
+
+    @staticmethod
+    def _works_of(cell: Cell) -> list[Work]:
+        return cell.input_receives
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        cell = self.cell
+        cell.inputs = tuple(self._buffer(meta) for meta in cell.wiring.before.metas)
+
+
+class ReceiveGradients(Receive):
+    """RECV_GRAD: posts buffers for the gradients of the cell's outputs, and for a mask where only
+    the run can tell which of them there are."""
+
+    @staticmethod
+    def _works_of(cell: Cell) -> list[Work]:
+        return cell.grad_receives
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        cell, wiring = self.cell, self.cell.wiring
+        expected = wiring.grads_in
+        if expected is None:
+            expected = _possible(wiring.after.metas)
+            cell.mask = torch.empty(len(expected), dtype=torch.bool, device=self.device)
+            self._post(cell.mask)
+        cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
+
+
+def _possible(metas: Sequence[TensorMeta]) -> Grads:
     """The gradients that may come, where only the run can tell: laid out as what they are of."""
     return tuple(meta if meta.requires_grad else None for meta in metas)

@@ -1,41 +1,77 @@
-"""REDUCE_GRAD and OPTIM_STEP as bound calls."""
+"""REDUCE_GRAD and OPTIM_STEP as operations, and what comes before OPTIM_STEPs."""
 
 from __future__ import annotations
 
-from time import perf_counter
+from collections.abc import Sequence
+from typing import ClassVar
 
-import torch
-
+from schedir.runtime.call import Call
+from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.gradients.reduction import Reduction
-from schedir.runtime.stage.stage import Stage, StepState
+from schedir.runtime.program.instruction import Operation
+from schedir.runtime.stage.stage import Stage
 
 
-class ReduceGrad:
+class ReduceGrad(Operation):
     """REDUCE_GRAD: posts the sums of the gradients over all processes that run the stage."""
 
-    def __init__(self, reduction: Reduction, state: StepState) -> None:
-        self.reduction, self.state = reduction, state
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
 
-    def __call__(self) -> None:
+    def run(self, call: Call) -> None:
         """Run the action."""
         # Without an update the sum can wait: gradients add up here until there is one.
-        if self.state.request.updates or self.reduction.keeps_earlier:
+        if call.request.updates or self.reduction.keeps_earlier:
             self.reduction.post()
 
 
-class OptimStep:
-    """OPTIM_STEP: applies the accumulated gradients to the newest weights, and clears them."""
+class PassBarriers(Operation):
+    """Before a rank's consecutive OPTIM_STEPs: its own sums end, and all barriers are passed."""
 
-    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer | None, makes: int) -> None:
-        self.stage, self.optimizer, self.makes = stage, optimizer, makes
+    listed: ClassVar[bool] = False
 
-    def __call__(self) -> None:
+    def __init__(self, reductions: Sequence[Reduction], barriers: Sequence[Barrier]) -> None:
+        self.reductions, self.barriers = reductions, barriers
+        self._turns: list[int] | None = None
+
+    def is_blocked(self, call: Call) -> bool:
+        """Whether some rank of this process has not arrived yet."""
+        if not call.request.updates:
+            return False
+        turns = self._arrive()
+        return not all(
+            barrier.is_past(turn) for barrier, turn in zip(self.barriers, turns, strict=True)
+        )
+
+    def run(self, call: Call) -> None:
+        """Run it."""
+        if call.request.updates:
+            self._arrive()
+        self._turns = None
+
+    def _arrive(self) -> list[int]:
+        if self._turns is None:
+            for reduction in self.reductions:
+                reduction.finish()
+            self._turns = [barrier.arrive() for barrier in self.barriers]
+        return self._turns
+
+
+class OptimStep(Operation):
+    """OPTIM_STEP: applies the accumulated gradients to the newest weights, and clears them; this
+    makes the version `makes`."""
+
+    computes: ClassVar[bool] = True
+
+    def __init__(self, stage: Stage, makes: int) -> None:
+        self.stage, self.makes = stage, makes
+
+    def run(self, call: Call) -> None:
         """Run the action."""
-        if not self.stage.state.request.updates:
+        if not call.request.updates:
             return
-        started = perf_counter()
-        if self.optimizer is not None:  # a stage without parameters has none
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        optimizer = self.stage.optimizer
+        if optimizer is not None:  # a stage without parameters has none
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.stage.weights.begin(self.makes)
-        self.stage.state.busy += perf_counter() - started

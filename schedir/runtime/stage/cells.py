@@ -1,17 +1,18 @@
-"""What one (stage, microbatch) holds between its actions."""
+"""What each (stage, microbatch) holds between its actions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 from torch import Tensor
 
 from schedir.ir import Schedule
+from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.boundaries.agreement import Agreement
 from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
-from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.stage.split import WeightPart
+from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.stage.statistics import Kept
 from schedir.runtime.transports.transport import Work
 
@@ -33,29 +34,34 @@ class Cell:
     extra: Any = None  # what the stage is given beside its input
     target: Any = None  # the last stage's, with what its loss takes beside it
     loss_keywords: Mapping[str, Any] = attrs.field(factory=dict)
-    weight: float = 1.0
+    loss_share: float = 1.0
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
-    turned: dict[int, Tensor] = attrs.field(factory=dict)  # gradients of leaves as they came
+    computed_grads: dict[int, Tensor] = attrs.field(factory=dict)  # of leaves, in their own layout
     outputs: tuple[Tensor, ...] = ()
-    handed: tuple[Tensor, ...] = ()  # the same for another rank
+    outputs_to_send: tuple[Tensor, ...] = ()
     result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
     weight_part: WeightPart | None = None  # what I has left to W
     statistics: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
-    mask: Tensor | None = None  # which of `output_grads` are there, once they have come
+    mask: Tensor | None = None  # which of `output_grads` are there, once they have arrived
     input_grads: tuple[Tensor | None, ...] = ()
-    inputs_coming: list[Work] = attrs.field(factory=list)
-    grads_coming: list[Work] = attrs.field(factory=list)
-    outputs_going: list[Work] = attrs.field(factory=list)
-    grads_going: list[Work] = attrs.field(factory=list)
+    input_receives: list[Work] = attrs.field(factory=list)
+    grad_receives: list[Work] = attrs.field(factory=list)
+    output_sends: list[Work] = attrs.field(factory=list)
+    grad_sends: list[Work] = attrs.field(factory=list)
     # The local cells of the neighbouring stages, None where they are on another rank.
     previous: Cell | None = None
     following: Cell | None = None
 
-    def withdraw(self) -> None:
-        """Forget what was received too early."""
+    @property
+    def works(self) -> tuple[list[Work], ...]:
+        """All that is under way."""
+        return self.input_receives, self.grad_receives, self.output_sends, self.grad_sends
+
+    def drop_received(self) -> None:
+        """Forget what was received for another call than this one."""
         self.inputs = self.output_grads = ()
         self.mask = None
 
@@ -65,44 +71,89 @@ class Cell:
         self.mask = None
         self.loss_keywords = {}
         self.weight_part = None
-        self.inputs = self.leaves = self.outputs = self.handed = ()
-        self.turned.clear()
+        self.inputs = self.leaves = self.outputs = self.outputs_to_send = ()
+        self.computed_grads.clear()
         self.statistics = None
         self.output_grads = self.input_grads = ()
 
-    def drop(self) -> None:
-        """Forget all works, done or not."""
-        for works in (self.inputs_coming, self.grads_coming, self.outputs_going, self.grads_going):
-            works.clear()
 
+class Cells:
+    """The cells of the stages here, by stage and microbatch; what a call gives goes into them.
 
-Cells: TypeAlias = dict[tuple[int, int], Cell]
-"""The cells of the stages here, by stage and microbatch."""
-
-
-def cells_of(schedule: Schedule, local: Iterable[int], first_draw: int) -> Cells:
-    """The cells of the stages here; the pipeline's first microbatch draws as `first_draw`."""
-    cells = {
-        (s, m): Cell(s, m, first_draw + m)
-        for s in sorted(local)
-        for m in range(schedule.microbatches)
-    }
-    rank = schedule.dataflow.runs
-    for (stage, m), cell in cells.items():
-        following = cells.get((stage + 1, m))
-        if following is not None and rank[stage, m] == rank[stage + 1, m]:
-            cell.following, following.previous = following, cell
-    return cells
-
-
-def wait(works: list[Work]) -> None:
-    """Wait for each of the works, and forget them: gloo lets a work be waited for once only.
-
-    Raises WaitError where one of them can't be done any more.
+    The pipeline's first microbatch draws random numbers as `first_draw`.
     """
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise WaitError(error) from error
-    works.clear()
+
+    def __init__(self, schedule: Schedule, stages: Iterable[int], first_draw: int) -> None:
+        self._last, self._microbatches = schedule.stages - 1, schedule.microbatches
+        self._cells = {
+            (s, m): Cell(s, m, first_draw + m) for s in sorted(stages) for m in self._all
+        }
+        rank = schedule.dataflow.runs
+        for (stage, m), cell in self._cells.items():
+            following = self._cells.get((stage + 1, m))
+            if following is not None and rank[stage, m] == rank[stage + 1, m]:
+                cell.following, following.previous = following, cell
+
+    @property
+    def _all(self) -> range:
+        return range(self._microbatches)
+
+    def __getitem__(self, place: tuple[int, int]) -> Cell:
+        return self._cells[place]
+
+    def __iter__(self) -> Iterator[Cell]:
+        return iter(self._cells.values())
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def fill(self, feed: Feed) -> None:
+        """Put a call's microbatches where they are used."""
+        for (stage, m), cell in self._cells.items():
+            if stage == 0:
+                cell.batch = feed.inputs[m]
+            cell.extra = feed.extra(stage, m)
+            if stage == self._last:
+                cell.target = feed.targets[m] if feed.targets else None
+                cell.loss_keywords = feed.loss_keywords[m] if feed.loss_keywords else {}
+
+    def share_loss(self, shares: Sequence[float]) -> None:
+        """Give the last stage's microbatches their shares of the loss."""
+        for m, share in enumerate(shares):
+            self._cells[self._last, m].loss_share = share
+
+    def wire(self, agreement: Agreement) -> None:
+        """Put in what is agreed of the boundaries."""
+        for place, cell in self._cells.items():
+            cell.wiring = agreement[place]
+
+    def losses(self) -> list[Tensor | None]:
+        """Those of the microbatches whose last stage ran here, by microbatch."""
+        # By microbatch, not by order of arrival.
+        return [self._cells[self._last, m].loss for m in self._all]
+
+    def results(self, number: int | None) -> list[Any] | None:
+        """What the last stage has returned for the first `number` microbatches, None for all; None
+        where it is not here."""
+        if (self._last, 0) not in self._cells:
+            return None
+        return [self._cells[self._last, m].result for m in self._all[:number]]
+
+    def take_sends(self) -> Iterator[Work]:
+        """The sends that nobody has waited for, which are forgotten here."""
+        for cell in self._cells.values():
+            yield from cell.output_sends
+            yield from cell.grad_sends
+            cell.output_sends.clear()
+            cell.grad_sends.clear()
+
+    def clear(self) -> None:
+        """Forget all tensors: a call is over."""
+        for cell in self._cells.values():
+            cell.clear()
+
+    def drop_works(self) -> None:
+        """Forget all works, done or not: a call has failed."""
+        for cell in self._cells.values():
+            for works in cell.works:
+                works.clear()

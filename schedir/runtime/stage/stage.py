@@ -1,11 +1,8 @@
-"""The actions of a list as bound calls, each resolved once; their tensors lie in cells.
-
-What an action waits for has been waited for when it is called.
-"""
+"""One stage: its module, its weights, and how its forward and its loss are run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,106 +12,65 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.runtime.call import Call
 from schedir.runtime.gradients.reduction import Reduction
-from schedir.runtime.request import STEP, Request
+from schedir.runtime.plan import Plan
 from schedir.runtime.stage.cells import Cell
 from schedir.runtime.stage.rng import seed_generators
 from schedir.runtime.stage.statistics import Statistics
 from schedir.runtime.stage.weights import StageWeights
 
 
-class StepState:
-    """What all instructions of a rank share during one call.
-
-    `step` counts the calls of `step`, for the seeds. `autocast` are the types of device on which
-    the caller computes in lower precision, which forwards alone do.
-    """
-
-    def __init__(self, seed: int, step: int) -> None:
-        self.seed = seed
-        self.step = step
-        self.busy = 0.0
-        self.request: Request = STEP
-        self.keeps_outputs = False
-        self.autocast: Sequence[str] = ()
-
-    def begin(self, request: Request, keeps_outputs: bool, devices: Iterable[str]) -> None:
-        """A call begins, under whatever autocast its caller is."""
-        self.request, self.keeps_outputs, self.busy = request, keeps_outputs, 0.0
-        self.autocast = tuple(kind for kind in devices if torch.is_autocast_enabled(kind))
-
-    @contextmanager
-    def forwards_apart(self) -> Iterator[None]:
-        """Run a list inside: backwards and updates are in the types of what they work on."""
-        self._set_autocast(False)
-        try:
-            yield
-        finally:
-            self._set_autocast(True)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run a forward inside, in the precision that the caller has asked for."""
-        self._set_autocast(True)
-        try:
-            yield
-        finally:
-            self._set_autocast(False)
-
-    def _set_autocast(self, enabled: bool) -> None:
-        for device in self.autocast:
-            torch.set_autocast_enabled(device, enabled)
-
-
 class Stage:
-    """One local stage: its module, its weights, and what the last stage needs for the loss.
+    """One stage of this process; the last one has the loss.
 
-    `holder` has the module, and the loss where that is one, as its children. With `recompute` a
-    forward keeps its input alone, and the backward runs it again.
+    With `recompute` a forward keeps its input alone, and the backward runs it again. `optimizer` is
+    None where the caller steps, and without parameters; `reduction` where no other process runs the
+    stage.
     """
 
     def __init__(
         self,
+        plan: Plan,
         index: int,
-        module: nn.Module,
-        holder: nn.Module,
         weights: StageWeights,
-        device: torch.device,
-        loss_fn: Callable[..., Tensor] | None,
-        recompute: bool,
         reduction: Reduction | None,
-        state: StepState,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.index = index
-        self.module = module
-        self.holder = holder
+        self.module = plan.arguments.stages[index]
+        self.device = plan.device
+        self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
+        self.recompute = index in plan.recomputed
         self.weights = weights
-        self.device = device
-        self.loss_fn = loss_fn
-        self.recompute = recompute
         self.reduction = reduction
-        self.statistics = Statistics(holder)
-        self.state = state
+        self.optimizer = optimizer
+        self.statistics = Statistics(plan.trained[index])
 
     @property
-    def roots(self) -> tuple[nn.Module, ...]:
-        """What is told of eval mode: the module, and the loss where that is one."""
-        if self.holder is self.module:
-            return (self.module,)
-        return tuple(self.holder.children())
+    def replays(self) -> bool:
+        """Whether a forward is run again, or on copies of the parameters."""
+        return self.recompute or self.weights.stashes
 
-    def output(self, cell: Cell, keep_input: bool) -> Any:
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The module, and the loss where that is one."""
+        if isinstance(self.loss_fn, nn.Module):
+            return self.module, self.loss_fn
+        return (self.module,)
+
+    def output(self, call: Call, cell: Cell, keep_input: bool) -> Any:
         """Run the module on the cell's input; `keep_input` if it will be run again."""
-        state, wiring = self.state, cell.wiring
-        seed_generators(state.seed, state.step, self.index, cell.draw)
+        wiring = cell.wiring
+        seed_generators(call.seed, call.step, self.index, cell.draw)
         extra = _copy_of(cell.extra) if wiring.mutates_extra else cell.extra
         if self.index == 0:
             given = _copy_of(cell.batch) if any(wiring.mutates) else cell.batch
-            return wiring.call(self.module, given, extra)
+            return wiring.convention(self.module, given, extra)
         arguments = _arguments(cell)
         if not keep_input:
             cell.inputs = ()
-        output = wiring.call(self.module, wiring.before.structure(arguments), extra)
+        output = wiring.convention(self.module, wiring.before.structure(arguments), extra)
         if wiring.watched is not None:
             # No fake run could tell whether the module changes its inputs.
             changed = [number for number, tensor in enumerate(arguments) if tensor._version]
@@ -160,7 +116,25 @@ def _arguments(cell: Cell) -> list[Tensor]:
         leaves.append(leaf)
         # A leaf can't be changed in place, and a neighbour's output must not be.
         arguments.append(leaf.clone() if mutated else leaf)
-    for number in wiring.turned:
-        leaves[number].register_hook(partial(cell.turned.__setitem__, number))
+    for number in wiring.other_layout:
+        leaves[number].register_hook(partial(cell.computed_grads.__setitem__, number))
     cell.leaves = tuple(leaves)
     return arguments
+
+
+@contextmanager
+def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
+    """Run forwards alone inside: the modules are in eval mode, and no graph is made."""
+    torch.clear_autocast_cache()  # it may hold casts of earlier weights
+    roots = [(root, root.training) for stage in stages for root in stage.modules]
+    modes = [(module, module.training) for root, _ in roots for module in root.modules()]
+    try:
+        for root, _ in roots:
+            root.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for root, training in roots:
+            root.train(training)  # it may do more than set modes
+        for module, training in modes:
+            module.training = training

@@ -38,14 +38,14 @@ class Statistics:
         self._places = [
             (holder._buffers, name) for holder in module.modules() for name in holder._buffers
         ]
-        self._tables: set[int] = set()  # large ones that no forward has been seen to change
+        self._unchanged: set[int] = set()  # large ones that no forward has been seen to change
 
     @contextmanager
     def keeping(self, states: Sequence[State] | None) -> Iterator[Kept]:
         """Run a forward inside; gives what is there before it.
 
         `states` are the attributes that it may change, None for any. Small buffers are always
-        copied, since batch_norm changes its own without a trace in their version; large ones, such
+        copied, since batch_norm changes its own without raising their version; large ones, such
         as masks, only as long as their version changes.
         """
         before = [holder[name] for holder, name in self._places]
@@ -54,7 +54,7 @@ class Statistics:
             states = self._all()
         with torch.no_grad():
             kept = [
-                buffer if buffer is None or index in self._tables else buffer.clone()
+                buffer if buffer is None or index in self._unchanged else buffer.clone()
                 for index, buffer in enumerate(before)
             ]
             attributes = [(state, _snapshot(state)) for state in states]
@@ -62,9 +62,9 @@ class Statistics:
         for index, (buffer, version) in enumerate(zip(before, versions, strict=True)):
             if buffer is not None and buffer.numel() > _SMALL and buffer._version == version:
                 kept[index] = buffer
-                self._tables.add(index)
+                self._unchanged.add(index)
             else:
-                self._tables.discard(index)
+                self._unchanged.discard(index)
 
     @contextmanager
     def as_kept(self, kept: Kept) -> Iterator[None]:

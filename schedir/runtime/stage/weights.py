@@ -26,12 +26,12 @@ class StageWeights:
     """
 
     def __init__(self, module: nn.Module, versions: StageVersions | None) -> None:
-        self.own = list(module.parameters())
+        self._newest = list(module.parameters())
         self._outlives = (
             [versions.outlives_its_step(v) for v in range(len(versions.steps))] if versions else []
         )
         # A parameter may stand at several places of a module; all of them are swapped together.
-        numbers = {id(parameter): number for number, parameter in enumerate(self.own)}
+        numbers = {id(parameter): number for number, parameter in enumerate(self._newest)}
         self._places = [
             (holder._parameters, name, numbers[id(parameter)])
             for holder in module.modules()
@@ -40,7 +40,7 @@ class StageWeights:
         ]
         self._stashed: dict[int, list[nn.Parameter]] = {}
         self._pool: list[list[nn.Parameter]] = []
-        self._installed: list[nn.Parameter] = self.own
+        self._installed: list[nn.Parameter] = self._newest
         self._without_gradient: list[nn.Parameter] = []  # or not known to have one
 
     @property
@@ -51,19 +51,19 @@ class StageWeights:
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
-        self._without_gradient = [p for p in self.own if p.requires_grad]
+        self._without_gradient = [p for p in self._newest if p.requires_grad]
         if version >= len(self._outlives) or not self._outlives[version]:
             return
-        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.own]
+        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self._newest]
         with torch.no_grad():
-            for kept, parameter in zip(copy, self.own, strict=True):
+            for kept, parameter in zip(copy, self._newest, strict=True):
                 kept.copy_(parameter)
                 kept.requires_grad_(parameter.requires_grad)
         self._stashed[version] = copy
 
     def install(self, version: int) -> list[nn.Parameter]:
         """Make `version` the one that the module runs with, and return its parameters."""
-        parameters = self._stashed.get(version, self.own)
+        parameters = self._stashed.get(version, self._newest)
         if parameters is not self._installed:
             for holder, name, number in self._places:
                 holder[name] = parameters[number]
@@ -71,22 +71,25 @@ class StageWeights:
         return parameters
 
     def collect(
-        self, version: int, came: Sequence[Tensor | None] = (), handed: Sequence[Tensor | None] = ()
+        self,
+        version: int,
+        output_grads: Sequence[Tensor | None] = (),
+        input_grads: Sequence[Tensor | None] = (),
     ) -> None:
         """Take in the gradients that a backward has made at a version.
 
-        None shares memory with another or with those that `came` from the next stage and are
-        `handed` to the one before: the next backward adds to it in place. Those of an older version
-        go to the module's own parameters, past these parameters' hooks.
+        None shares memory with another or with those of the stage's outputs and inputs, which its
+        neighbours have or get: the next backward adds to it in place. Those of an older version go
+        to the module's own parameters, past these parameters' hooks.
         """
         copy = self._stashed.get(version)
         if copy is None:
             if self._without_gradient:  # else autograd has added to what was there
-                keep_apart(self._without_gradient, (*came, *handed))
+                keep_apart(self._without_gradient, (*output_grads, *input_grads))
                 self._without_gradient = [p for p in self._without_gradient if p.grad is None]
             return
-        keep_apart(copy, (*came, *handed))
-        for kept, parameter in zip(copy, self.own, strict=True):
+        keep_apart(copy, (*output_grads, *input_grads))
+        for kept, parameter in zip(copy, self._newest, strict=True):
             if kept.grad is not None:
                 _accumulate(parameter, kept.grad)
                 kept.grad = None

@@ -17,21 +17,25 @@ from schedir.runtime.transports.transport import Transport, Work
 class End:
     """One end of a transfer within a process: its tensor, and whether both ends have met.
 
-    On a GPU `ready` is when its rank's stream had come to it, and `over` when the copy is done.
+    On a GPU `ready` is when its rank's stream had come to it, and `copied` when the copy is done.
     """
 
     tensor: Tensor
     ready: torch.cuda.Event | None = None
-    over: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
     done: bool = False
 
     def wait(self) -> bool:
-        """Have the current stream wait; whoever asks before it is done has not looked at `done`."""
+        """Have the current stream wait; both ends must have met."""
         if not self.done:
-            raise ExecutionError("a transfer is used before it is over")
-        if self.over is not None:
-            self.over.wait()
+            raise ExecutionError("a transfer is used before it is done")
+        if self.copied is not None:
+            self.copied.wait()
         return True
+
+    def is_completed(self) -> bool:
+        """Whether both ends have met."""
+        return self.done
 
 
 class InProcessTransport:
@@ -46,7 +50,7 @@ class InProcessTransport:
         return Endpoint(self, rank)
 
     def clear(self) -> None:
-        """Forget what is not over: a step has failed."""
+        """Forget what has met no other end: a step has failed."""
         self._sent.clear()
         self._posted.clear()
 
@@ -70,7 +74,7 @@ class InProcessTransport:
             # The other rank's stream may free it before this one has come to the copy.
             met.tensor.record_stream(torch.cuda.current_stream(tensor.device))
         target.tensor.copy_(source.tensor)
-        end.over = met.over = _now(tensor)
+        end.copied = met.copied = _now(tensor)
         end.done = met.done = True
         return end
 

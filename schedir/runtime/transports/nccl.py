@@ -52,7 +52,7 @@ class NcclTransport:
             torch.cuda.synchronize(device)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
-        """Post a send, behind the compute that is queued."""
+        """Post a send, after the compute that is queued."""
         work: Work = self._groups[self._rank, peer].send([tensor], int(self._number[peer]), 0)
         return work
 

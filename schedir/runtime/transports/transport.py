@@ -6,6 +6,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from schedir.runtime.processes.failure import WaitError
+
 
 class Work(Protocol):
     """A send or receive under way."""
@@ -13,11 +15,15 @@ class Work(Protocol):
     def wait(self) -> bool:
         """Wait until it is done."""
 
+    def is_completed(self) -> bool:
+        """Whether waiting for it would block nobody."""
+
 
 class Transport(Protocol):
     """The point-to-point transfers of one rank.
 
-    `early` where receives may be posted before it is known what the call is.
+    `early` where receives may be posted before it is known what the call is; see
+    `schedir.runtime.program.opening`.
     """
 
     early: ClassVar[bool]
@@ -27,3 +33,16 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+
+
+def wait_for(works: list[Work]) -> None:
+    """Wait for each of the works, and forget them: gloo lets a work be waited for once only.
+
+    Raises WaitError where one of them can't be done any more.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise WaitError(error) from error
+    works.clear()

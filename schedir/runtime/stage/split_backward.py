@@ -64,22 +64,22 @@ class Side:
 
     place: Node | None
     starts: list[GradientEdge]
-    came: Grads
+    arrived: Grads
     parameters: list[GradientEdge]
 
     def run(self) -> None:
         """Add to the parameters' `.grad`."""
-        grads = [grad for grad in self.came if grad is not None]
+        grads = [grad for grad in self.arrived if grad is not None]
         if not grads:
             return
-        # The place's hooks have changed in I what came, and would do so again.
-        clamp = self.place and self.place.register_prehook(lambda _: self.came)
+        # The place's hooks have changed in I what arrived, and would do so again.
+        clamp = self.place and self.place.register_prehook(lambda _: self.arrived)
         leaves = [cast(Any, edge.node).variable for edge in self.parameters]
         fresh = [leaf for leaf in leaves if leaf.grad is None]
         torch.autograd.backward(self.starts, grads, inputs=self.parameters)
         if clamp:
             clamp.remove()
-        keep_apart(fresh, grads)  # others read what came, and `.grad` is added to
+        keep_apart(fresh, grads)  # others read what arrived, and `.grad` is added to
 
 
 @attrs.frozen(eq=False)
@@ -108,31 +108,36 @@ def input_part(
     """
     outputs = [get_gradient_edge(root) for root in roots]
     graph = _read(outputs, [get_gradient_edge(leaf) for leaf in leaves])
-    kept: dict[Node, list[Grads]] = {place: [] for place in graph.own if place is not None}
-    hooks = [place.register_prehook(came.append) for place, came in kept.items()]
+    kept: dict[Node, list[Grads]] = {place: [] for place in graph.by_place if place is not None}
+    hooks = [place.register_prehook(arrived.append) for place, arrived in kept.items()]
     found: Grads = (None,) * len(leaves)
     if graph.path:
-        asked = cast(list[Tensor], [*leaves, *graph.hurried])
-        retain = bool(graph.own)
+        asked = cast(list[Tensor], [*leaves, *graph.early_leaves])
+        retain = bool(graph.by_place)
         found = torch.autograd.grad(roots, asked, grads, retain_graph=retain, allow_unused=True)
     for hook in hooks:
         hook.remove()
-    if graph.own:
+    if graph.by_place:
         for node in graph.done:
-            _forget(node)
+            _free_saved(node)
     sides = [
-        Side(place, [GradientEdge(place, n) for n, g in enumerate(came) if g is not None], came, to)
-        for place, to in graph.own.items()
+        Side(
+            place,
+            [GradientEdge(place, n) for n, g in enumerate(arrived) if g is not None],
+            arrived,
+            to,
+        )
+        for place, to in graph.by_place.items()
         if place is not None
-        for came in kept[place]
+        for arrived in kept[place]
     ]
-    if None in graph.own:
-        sides.append(Side(None, outputs, tuple(grads), graph.own[None]))
+    if None in graph.by_place:
+        sides.append(Side(None, outputs, tuple(grads), graph.by_place[None]))
     handed, early = found[: len(leaves)], found[len(leaves) :]
     occupied = Occupied((*grads, *handed))
     waiting = [
         (edge.node, grad.clone() if occupied.add(grad) else grad)
-        for edge, grad in zip(graph.hurried, early, strict=False)
+        for edge, grad in zip(graph.early_leaves, early, strict=False)
         if grad is not None
     ]
     return handed, WeightPart(sides, waiting)
@@ -142,13 +147,13 @@ def input_part(
 class _Graph:
     """What there is to know of a stage's graph.
 
-    `own` are the parameters that only one place leads to, `hurried` those that I has to see to;
-    the nodes in `done` have nothing to do in W.
+    `by_place` are the parameters that only one place leads to, `early_leaves` those that I has to
+    see to; the nodes in `done` have nothing to do in W.
     """
 
     path: set[Node]
-    own: dict[Node | None, list[GradientEdge]]
-    hurried: list[GradientEdge]
+    by_place: dict[Node | None, list[GradientEdge]]
+    early_leaves: list[GradientEdge]
     done: list[Node]
 
 
@@ -161,23 +166,25 @@ def _read(outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> _G
         if node in ends or not path.isdisjoint(children):
             path.add(node)
     place: dict[Node, Node | None] = {e.node: None for e in outputs if e.node not in path}
-    here: Node | None
+    start: Node | None
     early: set[Node] = set()
-    own: dict[Node | None, list[GradientEdge]] = {}
-    hurried: list[GradientEdge] = []
+    by_place: dict[Node | None, list[GradientEdge]] = {}
+    early_leaves: list[GradientEdge] = []
     for node, children in reversed(below.items()):
         if node in path:
-            here = node
+            start = node
             aside = [child for child in children if child not in path]
-            hurry = bool(aside) and _at_once(node)
+            is_early = bool(aside) and _computes_all_at_once(node)
         else:
-            here, aside, hurry = place[node], children, node in early
+            start, aside, is_early = place[node], children, node in early
             if not children:  # AccumulateGrad
-                (hurried if hurry else own.setdefault(here, [])).append(GradientEdge(node, 0))
+                (early_leaves if is_early else by_place.setdefault(start, [])).append(
+                    GradientEdge(node, 0)
+                )
         for child in aside:
-            if place.setdefault(child, here) is not here or hurry:
+            if place.setdefault(child, start) is not start or is_early:
                 early.add(child)
-    return _Graph(path, own, hurried, [*(path - own.keys()), *early])
+    return _Graph(path, by_place, early_leaves, [*(path - by_place.keys()), *early])
 
 
 def _below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -199,7 +206,7 @@ def _below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
     return below
 
 
-def _at_once(place: Node) -> bool:
+def _computes_all_at_once(place: Node) -> bool:
     """Whether to split the place's work would double it."""
     kind: type[Any] = type(place)
     if issubclass(kind, BackwardCFunction) or kind.__name__ in _WHOLE:
@@ -208,7 +215,7 @@ def _at_once(place: Node) -> bool:
     return any(getattr(saved, "unpack_hook", None) is not None for saved in _saved(place))
 
 
-def _forget(node: Node) -> None:
+def _free_saved(node: Node) -> None:
     """Free what the node has saved, for it won't run again."""
     for saved in _saved(node):
         with suppress(RuntimeError):  # it is no tensor, is freed, or has hooks already

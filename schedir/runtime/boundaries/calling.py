@@ -1,4 +1,4 @@
-"""How what comes in goes into a stage's forward.
+"""How a stage's input goes into its module's forward.
 
 A tuple's entries go in as positional arguments and a dict's as keywords, where forward takes them
 so; else the whole goes in as one argument, as in `nn.Sequential`. What the stage is given beside
@@ -16,8 +16,8 @@ from torch import nn
 
 
 @attrs.frozen
-class Call:
-    """How one stage is called; `spread` where the entries of its input go in one by one."""
+class CallingConvention:
+    """How one stage's module is called; `spread` where its input's entries go in one by one."""
 
     spread: bool = False
 
@@ -29,20 +29,20 @@ class Call:
         return module(*positional, **keywords)
 
 
-def call_of(module: nn.Module, given: Any, extra: Any) -> Call:
+def convention_of(module: nn.Module, given: Any, extra: Any) -> CallingConvention:
     """How a module takes its input: as its forward's signature says."""
     if not isinstance(given, (tuple, list, Mapping)):
-        return Call()
+        return CallingConvention()
     if isinstance(given, Mapping) and not all(isinstance(key, str) for key in given):
-        return Call()
+        return CallingConvention()
     positional, keywords = _arguments(given, extra, spread=True)
     try:
         inspect.signature(module.forward).bind(*positional, **keywords)
     except TypeError:
-        return Call()
+        return CallingConvention()
     except ValueError:  # a forward without a signature
         pass
-    return Call(spread=True)
+    return CallingConvention(spread=True)
 
 
 def _arguments(given: Any, extra: Any, spread: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.runtime.batch.microbatches import Microbatch
 from schedir.runtime.boundaries.boundary import Boundary, Grads, TensorMeta, empty, meta_of
-from schedir.runtime.boundaries.calls import Call
+from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.runtime.boundaries.memory import sharing
 from schedir.runtime.boundaries.standin import StandIn, State
 
@@ -40,29 +40,38 @@ class FirstInput:
         return self.batch
 
 
+StageInput: TypeAlias = Boundary | FirstInput
+
+
+@attrs.frozen
+class Invocation:
+    """A stage's module and what it is run on: its input, and the `extra` that it is given beside
+    that."""
+
+    module: nn.Module
+    given: StageInput
+    extra: Any
+    convention: CallingConvention = attrs.field(init=False)
+
+    @convention.default
+    def _convention(self) -> CallingConvention:
+        return convention_of(self.module, self.given.tree, self.extra)
+
+
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
-Given: TypeAlias = Boundary | FirstInput
 
+class FakeRun:
+    """One run of a stage on fake tensors: what goes out, and which inputs get a gradient.
 
-class Trace:
-    """One fake run of a stage: what goes out, and which inputs get a gradient.
-
-    `extra` is what the stage is given beside its input. `mutates` says which inputs the module
+    `mutates` says which inputs the module
     changes in place (of the first stage's microbatch, which of its tensors), `mutates_extra` and
     `mutates_target` whether anything of the other arguments, and `mutates_parameters` whether any
     of its own parameters. `sharing` says whose memory the outputs are.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        given: Given,
-        call: Call,
-        extra: Any,
-        trains: bool,
-    ) -> None:
+    def __init__(self, invocation: Invocation, device: torch.device, trains: bool) -> None:
+        module, given = invocation.module, invocation.given
         self._trains = trains
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._leaves: list[Tensor] = []
@@ -70,21 +79,12 @@ class Trace:
         stand_in = StandIn(module, self._fake_tensor)
         self._stand_ins = [stand_in]
         with self._faking():
-            if isinstance(given, FirstInput):
-                tree = self._fake(given.batch)
-                watched = tensors_of(tree)
-            else:
-                self._leaves = [
-                    empty(meta, device).requires_grad_(meta.requires_grad) for meta in given.metas
-                ]
-                # Not the leaves themselves: a first layer that works in place can't have those.
-                watched = [leaf.clone() for leaf in self._leaves]
-                tree = given.structure(watched)
-            beside = tensors_of(faked := self._fake(extra))
+            tree, watched = self._inputs(given, device)
+            beside = tensors_of(extra := self._fake(invocation.extra))
             own = list(module.parameters())
             own_before = _versions(own)  # a fake view of a parameter counts on with it
             before, beside_before = _versions(watched), _versions(beside)
-            self.output = call(module, tree, faked)
+            self.output = invocation.convention(module, tree, extra)
             self.mutates = tuple(
                 now != then for now, then in zip(_versions(watched), before, strict=True)
             )
@@ -96,12 +96,24 @@ class Trace:
             made = [x if isinstance(x, FakeTensor) else None for x in tensors_of(self.output)]
             self.sharing = sharing(made, watched, held, beside)
 
+    def _inputs(self, given: StageInput, device: torch.device) -> tuple[Any, list[Tensor]]:
+        """What the module is run on, and its tensors."""
+        if isinstance(given, FirstInput):
+            tree = self._fake(given.batch)
+            return tree, tensors_of(tree)
+        self._leaves = [
+            empty(meta, device).requires_grad_(meta.requires_grad) for meta in given.metas
+        ]
+        # Not the leaves themselves: a first layer that works in place can't have those.
+        tensors = [leaf.clone() for leaf in self._leaves]
+        return given.structure(tensors), tensors
+
     @contextmanager
     def _faking(self) -> Iterator[None]:
-        """Fake mode, with gradients, and without a trace of it in autocast's cache of weights."""
+        """Fake mode, with gradients, and leaving nothing in autocast's cache of weights."""
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        said, _LOG.disabled = _LOG.disabled, True  # what fails is said by the error alone
+        disabled, _LOG.disabled = _LOG.disabled, True  # the error alone says what fails
         try:
             with ExitStack() as stack:
                 for stand_in in self._stand_ins:
@@ -114,7 +126,7 @@ class Trace:
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)
-            _LOG.disabled = said
+            _LOG.disabled = disabled
 
     def _fake(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, self._fake_tensor, tree)

@@ -1,0 +1,128 @@
+"""From a plan to the parts that carry it out in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from schedir.passes import forward_only
+from schedir.runtime.boundaries.agreement import Agreements
+from schedir.runtime.boundaries.draft import Drafter
+from schedir.runtime.gradients.barriers import Barriers
+from schedir.runtime.gradients.clipping import Clipping
+from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.sharing import Shared
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import Control
+from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.observers import BusyClock
+from schedir.runtime.program.opening import Announcements, Opening
+from schedir.runtime.program.programs import Programs
+from schedir.runtime.program.runner import Runner
+from schedir.runtime.stage.cells import Cells
+from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.transports.transport import Work
+from schedir.runtime.world import Transports, World
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """What carries out the calls of one executor, on the stages of this process.
+
+    `under_way` are the sends that may not have arrived by the end of a call.
+    """
+
+    plan: Plan
+    control: Control
+    shared: Shared
+    announcements: Announcements
+    transports: Transports
+    reductions: Mapping[int, Reduction]
+    clipping: Clipping | None
+    barriers: Barriers
+    drift: Drift
+    optimizers: Mapping[int, torch.optim.Optimizer]
+    stages: Mapping[int, Stage]
+    clock: BusyClock = attrs.field(factory=BusyClock)
+    under_way: list[Work] = attrs.field(factory=list)
+
+    def runner(self, trains: bool) -> Runner:
+        """The runner of the plan's list, or of its forwards alone."""
+        plan = self.plan
+        schedule = plan.schedule if trains else forward_only(plan.schedule)
+        transports = self.transports.training if trains else self.transports.evaluation
+        first_draw = plan.grid.pipeline * schedule.microbatches
+        cells = Cells(schedule, plan.local_stages, first_draw)
+        replayed = {s for s, stage in self.stages.items() if stage.replays}
+        drafter = Drafter(plan, trains, replayed)
+        agreements = Agreements(plan, self.control, drafter, self._stepped())
+        compiler = Compiler(
+            schedule,
+            self.stages,
+            cells,
+            plan.versions(schedule),
+            self.barriers if plan.updates else None,
+            [self.clock],
+        )
+        programs = Programs(compiler, transports, self.control)
+        opening = Opening(self.announcements, agreements, programs, cells)
+        return Runner(plan, schedule, cells, opening, self.under_way)
+
+    def _stepped(self) -> list[Tensor] | None:
+        """The parameters that the optimisers step; None where the caller does."""
+        if not self.plan.updates:
+            return None
+        groups = (group for made in self.optimizers.values() for group in made.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def assemble(plan: Plan, world: World) -> Parts:
+    """Compare with the other processes, connect to them, and make the parts.
+
+    In one order on all, since both sides make a connection. Raises ExecutionError where processes
+    differ, WaitError where they don't come in time.
+    """
+    shared = Shared(plan, world)
+    announcements = Announcements(plan, world.control)
+    transports = world.transports()
+    reductions = shared.reductions()
+    clipping = shared.clipping()
+    barriers = shared.barriers(clipping)
+    drift = shared.drift()
+    optimizers = plan.optimizers()
+    return Parts(
+        plan,
+        world.control,
+        shared,
+        announcements,
+        transports,
+        reductions,
+        clipping,
+        barriers,
+        drift,
+        optimizers,
+        _stages(plan, reductions, optimizers),
+    )
+
+
+def _stages(
+    plan: Plan,
+    reductions: Mapping[int, Reduction],
+    optimizers: Mapping[int, torch.optim.Optimizer],
+) -> dict[int, Stage]:
+    read = plan.versions(plan.schedule) if plan.updates else {}
+    return {
+        stage: Stage(
+            plan,
+            stage,
+            StageWeights(plan.trained[stage], read.get(stage)),
+            reductions.get(stage),
+            optimizers.get(stage),
+        )
+        for stage in plan.local_stages
+    }

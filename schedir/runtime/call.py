@@ -1,0 +1,66 @@
+"""What a caller asks of the executor, and what holds all through one call."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+
+@attrs.frozen(eq=False)  # each is one object: compared at every step
+class Request:
+    """One kind of call, as every rank has to make it.
+
+    `name` is what the caller wrote. `trains` where gradients are computed, `updates` where
+    OPTIM_STEPs are carried out, `has_loss` where there is a target to compare with.
+    """
+
+    name: str
+    trains: bool = False
+    updates: bool = False
+    has_loss: bool = True
+
+
+STEP = Request("step", trains=True, updates=True)
+ACCUMULATE = Request("step(update=False)", trains=True)
+EVALUATE = Request("evaluate")
+INFER = Request("infer", has_loss=False)
+CLOSE = Request("close", has_loss=False)
+REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE)
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One call of the executor, handed to whatever it runs.
+
+    `number` counts the calls before this one, `step` the calls of `step`; with `seed` that seeds
+    the forwards. `keeps_outputs` where the result holds what the last stage returns. `autocast` are
+    the types of device on which the caller computes in lower precision, which forwards alone do;
+    `precision` is the type that it computes in on the stages' device, None for no autocast.
+    """
+
+    request: Request
+    number: int
+    seed: int = 0
+    step: int = 0
+    keeps_outputs: bool = False
+    autocast: tuple[str, ...] = ()
+    precision: torch.dtype | None = None
+
+    @classmethod
+    def begun(
+        cls,
+        request: Request,
+        number: int,
+        device: torch.device,
+        seed: int,
+        step: int,
+        keeps_outputs: bool,
+    ) -> Call:
+        """A call that begins now, under its caller's autocast; `device` is that of the stages."""
+        kinds = {"cpu", device.type}
+        autocast = tuple(kind for kind in kinds if torch.is_autocast_enabled(kind))
+        precision = torch.get_autocast_dtype(device.type) if device.type in autocast else None
+        return cls(request, number, seed, step, keeps_outputs, autocast, precision)
+
+    def __str__(self) -> str:
+        return f"call {self.number}, {self.request.name}"

@@ -1,0 +1,172 @@
+"""Makes one call after the other: feeds it, opens it, runs it, and leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from schedir.errors import ExecutionError
+from schedir.runtime.assembly import assemble
+from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
+from schedir.runtime.batch.losses import Losses
+from schedir.runtime.batch.microbatches import Batch
+from schedir.runtime.call import CLOSE, Call, Request
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.program.runner import Runner
+from schedir.runtime.result import StepResult
+from schedir.runtime.stage.autocast import suspended
+from schedir.runtime.stage.rng import SavedRng
+from schedir.runtime.stage.stage import evaluating
+from schedir.runtime.transports.transport import Work, wait_for
+from schedir.runtime.world import World
+
+
+class Engine:
+    """Carries out a plan, call by call, together with the other processes.
+
+    `steps` is the number of the next call that trains, which seeds its forwards. With several
+    processes a failure breaks it for good.
+
+    Raises ExecutionError where processes differ, or the others don't come in time.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.steps = plan.arguments.step
+        self._calls = 0
+        self._world = World(plan)
+        with self._world.together("making the executor"):
+            self.parts = assemble(plan, self._world)
+        # Without a close, too, the process must not end before its last sends have arrived.
+        weakref.finalize(self, _arrive, self.parts.under_way)
+        self._feeder = Feeder(plan, self._world.control)
+        self._losses = Losses(plan, self._world.control)
+        self.training = self.parts.runner(trains=True)
+        self.evaluation = self.parts.runner(trains=False)
+
+    def call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
+        """Make a call, as every rank does.
+
+        Raises ExecutionError, which names the action that failed, or what the ranks differ in.
+        """
+        if not request.trains:
+            with evaluating(self.parts.stages.values()):
+                return self._call(request, given, keeps_outputs)
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "step trains, which torch.inference_mode() rules out; leave it, or call evaluate "
+                "or infer"
+            )
+        with torch.enable_grad():
+            result = self._call(request, given, keeps_outputs)
+        self.steps += 1
+        return result
+
+    def _call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
+        started, busy_before = perf_counter(), self.parts.clock.seconds
+        self._world.check_usable()
+        seed, device = self._plan.arguments.seed, self._plan.device
+        call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
+        runner = self.training if request.trains else self.evaluation
+        saved = SavedRng()
+        try:
+            # What is refused here has moved nothing.
+            feed = self._feeder.cut(given, request)
+            runner.cells.fill(feed)
+            if request.trains:
+                self.parts.shared.check_frozen()
+            try:
+                loss, outputs = self._run(runner, call, given.inputs, feed)
+            except BaseException as error:
+                failure = self._failed(error, str(call))
+                if failure is error:
+                    raise
+                raise failure from None
+        finally:
+            self._tidy(runner)
+            saved.restore()
+        self._calls += 1
+        clipping = self.parts.clipping
+        norm = clipping.norm if clipping and request.updates else None
+        busy = self.parts.clock.seconds - busy_before
+        return StepResult(loss, norm, outputs, busy, perf_counter() - started)
+
+    def _run(
+        self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
+    ) -> tuple[Callable[[], float] | None, list[Any] | None]:
+        """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
+        request, cells = call.request, runner.cells
+        exchange = self._losses.expect() if request.has_loss else None
+        opened = runner.opening.open(call, inputs, feed)
+        cells.share_loss(self._feeder.shares(feed.counts, request))
+        if request.trains:
+            self._begin_training()
+        with suspended(call.autocast):
+            runner.run(opened, call)
+        self._world.control.settle()
+        if request.trains:
+            for reduction in self.parts.reductions.values():
+                reduction.finish()
+            self.parts.drift.step()
+        loss = None
+        if exchange is not None:
+            ran = cells.losses() if feed.counts else []
+            loss = self._awaited(self._losses.share(exchange, feed.counts, ran), call)
+        # Of a short batch the last microbatches were copies.
+        return loss, cells.results(opened.rows) if call.keeps_outputs else None
+
+    def _begin_training(self) -> None:
+        """At the present weights, with no gradients of this call."""
+        for stage in self.parts.stages.values():
+            stage.weights.begin(0)
+        for reduction in self.parts.reductions.values():
+            reduction.begin()
+
+    def _tidy(self, runner: Runner) -> None:
+        """Leave nothing of a call but weights and gradients."""
+        for stage in self.parts.stages.values():
+            stage.weights.restore()
+        for reduction in self.parts.reductions.values():
+            reduction.restore()
+        runner.cells.clear()
+
+    def _awaited(self, fetch: Callable[[], float], call: Call) -> Callable[[], float]:
+        """How to get the loss, which may be waited for in vain."""
+
+        def fetched() -> float:
+            try:
+                return fetch()
+            except WaitError as stalled:
+                raise self._failed(stalled, f"the loss of {call}") from None
+
+        return fetched
+
+    def _failed(self, error: BaseException, where: str) -> BaseException:
+        """A call has failed, and with several processes the executor; returns what to raise."""
+        for runner in (self.training, self.evaluation):
+            runner.reset()
+        self.parts.barriers.reset()
+        return self._world.failure(error, where)
+
+    def close(self) -> None:
+        """Give back the process groups that were made for this; safe to call twice."""
+        with self._world.closing() as still_works:
+            if still_works:
+                # End what is under way, and say that there is no other call.
+                wait_for(self.parts.under_way)
+                self.parts.announcements.last(Call(CLOSE, self._calls))
+                for _ in range(2):  # what the step before the last one has posted, and what it has
+                    self._world.control.settle()
+                self.parts.drift.compare()
+                self._world.leave(self._calls)
+
+
+def _arrive(works: list[Work]) -> None:
+    with suppress(WaitError):  # the other side may be gone
+        wait_for(works)

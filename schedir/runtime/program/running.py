@@ -1,0 +1,77 @@
+"""Runs instructions: those of one rank, or of several ranks in one process, which take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from schedir.errors import ExecutionError
+from schedir.runtime.call import Call
+from schedir.runtime.processes.failure import WaitError, describe
+from schedir.runtime.program.instruction import Instruction
+
+
+def advance(instructions: Sequence[Instruction], call: Call) -> None:
+    """Run a rank's instructions, or as many as are given.
+
+    Raises ExecutionError, or WaitError for what never comes, with the place of the instruction.
+    """
+    instruction = None
+    try:
+        for instruction in instructions:
+            if instruction.receives:
+                instruction.wait()
+            instruction.run(call)
+    except WaitError as stalled:
+        if instruction is not None:
+            stalled.at(instruction.rank, instruction.index, instruction.action)
+        raise
+    except Exception as error:
+        if instruction is None:
+            raise
+        # With the traceback of the cause, which leads to the user's line, and that one alone.
+        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        raise ExecutionError(
+            str(error) if isinstance(error, ExecutionError) else describe(error),
+            rank=instruction.rank,
+            index=instruction.index,
+            action=instruction.action,
+            cause=error,
+        ).with_traceback(inner) from None
+
+
+def take_turns(
+    lists: Sequence[Sequence[Instruction]], call: Call, streams: Sequence[torch.cuda.Stream]
+) -> None:
+    """Run the ranks of this process in turn, each as far as it gets until it is blocked.
+
+    On a GPU each has a stream of its own, of `streams`; elsewhere there are none.
+    """
+    reached = [0] * len(lists)
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    progress = True
+    while progress:
+        progress = False
+        for turn, instructions in enumerate(lists):
+            first = reached[turn]
+            with torch.cuda.stream(streams[turn]) if streams else nullcontext():
+                while reached[turn] < len(instructions):
+                    instruction = instructions[reached[turn]]
+                    if instruction.is_blocked(call):
+                        break
+                    advance((instruction,), call)
+                    reached[turn] += 1
+            progress |= reached[turn] > first
+    for stream in streams:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    for at, instructions in zip(reached, lists, strict=True):
+        if at < len(instructions):
+            raise ExecutionError(
+                "what it waits for never comes",
+                rank=instructions[at].rank,
+                index=instructions[at].index,
+                action=instructions[at].action,
+            )
