@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import schedir
 from schedir.runtime import Executor
@@ -46,17 +46,6 @@ def test_drawn_stages_train_as_in_one_piece(rank: int, ranks: int, seed: int) ->
     assert loss == pytest.approx(expected_loss, abs=1e-6)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos = nn.Parameter(torch.randn(2, 3, 4))
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(torch.tanh(x.flatten(0, 1) + self.pos.flatten(0, 1)))
-        return y.view_as(x)
-
-
 @on_ranks(2)
 def test_a_gradient_may_be_sent_after_the_next_backward(rank: int) -> None:
     """Autograd adds to the position's gradient in place before the other half of it has gone."""
@@ -67,7 +56,7 @@ def test_a_gradient_may_be_sent_after_the_next_backward(rank: int) -> None:
         "1RECV_ACT0 1RECV_ACT1 1F0 1F1 1B0 1B1 1SEND_GRAD0 1SEND_GRAD1",
     )
     torch.manual_seed(0)
-    twins = Twins([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Positions()], schedule, rank)
+    twins = Twins([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), aliasing.Positions()], schedule, rank)
     x, y = torch.randn(2, 4, 3, 4)
     with twins.executor(optimizer=None) as executor:
         executor.step(x, target=y)

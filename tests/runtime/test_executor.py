@@ -10,6 +10,7 @@ from torch import nn
 import schedir
 from schedir.runtime import Executor
 from tests.literals import listed
+from tests.runtime.kit import MSE
 from tests.runtime.launch import torchrun
 
 
@@ -62,7 +63,7 @@ def test_calls_that_differ_are_a_line_on_every_rank() -> None:
 def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
     wrong = listed(1, "0 1", "0B0 0F0", "1F0 1B0")
     with pytest.raises(schedir.ScheduleError, match="S201") as found:
-        Executor(wrong, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+        Executor(wrong, {0: nn.Linear(1, 1)}, MSE)
     assert [d.code for d in found.value.diagnostics] == ["S201"]
     assert not dist.is_initialized()
 
@@ -70,13 +71,13 @@ def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
 def test_outside_torchrun_the_fix_is_named() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
-        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+        Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
 
 
 def test_one_rank_needs_no_process_group() -> None:
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     model = nn.Linear(3, 1)
-    with Executor(schedule, {0: model}, nn.functional.mse_loss, torch.optim.SGD) as executor:
+    with Executor(schedule, {0: model}, MSE, torch.optim.SGD) as executor:
         x, y = torch.randn(4, 3), torch.randn(4, 1)
         first = executor.step(x, target=y)
         assert executor.step(x, target=y).loss < first.loss

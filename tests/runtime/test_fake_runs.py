@@ -17,12 +17,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.boundaries import agreement
-
-MSE = nn.functional.mse_loss
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.runtime.kit import MSE, sgd
 
 
 def blocks(number: int) -> list[nn.Module]:
