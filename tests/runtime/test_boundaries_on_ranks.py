@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.built_in import SYNCHRONOUS
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
@@ -316,7 +317,7 @@ def train_on_changing_shapes(
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_shapes_change_at_any_step(rank: int, ranks: int, name: str) -> None:
     train_on_changing_shapes(rank, schedir.build(name, ranks=ranks, microbatches=4))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.program.compiler import Instruction
+from tests.built_in import NAMES
 from tests.runtime.kit import MSE, sgd
 
 
@@ -120,7 +121,7 @@ def stages_with_statistics(number: int) -> dict[int, nn.Module]:
     }
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
     schedule = schedir.build(name, ranks=2, microbatches=3)
     stages = stages_with_statistics(schedule.stages)

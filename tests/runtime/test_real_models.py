@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import schedir
 from schedir import Action, Pipeline, backward_input, backward_weight, forward, optim_step
 from schedir.runtime import Executor, rng
+from tests.built_in import SYNCHRONOUS
 from tests.runtime.kit import MSE, adamw, random_batches
-
-SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b")
 
 
 def built(name: str, microbatches: int, ranks: int = 2) -> schedir.Schedule:
@@ -113,7 +112,7 @@ class Whole(Structured):
 
 
 @pytest.mark.parametrize("kind", [Structured, Whole])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_any_structure_crosses_a_boundary(name: str, kind: type[nn.Module]) -> None:
     schedule = built(name, 4)
     torch.manual_seed(1)
@@ -188,7 +187,7 @@ class Conditioned(nn.Module):
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_every_stage_can_have_inputs_of_its_own(name: str, by_keyword: bool) -> None:
     schedule = built(name, 4)
     torch.manual_seed(1)
@@ -365,7 +364,7 @@ def train_noisily(schedule: schedir.Schedule, recompute: bool | list[int]) -> No
     train(schedule, stages, plain, calls, recompute=recompute)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "fill-drain"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("recompute", [True, [0], [1]])
 def test_recomputed_stages_train_alike(name: str, recompute: bool | list[int]) -> None:
     train_noisily(built(name, 4), recompute)

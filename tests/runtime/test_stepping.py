@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.built_in import SYNCHRONOUS
 from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, linear_stages, momentum, numbered
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_clipping_is_that_of_the_whole_model(name: str, max_norm: float) -> None:
     schedule = schedir.build(name, ranks=3, microbatches=4)
     stages = numbered(linear_stages(schedule.stages))
@@ -117,7 +118,7 @@ def language_model(number: int) -> dict[int, nn.Module]:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_tied_embeddings_train_as_one(name: str, clip: float | None) -> None:
     """The sum over the stages is taken after that over microbatches, which rounds differently."""
     schedule = schedir.build(name, ranks=3, microbatches=4)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.built_in import NAMES, SYNCHRONOUS
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
@@ -26,7 +27,7 @@ from tests.runtime.kit import (
 from tests.runtime.reference import pipedream
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
     """Dropout included, which the number of the step seeds."""
     schedule = schedir.build(name, ranks=2, microbatches=3)
@@ -35,9 +36,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
     def run(executor: Executor, steps: range) -> None:
         for step in steps:
             x, y = batches[step]
-            executor.step(x, target=y, update=step % 2 == 0 or name == "pipedream")
+            executor.step(x, target=y, update=step % 2 == 0 or name not in SYNCHRONOUS)
 
-    whole, parts = numbered(noisy_stages(2)), numbered(noisy_stages(2))
+    whole, parts = numbered(noisy_stages(schedule.stages)), numbered(noisy_stages(schedule.stages))
     with Executor(schedule, whole, MSE, sgd, in_process=True, seed=5) as executor:
         assert executor.steps == 0
         run(executor, range(6))
@@ -47,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
         kept = {s: copy.deepcopy(module.state_dict()) for s, module in parts.items()}
         grads = [p.grad for module in parts.values() for p in module.parameters()]
         steps = executor.steps
-    resumed = numbered(noisy_stages(2))
+    resumed = numbered(noisy_stages(schedule.stages))
     for s, module in resumed.items():
         module.load_state_dict(kept[s])
     for p, grad in zip((p for m in resumed.values() for p in m.parameters()), grads, strict=True):
@@ -113,7 +114,7 @@ class Watching(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_autocast_is_for_forwards_alone(name: str, recompute: bool) -> None:
     schedule = schedir.build(name, ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: InFloat() for s in range(schedule.stages)}
