@@ -32,7 +32,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tests.runtime.launch import Launched, torchrun
 
-TEST_LIMIT = 120  # seconds, of one test on one rank
+TEST_LIMIT = 150  # seconds, of one test on one rank
+WAIT_LIMIT = 120  # of waiting for another rank, so that one that waits in vain says so itself
 LAUNCH_LIMIT = 600  # of all that are launched together
 _REPORTS = "SCHEDIR_TEST_REPORTS"  # the folder of the ranks' reports: set on the ranks alone
 _TAIL = 6000  # characters of what a rank has printed
@@ -56,7 +57,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.manual_seed(0)
     store, number, ranks = next(rendezvous("env://"))
     own = dist.PrefixStore(request.node.nodeid, store)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=TEST_LIMIT)
+    limit = timedelta(seconds=WAIT_LIMIT)
     dist.init_process_group("gloo", store=own, rank=number, world_size=ranks, timeout=limit)
     yield number
     dist.destroy_process_group()
