@@ -18,9 +18,9 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadgroup
 
-format: .venv/.installed-dev  ## Format the code and mend what ruff can
+format: .venv/.installed-dev  ## Format the code and fix what ruff can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

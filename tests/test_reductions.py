@@ -7,9 +7,11 @@ import pytest
 import schedir
 from schedir import Kind
 from schedir.passes import insert_reductions
+from tests.built_in import NAMES
+from tests.literals import listed
 
 
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 3), (4, 8)])
 def test_every_step_has_its_sum_and_the_proof_holds(
     name: str, ranks: int, microbatches: int
@@ -31,12 +33,12 @@ def test_every_step_has_its_sum_and_the_proof_holds(
         assert not open_
 
 
-def test_a_sum_stands_behind_what_its_gradient_sends() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1 0\n"
-        "rank 0: 0F0 0SEND_ACT0 2RECV_ACT0 2F0 2W0 2I0 2SEND_GRAD0 0RECV_GRAD0 0B0 2OPTIM_STEP "
-        "0OPTIM_STEP\n"
-        "rank 1: 1RECV_ACT0 1F0 1SEND_ACT0 1RECV_GRAD0 1B0 1SEND_GRAD0 1OPTIM_STEP\n"
+def test_a_sum_stands_after_what_its_gradient_sends() -> None:
+    schedule = listed(
+        1,
+        "0 1 0",
+        "0F0 0SEND_ACT0 2RECV_ACT0 2F0 2W0 2I0 2SEND_GRAD0 0RECV_GRAD0 0B0 2OPTIM_STEP 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1SEND_ACT0 1RECV_GRAD0 1B0 1SEND_GRAD0 1OPTIM_STEP",
     )
     assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
         "0F0 0SEND_ACT0 2RECV_ACT0 2F0 2W0 2REDUCE_GRAD 2I0 2SEND_GRAD0 0RECV_GRAD0 0B0 "
@@ -45,19 +47,14 @@ def test_a_sum_stands_behind_what_its_gradient_sends() -> None:
 
 
 def test_without_a_step_the_last_gradient_has_the_sum() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0B0 0F1 0B1\n"
-    )
+    schedule = listed(2, "0", "0F0 0B0 0F1 0B1")
     assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
         "0F0 0B0 0F1 0B1 0REDUCE_GRAD"
     )
 
 
 def test_a_stage_that_has_sums_is_left_alone() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 1\nplacement 0 0\n"
-        "rank 0: 0F0 1F0 1B0 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP\n"
-    )
+    schedule = listed(1, "0 0", "0F0 1F0 1B0 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP")
     assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
         "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP"
     )

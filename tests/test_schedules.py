@@ -7,6 +7,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import schedir
 from schedir import Kind, Schedule
+from tests.built_in import SYNCHRONOUS
 
 # jaxpp, DeepSpeed and the zero-bubble code agree on this order of 1F1B, 4 ranks, 8 microbatches.
 ONE_F_ONE_B = """
@@ -168,7 +169,7 @@ def test_published_makespans() -> None:
     assert [r.peak_activations for r in line.ranks] == [11, 9, 7, 5]
 
 
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_synchronous_schedules_end_with_their_optim_steps(name: str) -> None:
     built = schedir.build(name, ranks=3, microbatches=4)
     for rank, actions in enumerate(built.actions):

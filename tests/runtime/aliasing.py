@@ -149,6 +149,19 @@ class Several(nn.Module):
         return x, b
 
 
+class Positions(nn.Module):
+    """Adds a parameter to its input: autograd gives both views of one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(2, 3, 4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(x.flatten(0, 1) + self.pos.flatten(0, 1)))
+        return y.view_as(x)
+
+
 def draw_stages(chance: random.Random, number: int) -> list[nn.Module]:
     torch.manual_seed(chance.randrange(1 << 30))
     return [

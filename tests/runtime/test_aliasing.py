@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.literals import listed
 from tests.runtime import aliasing
-
-MSE = nn.functional.mse_loss
+from tests.runtime.kit import MSE, assert_equal_gradients, gradients
 
 
 def run(seed: int) -> tuple[str, list[str]]:
@@ -64,27 +64,7 @@ def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
     assert not refused or any(text in refused for text in allowed)
 
 
-def gradients(stages: dict[int, nn.Module]) -> list[Tensor | None]:
-    return [p.grad for stage in stages.values() for p in stage.parameters()]
-
-
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos = nn.Parameter(torch.randn(2, 3, 4))
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(torch.tanh(x.flatten(0, 1) + self.pos.flatten(0, 1)))
-        return y.view_as(x)
-
-
-V_SHAPED = """schedir 1
-name v
-microbatches 2
-placement 0 0 0
-rank 0: 0F0 1F0 2F0 0F1 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1
-"""
+V_SHAPED = listed(2, "0 0 0", "0F0 1F0 2F0 0F1 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1")
 
 
 @pytest.mark.parametrize("target", ["interleaved", "v"])
@@ -93,11 +73,11 @@ def test_positions_that_are_added_to_the_input(target: str) -> None:
     schedule = (
         schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
         if target == "interleaved"
-        else schedir.loads(V_SHAPED)
+        else V_SHAPED
     )
     torch.manual_seed(0)
     stages: dict[int, nn.Module] = {0: nn.Sequential(nn.Linear(4, 4), nn.Tanh())}
-    stages |= {s: Positions() for s in range(1, schedule.stages)}
+    stages |= {s: aliasing.Positions() for s in range(1, schedule.stages)}
     number = schedule.microbatches
     x, y = torch.randn(2, 2 * number, 3, 4)
     model = nn.Sequential(*copy.deepcopy(list(stages.values())))
@@ -110,10 +90,9 @@ def test_positions_that_are_added_to_the_input(target: str) -> None:
             executor.step(x, target=y)
     for a, b in zip(x.chunk(number), y.chunk(number), strict=True):
         (MSE(model(a), b) / number).backward()
-    for mine, p in zip(gradients(stages), model.parameters(), strict=True):
-        assert mine is not None
-        assert p.grad is not None
-        assert torch.equal(mine, p.grad)
+    mine = gradients(stages.values())
+    assert None not in mine
+    assert_equal_gradients(mine, gradients([model]))
 
 
 class Running(nn.Module):
@@ -195,10 +174,9 @@ def test_what_a_stage_is_given_may_be_changed_in_place(recompute: bool) -> None:
         (one / 2).backward()
         expected += float(one.detach()) / 2
     assert loss == pytest.approx(expected)
-    for mine, theirs in zip(gradients(stages), gradients(model), strict=True):
-        assert mine is not None
-        assert theirs is not None
-        assert torch.equal(mine, theirs)
+    mine = gradients(stages.values())
+    assert None not in mine
+    assert_equal_gradients(mine, gradients(model.values()))
 
 
 class Recurrent(nn.Module):
@@ -228,10 +206,9 @@ def test_a_hidden_state_under_recomputation(name: str) -> None:
     for _ in range(2):
         for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
             (MSE(model(a), b) / 4).backward()
-    for mine, p in zip(gradients(stages), model.parameters(), strict=True):
-        assert mine is not None
-        assert p.grad is not None
-        assert torch.equal(mine, p.grad)
+    mine = gradients(stages.values())
+    assert None not in mine
+    assert_equal_gradients(mine, gradients([model]))
 
 
 def test_aliases_that_the_next_stage_changes_are_refused() -> None:

@@ -12,22 +12,11 @@ from torch import Tensor, nn
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.boundaries.boundary import meta_of, payload
+from tests.literals import listed
+from tests.runtime.kit import MSE
 
-MSE = nn.functional.mse_loss
-SPLIT = """schedir 1
-name split
-microbatches 2
-placement 0 1
-rank 0: 0F0 0F1 0I0 0W0 0I1 0W1
-rank 1: 1F0 1F1 1I0 1I1 1W0 1W1
-"""
-WHOLE = """schedir 1
-name whole
-microbatches 2
-placement 0 1
-rank 0: 0F0 0F1 0B0 0B1
-rank 1: 1F0 1F1 1B0 1B1
-"""
+SPLIT = listed(2, "0 1", "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", name="split")
+WHOLE = listed(2, "0 1", "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", name="whole")
 
 
 def train(
@@ -61,7 +50,7 @@ class Einsum(nn.Module):
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
 @pytest.mark.parametrize("equation", ["bij,jk->bik", "bij,jk->ikb", "bij,jk->kbi"])
-def test_one_row_a_microbatch_behind_an_einsum(equation: str, rows: int) -> None:
+def test_one_row_a_microbatch_after_an_einsum(equation: str, rows: int) -> None:
     """The strides of dimensions of one element differ, and say nothing."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     first = Einsum(equation, 3, 4)
@@ -105,12 +94,12 @@ class Turns(nn.Module):
         return x.t().contiguous() * self.bias
 
 
-@pytest.mark.parametrize("text", [SPLIT, WHOLE])
-def test_a_gradient_laid_out_otherwise(text: str) -> None:
+@pytest.mark.parametrize("schedule", [SPLIT, WHOLE], ids=lambda s: s.name)
+def test_a_gradient_laid_out_otherwise(schedule: schedir.Schedule) -> None:
     torch.manual_seed(0)
     stages: dict[int, nn.Module] = {0: nn.Linear(4, 4), 1: Turns()}
     x = torch.randn(8, 4)
-    train(schedir.loads(text), stages, x, torch.randn(8, 4))
+    train(schedule, stages, x, torch.randn(8, 4))
 
 
 class Mixed(nn.Module):
@@ -150,9 +139,8 @@ class Tuple(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("text", [SPLIT, WHOLE])
-def test_a_declared_boundary_of_several_kinds(text: str) -> None:
-    schedule = schedir.loads(text)
+@pytest.mark.parametrize("schedule", [SPLIT, WHOLE], ids=lambda s: s.name)
+def test_a_declared_boundary_of_several_kinds(schedule: schedir.Schedule) -> None:
     stages: dict[int, nn.Module] = {0: Mixed(), 1: Unmixes()}
     model = Tuple(*copy.deepcopy(list(stages.values())))
     example = (

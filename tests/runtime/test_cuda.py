@@ -5,13 +5,10 @@ Runs wherever a GPU is visible. tools/probe_nccl.py does the same with a process
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from tests.runtime.parity_worker import differences
-from tests.runtime.test_parity import cases
+from tests.runtime.parity import Case, assert_trains_as_one_process, cases
 
 pytestmark = [
     pytest.mark.cuda,
@@ -20,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(ranks, json.dumps(case)) for ranks in (2, 4) for case in cases(ranks)]
+    ("ranks", "case"), [(ranks, case) for ranks in (2, 4) for case in cases(ranks)], ids=str
 )
-def test_streams_in_one_process_equal_plain_training(ranks: int, case: str) -> None:
-    assert differences(None, json.loads(case), "cuda:0") == []
+def test_streams_in_one_process_equal_plain_training(ranks: int, case: Case) -> None:
+    assert_trains_as_one_process(case, None, "cuda:0")

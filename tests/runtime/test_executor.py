@@ -1,8 +1,6 @@
-"""The executor's promises, each a scenario run on 2 ranks, and how it fails."""
+"""How an executor fails and what it refuses, and that one rank needs no process group."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import pytest
 import torch
@@ -11,39 +9,9 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime import (
-    aliasing_scenarios,
-    corner_scenarios,
-    difference_scenarios,
-    layout_scenarios,
-    scenarios,
-    shared_scenarios,
-)
-from tests.runtime.launch import json_lines, merged, torchrun
-
-RANKS = {
-    (module.__name__, name): ranks
-    for module in (
-        scenarios,
-        shared_scenarios,
-        difference_scenarios,
-        aliasing_scenarios,
-        corner_scenarios,
-        layout_scenarios,
-    )
-    for name, (ranks, _) in module.SCENARIOS.items()
-}
-
-
-@cache
-def faults(module: str, ranks: int) -> dict[str, list[str]]:
-    lines = json_lines(torchrun(ranks, "-m", module))
-    return merged(ranks, lines, "scenario", "faults")
-
-
-@pytest.mark.parametrize(("module", "name"), RANKS)
-def test_scenario(module: str, name: str) -> None:
-    assert faults(module, RANKS[module, name])[name] == []
+from tests.literals import listed
+from tests.runtime.kit import MSE
+from tests.runtime.launch import torchrun
 
 
 def failed(how: str) -> tuple[list[list[str]], str]:
@@ -92,33 +60,24 @@ def test_calls_that_differ_are_a_line_on_every_rank() -> None:
         assert "but call 0 of rank 0 is step;" in said[0]
 
 
-def test_executors_follow_each_other() -> None:
-    """Each makes a process group anew; gloo finds stale addresses where the keys are the same."""
-    result = torchrun(2, "-m", "tests.runtime.again_worker", timeout=60)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.outputs == ["rank 0 is done\n", "rank 1 is done\n"]
-
-
 def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
-    wrong = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0B0 0F0\nrank 1: 1F0 1B0\n"
-    )
+    wrong = listed(1, "0 1", "0B0 0F0", "1F0 1B0")
     with pytest.raises(schedir.ScheduleError, match="S201") as found:
-        Executor(wrong, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+        Executor(wrong, {0: nn.Linear(1, 1)}, MSE)
     assert [d.code for d in found.value.diagnostics] == ["S201"]
     assert not dist.is_initialized()
 
 
-def test_outside_torchrun_the_mend_is_named() -> None:
+def test_outside_torchrun_the_fix_is_named() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
-        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss)
+        Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
 
 
 def test_one_rank_needs_no_process_group() -> None:
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     model = nn.Linear(3, 1)
-    with Executor(schedule, {0: model}, nn.functional.mse_loss, torch.optim.SGD) as executor:
+    with Executor(schedule, {0: model}, MSE, torch.optim.SGD) as executor:
         x, y = torch.randn(4, 3), torch.randn(4, 1)
         first = executor.step(x, target=y)
         assert executor.step(x, target=y).loss < first.loss

@@ -17,13 +17,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.boundaries import agreement
-from tests.runtime.launch import torchrun
-
-MSE = nn.functional.mse_loss
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.runtime.kit import MSE, sgd
 
 
 def blocks(number: int) -> list[nn.Module]:
@@ -133,12 +127,6 @@ def test_compiled_stages_train(compiled: Callable[[nn.Module], Any]) -> None:
     parts = blocks(2)
     model = nn.Sequential(*copy.deepcopy(parts))
     train({s: compiled(part) for s, part in enumerate(parts)}, model)
-
-
-@pytest.mark.slow
-def test_stages_compiled_to_machine_code_run() -> None:
-    result = torchrun(2, "-m", "tests.runtime.compiled_worker", timeout=170)
-    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def test_a_forward_that_was_replaced_leaves_no_trace() -> None:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.program.instruction import Instruction
+from tests.built_in import NAMES
+from tests.runtime.kit import MSE, sgd
 
 
 def test_in_one_process_all_stages_are_needed() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match=r"all stages are needed, 0\.\.1"):
-        Executor(schedule, {0: nn.Linear(1, 1)}, nn.functional.mse_loss, in_process=True)
+        Executor(schedule, {0: nn.Linear(1, 1)}, MSE, in_process=True)
 
 
 ONE = schedir.build("1f1b", ranks=1, microbatches=2)
@@ -48,7 +50,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None
     right: dict[str, Any] = {
         "schedule": ONE,
         "stages": {0: nn.Linear(2, 2)},
-        "loss_fn": nn.functional.mse_loss,
+        "loss_fn": MSE,
         "optimizer": lambda parameters: torch.optim.SGD(parameters),
     }
     with pytest.raises(schedir.ExecutionError, match=text):
@@ -57,7 +59,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None
 
 def test_wrong_batches_are_named() -> None:
     x = torch.zeros(4, 2)
-    with Executor(ONE, {0: nn.Linear(2, 2)}, nn.functional.mse_loss) as executor:
+    with Executor(ONE, {0: nn.Linear(2, 2)}, MSE) as executor:
         with pytest.raises(schedir.ExecutionError, match="stage 0, which runs here, needs target"):
             executor.step(x)
         with pytest.raises(schedir.ExecutionError, match=r"expected a tensor.*not ndarray"):
@@ -74,12 +76,8 @@ def test_without_an_update_gradients_accumulate() -> None:
     stages = {s: nn.Linear(3, 3) for s in range(3)}
     before = [p.detach().clone() for m in stages.values() for p in m.parameters()]
     batches = [torch.randn(2, 8, 3) for _ in range(3)]
-    loss_fn = nn.functional.mse_loss
 
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-    with Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         for x, y in batches[:2]:
             executor.step(x, target=y, update=False)
         kept = [p.detach() for m in stages.values() for p in m.parameters()]
@@ -94,7 +92,7 @@ def test_without_an_update_gradients_accumulate() -> None:
     plain = sgd(twin.parameters())
     for x, y in batches:
         for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
-            (loss_fn(twin(part), target) * 0.25).backward()
+            (MSE(twin(part), target) * 0.25).backward()
     plain.step()
     mine = [p for m in stages.values() for p in m.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(mine, twin.parameters(), strict=True))
@@ -108,13 +106,13 @@ def test_a_shape_that_was_not_agreed_is_said_with_both_sides() -> None:
     schedule = schedir.build("fill-drain", ranks=2, microbatches=1)
     stages = {0: Grows(), 1: nn.Linear(2, 2)}
     with (
-        Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor,
+        Executor(schedule, stages, MSE, in_process=True) as executor,
         pytest.raises(schedir.ExecutionError, match=r"rank 0 #0 0F0: the stage returned float32"),
     ):
         executor.step(torch.randn(2, 2), target=torch.randn(2, 2))
 
 
-def noisy_stages(number: int) -> dict[int, nn.Module]:
+def stages_with_statistics(number: int) -> dict[int, nn.Module]:
     """Dropout, and statistics that training updates and evaluation reads."""
     torch.manual_seed(3)
     return {
@@ -123,21 +121,17 @@ def noisy_stages(number: int) -> dict[int, nn.Module]:
     }
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
     schedule = schedir.build(name, ranks=2, microbatches=3)
-    stages = noisy_stages(schedule.stages)
-    loss_fn = nn.functional.mse_loss
-
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+    stages = stages_with_statistics(schedule.stages)
 
     batches = [torch.randn(2, 9, 4) for _ in range(3)]
     x, y = torch.randn(2, 7, 4)  # an uneven batch: 3, 2 and 2 rows
     twins = copy.deepcopy(stages)
     with (
-        Executor(schedule, stages, loss_fn, sgd, in_process=True) as executor,
-        Executor(schedule, twins, loss_fn, sgd, in_process=True) as undisturbed,
+        Executor(schedule, stages, MSE, sgd, in_process=True) as executor,
+        Executor(schedule, twins, MSE, sgd, in_process=True) as undisturbed,
     ):
         for inputs, target in batches:
             executor.step(inputs, target=target)
@@ -152,7 +146,7 @@ def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
             model = nn.Sequential(*copy.deepcopy(list(stages.values()))).eval()
             with torch.no_grad():
                 pieces = zip(x.tensor_split(3), y.tensor_split(3), strict=True)
-                plain = sum(len(a) * float(loss_fn(model(a), b)) for a, b in pieces) / len(x)
+                plain = sum(len(a) * float(MSE(model(a), b)) for a, b in pieces) / len(x)
             assert found == plain
             undisturbed.step(inputs, target=target)
     for s in stages:
@@ -168,7 +162,7 @@ def test_a_refused_batch_leaves_nothing_behind() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = {0: nn.Linear(3, 3), 1: Adds(3, 3)}
     x = torch.randn(4, 3)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         before = executor.evaluate(x, target=x).loss
         with pytest.raises(schedir.ExecutionError, match=r"rows differ: inputs 4, .*, target 1"):
             executor.evaluate(x, target=x[:1], stage_inputs={1: torch.ones(4, 1)})
@@ -237,8 +231,7 @@ def test_evaluation_tells_modules_of_their_mode() -> None:
     frozen[1].eval()  # a mode of its own, that of no parent
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     x, y = torch.randn(2, 4, 2)
-    loss_fn = nn.functional.mse_loss
-    with Executor(schedule, {0: told, 1: frozen}, loss_fn, in_process=True) as executor:
+    with Executor(schedule, {0: told, 1: frozen}, MSE, in_process=True) as executor:
         executor.evaluate(x, target=y)
         assert told.told == [False, True]
         assert [m.training for m in frozen.modules()] == [True, True, False]
@@ -254,7 +247,7 @@ def test_a_failure_names_its_action_and_eval_mode_ends() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: Fails()}
     x, y = torch.randn(2, 4, 3)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
         with pytest.raises(
             schedir.ExecutionError, match="rank 1 #1 1F0: ValueError: not like this"
@@ -277,7 +270,7 @@ def test_after_a_failure_the_next_step_finds_nothing_of_it() -> None:
     last = Fails(3, 3)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: last}
     x, y = torch.randn(2, 6, 3)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         last.failing = True
         with pytest.raises(schedir.ExecutionError, match="rank 1 #1 1F0: ValueError: not now"):
             executor.step(x, target=y)
@@ -287,7 +280,7 @@ def test_after_a_failure_the_next_step_finds_nothing_of_it() -> None:
     model = nn.Sequential(*stages.values())
     model.zero_grad()
     for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
-        (nn.functional.mse_loss(model(a), b) * (1 / 3)).backward()
+        (MSE(model(a), b) * (1 / 3)).backward()
     for grad, parameter in zip(found, model.parameters(), strict=True):
         assert grad is not None
         assert parameter.grad is not None
@@ -297,7 +290,7 @@ def test_after_a_failure_the_next_step_finds_nothing_of_it() -> None:
 def test_a_shape_that_fails_spoils_no_other() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         for rows, width in ((4, 3), (4, 5), (6, 3), (4, 3)):
             x, y = torch.randn(rows, width), torch.randn(rows, 3)
             if width == 5:
@@ -317,7 +310,7 @@ def test_new_shapes_need_no_new_instructions() -> None:
         gc.collect()  # those of executors that are gone
         return sum(type(found) is Instruction for found in gc.get_objects())
 
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         assert len({after(rows) for rows in range(2, 12)}) == 1
 
 
@@ -327,15 +320,12 @@ def test_without_an_update_pipedream_adds_the_mean_too() -> None:
     stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
     x, y = torch.randn(2, 8, 3)
 
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-    with Executor(schedule, stages, nn.functional.mse_loss, sgd, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         executor.step(x, target=y, update=False)
     found = [p.grad for m in stages.values() for p in m.parameters()]
     model = nn.Sequential(*stages.values())
     model.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
+    MSE(model(x), y).backward()
     for grad, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)
 
@@ -360,12 +350,9 @@ def test_a_buffer_that_a_stage_sends_and_changes_arrives_as_it_was() -> None:
     x, y = torch.randn(2, 8, 3)
     with torch.no_grad():
         pieces = zip(x.chunk(4), y.chunk(4), strict=True)
-        losses = [
-            float(nn.functional.mse_loss(first.linear(a) * (m + 1), b))
-            for m, (a, b) in enumerate(pieces)
-        ]
+        losses = [float(MSE(first.linear(a) * (m + 1), b)) for m, (a, b) in enumerate(pieces)]
     stages: dict[int, nn.Module] = {0: first, 1: Scales()}
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         assert executor.step(x, target=y).loss == pytest.approx(sum(losses) / 4)
 
 
@@ -373,7 +360,7 @@ def test_a_profile_names_the_actions() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
     x, y = torch.randn(2, 4, 3)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
         with torch.profiler.profile() as profile:
             executor.step(x, target=y)

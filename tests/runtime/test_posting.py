@@ -14,6 +14,7 @@ from schedir import Kind, Schedule
 from schedir.ir import RECEIVES
 from schedir.runtime import Executor
 from schedir.runtime.program.posting import arrivals, posting_order
+from tests.runtime.kit import MSE
 from tests.test_random import drawn, scattered
 
 
@@ -78,11 +79,11 @@ def test_random_schedules_run_in_one_process(seed: int) -> None:
     stages = {s: nn.Linear(3, 3).double() for s in range(schedule.stages)}
     rows = 2 * schedule.microbatches
     x, y = torch.randn((2, rows, 3), dtype=torch.float64)
-    with Executor(schedule, stages, nn.functional.mse_loss, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
     whole = nn.Sequential(*stages.values())
     found = [parameter.grad for parameter in whole.parameters()]
     whole.zero_grad()
-    nn.functional.mse_loss(whole(x), y).backward()
+    MSE(whole(x), y).backward()
     for grad, parameter in zip(found, whole.parameters(), strict=True):
         torch.testing.assert_close(grad, parameter.grad)

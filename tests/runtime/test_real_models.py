@@ -13,13 +13,8 @@ from torch import Tensor, nn
 import schedir
 from schedir import Action, Pipeline, backward_input, backward_weight, forward, optim_step
 from schedir.runtime import Executor, rng
-
-MSE = nn.functional.mse_loss
-SCHEDULES = ("fill-drain", "1f1b", "interleaved-1f1b")
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+from tests.built_in import SYNCHRONOUS
+from tests.runtime.kit import MSE, adamw, random_batches
 
 
 def built(name: str, microbatches: int, ranks: int = 2) -> schedir.Schedule:
@@ -75,14 +70,6 @@ def linears(number: int, *layers: Callable[[], nn.Module]) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 4), *(make() for make in layers)) for _ in range(number)]
 
 
-def data(steps: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator))
-        for _ in range(steps)
-    ]
-
-
 class Pair(NamedTuple):
     left: Tensor
     right: Tensor | None
@@ -125,12 +112,12 @@ class Whole(Structured):
 
 
 @pytest.mark.parametrize("kind", [Structured, Whole])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_any_structure_crosses_a_boundary(name: str, kind: type[nn.Module]) -> None:
     schedule = built(name, 4)
     torch.manual_seed(1)
     stages = [kind() for _ in range(schedule.stages)]
-    batches = data(3)
+    batches = random_batches(3)
 
     def loss_fn(output: Mapping[str, Any], target: Tensor) -> Tensor:
         return MSE(output["x"], target) + 0.1 * output["pair"].left.mean()  # type: ignore[no-any-return]
@@ -152,7 +139,7 @@ def test_what_can_not_be_sent_is_said() -> None:
         def forward(self, x: Tensor) -> Any:
             return x, object()
 
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
     stages: dict[int, nn.Module] = {0: Odd(), 1: nn.Linear(4, 4)}
     with (
         Executor(built("1f1b", 2), stages, MSE, in_process=True) as executor,
@@ -178,7 +165,7 @@ def test_a_constant_that_was_not_agreed_is_said() -> None:
         def forward(self, x: Tensor, calls: int) -> Tensor:
             return x * calls
 
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
     stages: dict[int, nn.Module] = {0: Counting(), 1: Takes()}
     with (
         Executor(built("1f1b", 2), stages, MSE, in_process=True) as executor,
@@ -200,12 +187,12 @@ class Conditioned(nn.Module):
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_every_stage_can_have_inputs_of_its_own(name: str, by_keyword: bool) -> None:
     schedule = built(name, 4)
     torch.manual_seed(1)
     stages = [Conditioned() for _ in range(schedule.stages)]
-    batches = data(3)
+    batches = random_batches(3)
     masks = [torch.rand(8, 4).round() for _ in batches]
     scales = [1.0, 2.0, 0.5]  # not of the shapes, so nothing is agreed anew
 
@@ -244,7 +231,7 @@ def test_a_later_stages_inputs_may_change_their_shape() -> None:
             return x.mean(1)
 
     stages = [Widens(), Appends(), Narrows()]
-    batches = data(3)
+    batches = random_batches(3)
     more = [torch.randn(8, length, 4) for length in (1, 3, 2)]
 
     def plain(whole: Sequence[nn.Module], step: int, m: int) -> Tensor:
@@ -259,7 +246,7 @@ def test_a_later_stages_inputs_may_change_their_shape() -> None:
 
 
 def test_inputs_of_a_stage_that_is_not_there_are_refused() -> None:
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
     with (
         Executor(built("1f1b", 2), dict(enumerate(linears(2))), MSE, in_process=True) as executor,
         pytest.raises(schedir.ExecutionError, match=r"stage_inputs: there is no stage 2, only 0"),
@@ -325,7 +312,7 @@ def test_a_microbatch_of_padding_alone_counts_for_nothing() -> None:
 
 
 def test_a_stage_may_get_nothing_beside_its_input() -> None:
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
     given: Any
     with Executor(built("1f1b", 2), dict(enumerate(linears(2))), MSE, in_process=True) as executor:
         for given in ({}, (), None):
@@ -334,7 +321,7 @@ def test_a_stage_may_get_nothing_beside_its_input() -> None:
 
 @pytest.mark.parametrize("said", [-1.0, float("nan")])
 def test_a_count_that_is_none_is_refused(said: float) -> None:
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
     stages = dict(enumerate(linears(2)))
     with (
         Executor(built("1f1b", 2), stages, MSE, in_process=True, count=lambda _: said) as executor,
@@ -344,7 +331,7 @@ def test_a_count_that_is_none_is_refused(said: float) -> None:
 
 
 def test_a_loss_has_keywords_of_each_microbatch() -> None:
-    batches = data(3)
+    batches = random_batches(3)
     weights = [torch.rand(8) for _ in batches]
 
     def loss_fn(output: Tensor, target: Tensor, weight: Tensor, power: int) -> Tensor:
@@ -364,7 +351,7 @@ def test_a_loss_has_keywords_of_each_microbatch() -> None:
 def train_noisily(schedule: schedir.Schedule, recompute: bool | list[int]) -> None:
     """With dropout, which draws the same again, and statistics, which count a forward once."""
     stages = linears(schedule.stages, lambda: nn.BatchNorm1d(4), lambda: nn.Dropout(0.5), nn.ReLU)
-    batches = data(3, rows=12)
+    batches = random_batches(3, rows=12)
 
     def plain(whole: Sequence[nn.Module], step: int, m: int) -> Tensor:
         x, y = (t.chunk(4)[m] for t in batches[step])
@@ -377,7 +364,7 @@ def train_noisily(schedule: schedir.Schedule, recompute: bool | list[int]) -> No
     train(schedule, stages, plain, calls, recompute=recompute)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "fill-drain"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("recompute", [True, [0], [1]])
 def test_recomputed_stages_train_alike(name: str, recompute: bool | list[int]) -> None:
     train_noisily(built(name, 4), recompute)
@@ -406,7 +393,7 @@ def test_recomputation_keeps_inputs_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Watched.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
-    (x, y), *_ = data(1)
+    (x, y), *_ = random_batches(1)
 
     def peak(recompute: bool) -> int:
         stages: dict[int, nn.Module] = {
@@ -448,7 +435,7 @@ def test_input_and_weight_gradients_apart(recompute: bool) -> None:
 
 def test_recomputation_under_autocast() -> None:
     stages = linears(2, nn.Tanh)
-    batches = data(3)
+    batches = random_batches(3)
     with torch.autocast("cpu", torch.bfloat16):
 
         def plain(whole: Sequence[nn.Module], step: int, m: int) -> Tensor:
@@ -469,7 +456,7 @@ def test_recomputation_under_autocast() -> None:
 def test_outputs_come_on_request_by_microbatch() -> None:
     schedule = built("1f1b", 3)
     stages = linears(2, lambda: nn.Dropout(0.5))
-    ((x, y),) = data(1, rows=7)
+    ((x, y),) = random_batches(1, rows=7)
     mine = dict(enumerate(copy.deepcopy(stages)))
     with Executor(schedule, mine, MSE, in_process=True) as executor:
         result = executor.step(x, target=y, outputs=True)
@@ -509,7 +496,7 @@ def test_inputs_made_for_inference_are_taken() -> None:
 
 def test_learning_rates_are_scheduled_by_stage() -> None:
     stages = linears(2, nn.Tanh)
-    batches = data(4)
+    batches = random_batches(4)
     mine = dict(enumerate(copy.deepcopy(stages)))
     optimizers = [adamw(stage.parameters()) for stage in stages]
     rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]

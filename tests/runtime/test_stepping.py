@@ -11,28 +11,16 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-
-MSE = nn.functional.mse_loss
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def linears(number: int) -> dict[int, nn.Module]:
-    torch.manual_seed(5)
-    return {s: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for s in range(number)}
+from tests.built_in import SYNCHRONOUS
+from tests.literals import listed
+from tests.runtime.kit import MSE, adamw, linear_stages, momentum, numbered
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_clipping_is_that_of_the_whole_model(name: str, max_norm: float) -> None:
     schedule = schedir.build(name, ranks=3, microbatches=4)
-    stages = linears(schedule.stages)
+    stages = numbered(linear_stages(schedule.stages))
     model = nn.Sequential(*copy.deepcopy(list(stages.values())))
     optimizer = adamw(model.parameters())
     torch.manual_seed(1)
@@ -56,7 +44,7 @@ def test_clipping_is_that_of_the_whole_model(name: str, max_norm: float) -> None
             assert torch.equal(p, q)
 
 
-def test_clipping_goes_on_behind_a_failure() -> None:
+def test_clipping_goes_on_after_a_failure() -> None:
     class Fails(nn.Linear):
         failing = False
 
@@ -82,14 +70,16 @@ def test_clipping_goes_on_behind_a_failure() -> None:
 def test_clipping_is_refused_where_some_rank_steps_earlier() -> None:
     schedule = schedir.build("pipedream", ranks=2, microbatches=3)
     with pytest.raises(schedir.ExecutionError, match="goes on after rank 0 #6 0OPTIM_STEP"):
-        Executor(schedule, linears(2), MSE, adamw, in_process=True, clip_grad_norm=1.0)
+        Executor(
+            schedule, numbered(linear_stages()), MSE, adamw, in_process=True, clip_grad_norm=1.0
+        )
 
 
 @pytest.mark.parametrize("option", [{"clip_grad_norm": 1.0}, {"ties": [[(0, "a"), (1, "b")]]}])
 def test_without_an_optimizer_nothing_happens_before_its_step(option: dict[str, Any]) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=3)
     with pytest.raises(schedir.ExecutionError, match="they need an optimizer"):
-        Executor(schedule, linears(2), MSE, in_process=True, **option)
+        Executor(schedule, numbered(linear_stages()), MSE, in_process=True, **option)
 
 
 class Embeds(nn.Module):
@@ -128,7 +118,7 @@ def language_model(number: int) -> dict[int, nn.Module]:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_tied_embeddings_train_as_one(name: str, clip: float | None) -> None:
     """The sum over the stages is taken after that over microbatches, which rounds differently."""
     schedule = schedir.build(name, ranks=3, microbatches=4)
@@ -202,7 +192,7 @@ def test_ties_that_are_none_are_refused() -> None:
 
 def test_one_parameter_in_two_stages_is_refused() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = linears(2)
+    stages = numbered(linear_stages())
     stages[1] = nn.Sequential(stages[0], nn.Linear(4, 4))
     with pytest.raises(schedir.ExecutionError, match=r"stages 0 and 1 hold the same.*ties="):
         Executor(schedule, stages, MSE, adamw, in_process=True)
@@ -215,16 +205,15 @@ def test_wrapped_modules_are_refused() -> None:
             self.module = module
 
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = linears(2)
+    stages = numbered(linear_stages())
     stages[1] = nn.Sequential(Wrapped(stages[1]))
     with pytest.raises(schedir.ExecutionError, match=r"stage 1 \(0\) is wrapped by Wrapped"):
         Executor(schedule, stages, MSE, adamw, in_process=True)
 
 
 def test_replicated_stages_are_refused_in_one_process() -> None:
-    replicated = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\nrank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP\n"
+    replicated = listed(
+        2, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP"
     )
     with pytest.raises(schedir.ExecutionError, match="stage 0 lives on several ranks"):
         Executor(replicated, {0: nn.Linear(1, 1)}, MSE, torch.optim.SGD, in_process=True)

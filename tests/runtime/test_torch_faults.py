@@ -15,13 +15,9 @@ import schedir
 from schedir.runtime import Executor
 from schedir.runtime.boundaries import boundary
 from schedir.runtime.program import transfer
-
-MSE = nn.functional.mse_loss
-
-
-def stages_of(number: int) -> dict[int, nn.Module]:
-    torch.manual_seed(5)
-    return {s: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for s in range(number)}
+from tests.built_in import NAMES
+from tests.literals import listed
+from tests.runtime.kit import MSE, assert_equal_gradients, gradients, linear_stages, numbered
 
 
 def built(microbatches: int) -> schedir.Schedule:
@@ -30,32 +26,19 @@ def built(microbatches: int) -> schedir.Schedule:
 
 def plain(
     stages: dict[int, nn.Module], x: Tensor, y: Tensor, microbatches: int, order: Any = None
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """The gradients of a copy, by accumulation weighed by samples."""
     model = nn.Sequential(*copy.deepcopy(list(stages.values())))
     model.zero_grad()
     xs, ys = x.tensor_split(microbatches), y.tensor_split(microbatches)
     for m in order or range(microbatches):
         (MSE(model(xs[m]), ys[m]) * (len(ys[m]) / len(y))).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def gradients(stages: dict[int, nn.Module]) -> list[Tensor]:
-    return [p.grad for s in stages.values() for p in s.parameters() if p.grad is not None]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+    return gradients([model])
 
 
 def test_outputs_and_losses_belong_to_their_microbatch_not_to_the_order_of_arrival() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname reversed\nmicrobatches 2\nplacement 0 1\n"
-        "rank 0: 0F0 0F1 0B1 0B0 0OPTIM_STEP\nrank 1: 1F1 1F0 1B1 1B0 1OPTIM_STEP\n"
-    )
-    stages = stages_of(2)
+    schedule = listed(2, "0 1", "0F0 0F1 0B1 0B0 0OPTIM_STEP", "1F1 1F0 1B1 1B0 1OPTIM_STEP")
+    stages = numbered(linear_stages(2))
     x, y = torch.randn(2, 6, 4)
     with Executor(schedule, stages, MSE, in_process=True) as executor:
         result = executor.step(x, target=y, outputs=True)
@@ -65,30 +48,31 @@ def test_outputs_and_losses_belong_to_their_microbatch_not_to_the_order_of_arriv
     assert all(torch.equal(a, b) for a, b in zip(result.outputs, outputs, strict=True))
     losses = [float(MSE(a, b)) for a, b in zip(outputs, y.chunk(2), strict=True)]
     assert result.loss == (3 * losses[0] + 3 * losses[1]) / 6
-    assert equal(gradients(stages), plain(stages, x, y, 2, (1, 0)))
+    assert_equal_gradients(gradients(stages.values()), plain(stages, x, y, 2, (1, 0)))
 
 
 def test_two_steps_accumulate_two_gradients() -> None:
-    stages = stages_of(2)
+    stages = numbered(linear_stages(2))
     x, y = torch.randn(2, 8, 4)
     with Executor(built(4), stages, MSE, in_process=True) as e:
         e.step(x, target=y)
-        once = [grad.clone() for grad in gradients(stages)]
+        once = copy.deepcopy(gradients(stages.values()))
         e.step(x, target=y)
-    assert equal(once, plain(stages, x, y, 4))
-    for twice, grad in zip(gradients(stages), once, strict=True):
+    assert_equal_gradients(once, plain(stages, x, y, 4))
+    for twice, grad in zip(gradients(stages.values()), once, strict=True):
+        assert grad is not None
         torch.testing.assert_close(twice, 2 * grad)
 
 
 def test_evaluation_leaves_pending_gradients_alone() -> None:
-    stages = stages_of(2)
+    stages = numbered(linear_stages(2))
     x, y = torch.randn(2, 8, 4)
     with Executor(built(4), stages, MSE, in_process=True) as e:
         e.step(x, target=y)
-        before = [grad.clone() for grad in gradients(stages)]
+        before = copy.deepcopy(gradients(stages.values()))
         e.evaluate(x, target=y)
         e.infer(x)
-    assert equal(gradients(stages), before)
+    assert_equal_gradients(gradients(stages.values()), before)
 
 
 def test_finding_shapes_runs_no_module_on_garbage() -> None:
@@ -115,7 +99,7 @@ def test_finding_shapes_runs_no_module_on_garbage() -> None:
     assert torch.equal(stages[1][1].running_mean, twin[1][1].running_mean)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_printed_is_what_runs(name: str) -> None:
     schedule = schedir.build(name, ranks=3, microbatches=5)
     ran: list[str] = []
@@ -155,20 +139,20 @@ def test_what_is_printed_is_what_runs(name: str) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_fewer_microbatches_than_stages(microbatches: int) -> None:
-    stages = stages_of(4)
+    stages = numbered(linear_stages(4))
     x, y = torch.randn(2, 6, 4)
     schedule = schedir.build("1f1b", ranks=4, microbatches=microbatches)
     with Executor(schedule, stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
-    assert equal(gradients(stages), plain(stages, x, y, microbatches))
+    assert_equal_gradients(gradients(stages.values()), plain(stages, x, y, microbatches))
 
 
 def test_an_uneven_last_microbatch_counts_its_samples() -> None:
-    stages = stages_of(2)
+    stages = numbered(linear_stages(2))
     x, y = torch.randn(2, 7, 4)
     with Executor(built(3), stages, MSE, in_process=True) as e:
         found = e.step(x, target=y).loss
-    assert equal(gradients(stages), plain(stages, x, y, 3))
+    assert_equal_gradients(gradients(stages.values()), plain(stages, x, y, 3))
     model = nn.Sequential(*stages.values())
     assert found == pytest.approx(float(MSE(model(x), y).detach()), rel=1e-6)
 

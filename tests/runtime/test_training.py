@@ -13,30 +13,21 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.built_in import NAMES, SYNCHRONOUS
+from tests.literals import listed
+from tests.runtime.kit import (
+    MSE,
+    adamw,
+    assert_equal_stages,
+    differing,
+    noisy_stages,
+    numbered,
+    sgd,
+)
 from tests.runtime.reference import pipedream
 
-MSE = nn.functional.mse_loss
 
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def equal(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def noisy(number: int) -> dict[int, nn.Module]:
-    torch.manual_seed(3)
-    return {s: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for s in range(number)}
-
-
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
     """Dropout included, which the number of the step seeds."""
     schedule = schedir.build(name, ranks=2, microbatches=3)
@@ -45,9 +36,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
     def run(executor: Executor, steps: range) -> None:
         for step in steps:
             x, y = batches[step]
-            executor.step(x, target=y, update=step % 2 == 0 or name == "pipedream")
+            executor.step(x, target=y, update=step % 2 == 0 or name not in SYNCHRONOUS)
 
-    whole, parts = noisy(2), noisy(2)
+    whole, parts = numbered(noisy_stages(schedule.stages)), numbered(noisy_stages(schedule.stages))
     with Executor(schedule, whole, MSE, sgd, in_process=True, seed=5) as executor:
         assert executor.steps == 0
         run(executor, range(6))
@@ -57,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
         kept = {s: copy.deepcopy(module.state_dict()) for s, module in parts.items()}
         grads = [p.grad for module in parts.values() for p in module.parameters()]
         steps = executor.steps
-    resumed = noisy(2)
+    resumed = numbered(noisy_stages(schedule.stages))
     for s, module in resumed.items():
         module.load_state_dict(kept[s])
     for p, grad in zip((p for m in resumed.values() for p in m.parameters()), grads, strict=True):
@@ -65,7 +56,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str) -> None:
     with Executor(schedule, resumed, MSE, sgd, in_process=True, seed=5, step=steps) as executor:
         run(executor, range(3, 6))
         assert executor.steps == 6
-    assert all(equal(resumed[s], whole[s]) for s in whole)
+    assert_equal_stages(resumed, list(whole.values()))
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "2", True])
@@ -123,7 +114,7 @@ class Watching(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_autocast_is_for_forwards_alone(name: str, recompute: bool) -> None:
     schedule = schedir.build(name, ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {s: InFloat() for s in range(schedule.stages)}
@@ -153,7 +144,7 @@ def test_autocast_is_for_forwards_alone(name: str, recompute: bool) -> None:
             (loss / 2).backward()
         plain.step()
         plain.zero_grad()
-    assert all(equal(stage, model[s]) for s, stage in stages.items())
+    assert_equal_stages(stages, list(model))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -161,12 +152,12 @@ def test_hooks_on_parameters_run_at_every_version(split: bool) -> None:
     """A mask on a weight's gradient, and what looks at it once it has been added."""
     schedule = schedir.build("pipedream", ranks=2, microbatches=4)
     if split:
-        schedule = schedir.loads(
-            "schedir 1\nname split\nmicrobatches 4\nplacement 0 1\n"
-            "rank 0: 0F0 0F1 0I0 0W0 0OPTIM_STEP 0F2 0I1 0W1 0OPTIM_STEP 0F3 0I2 0W2 0OPTIM_STEP "
-            "0I3 0W3 0OPTIM_STEP\n"
-            "rank 1: 1F0 1B0 1OPTIM_STEP 1F1 1B1 1OPTIM_STEP 1F2 1B2 1OPTIM_STEP 1F3 1B3 "
-            "1OPTIM_STEP\n"
+        schedule = listed(
+            4,
+            "0 1",
+            "0F0 0F1 0I0 0W0 0OPTIM_STEP 0F2 0I1 0W1 0OPTIM_STEP 0F3 0I2 0W2 0OPTIM_STEP "
+            "0I3 0W3 0OPTIM_STEP",
+            "1F0 1B0 1OPTIM_STEP 1F1 1B1 1OPTIM_STEP 1F2 1B2 1OPTIM_STEP 1F3 1B3 1OPTIM_STEP",
         )
     torch.manual_seed(0)
     stages = {s: nn.Linear(4, 4) for s in range(2)}
@@ -244,7 +235,7 @@ def test_a_loss_with_parameters_is_trained(name: str, recompute: bool) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert equal(loss_fn, whole[2])
+        assert differing(loss_fn, whole[2]) == []
     assert not torch.equal(loss_fn.scale, torch.ones(4))
     for module in (*stages.values(), loss_fn):
         module.eval()
@@ -349,7 +340,7 @@ def test_sparse_gradients_train_but_are_not_clipped() -> None:
         (MSE(whole[1](whole[0](a)), b) / 2).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert all(equal(mine[s], whole[s]) for s in mine)
+    assert_equal_stages(mine, whole)
     with (
         Executor(schedule, stages(), MSE, sgd, in_process=True, clip_grad_norm=1.0) as executor,
         pytest.raises(

@@ -1,0 +1,35 @@
+"""The built-in schedules, found as `schedir list` finds them: a new file is tested by existing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schedir
+from schedir import Kind
+from schedir.library import built_in
+
+GENERATORS = {generator.name: generator for generator in built_in()}
+NAMES = tuple(GENERATORS)
+
+
+def variants(name: str) -> list[dict[str, Any]]:
+    """The parameters to build it with: two and three chunks, and each switch on and off."""
+    generator = GENERATORS[name]
+    found: list[dict[str, Any]] = [{}]
+    if generator.chunks > 1:
+        found = [{"chunks": 2}, {"chunks": 3}]
+    for parameter in generator.parameters.values():
+        if isinstance(parameter.default, bool):
+            found = [{**one, parameter.name: on} for one in found for on in (False, True)]
+    return found
+
+
+def steps_once(schedule: schedir.Schedule) -> bool:
+    """Whether each stage has one update, as in synchronous training."""
+    steps = [a for actions in schedule.actions for a in actions if a.kind is Kind.OPTIM_STEP]
+    return len(steps) == sum(len(held) for held in schedule.placement)
+
+
+SYNCHRONOUS = tuple(
+    name for name in NAMES if steps_once(schedir.build(name, ranks=2, microbatches=3))
+)

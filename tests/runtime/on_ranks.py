@@ -1,0 +1,184 @@
+"""`@on_ranks(2)`: a plain test that runs on two ranks, each a process that torchrun has started.
+
+    pytest                       rank 0                   rank 1
+    test_a[2 ranks] ─ torchrun ► pytest: test_a, test_b   pytest: test_a, test_b
+                                     │ a line per test        │ a line per test
+    test_a[2 ranks] ◄────────────────┴────────────────────────┘
+    test_b[2 ranks] ◄── both pass if every rank says so; else they show what each rank says
+
+Starting processes takes seconds, so all tests on as many ranks share a launch, which the first of
+them makes. In it each test has a process group of its own: where one fails on some rank, its
+connections end, so the other ranks notice, and the next test starts afresh. A rank that dies, or
+hangs in a test for `TEST_LIMIT` seconds, ends the launch: the test that it has not finished fails
+with what it has printed, and those that it has not reached are launched again. Fixtures are set up
+in all these processes, but the test itself runs on the ranks alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed.rendezvous import rendezvous
+
+from tests.runtime.launch import Launched, torchrun
+
+TEST_LIMIT = 150  # seconds, of one test on one rank
+WAIT_LIMIT = 120  # of waiting for another rank, so that one that waits in vain says so itself
+LAUNCH_LIMIT = 600  # of all that are launched together
+_REPORTS = "SCHEDIR_TEST_REPORTS"  # the folder of the ranks' reports: set on the ranks alone
+_TAIL = 6000  # characters of what a rank has printed
+
+
+def on_ranks(*ranks: int) -> pytest.MarkDecorator:
+    """Run the test on this number of ranks; of several numbers, once on each.
+
+    A test without numbers here has its own parameter `ranks`.
+    """
+    return pytest.mark.on_ranks(*ranks)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The rank of this process, in a process group that the test has for itself."""
+    if _REPORTS not in os.environ:
+        yield -1  # nobody reads it: the test runs on the ranks
+        return
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store, number, ranks = next(rendezvous("env://"))
+    own = dist.PrefixStore(request.node.nodeid, store)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=WAIT_LIMIT)
+    dist.init_process_group("gloo", store=own, rank=number, world_size=ranks, timeout=limit)
+    yield number
+    dist.destroy_process_group()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("on_ranks")
+    if marker is not None and marker.args:
+        names = ["1 rank" if ranks == 1 else f"{ranks} ranks" for ranks in marker.args]
+        metafunc.fixturenames.append("ranks")
+        metafunc.parametrize("ranks", marker.args, ids=names)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one worker of pytest-xdist run all that share a launch; the first waits for it."""
+    for item in items:
+        if (ranks := _ranks_of(item)) and _REPORTS not in os.environ:
+            item.add_marker(pytest.mark.xdist_group(_group(ranks)))
+            item.add_marker(pytest.mark.timeout(0), append=False)  # the ranks have limits
+
+
+def _ranks_of(item: pytest.Item) -> int:
+    """The ranks that a test runs on; 0 if it runs here."""
+    if isinstance(item, pytest.Function) and item.get_closest_marker("on_ranks"):
+        ranks: Any = item.callspec.params["ranks"]
+        return int(ranks)
+    return 0
+
+
+def _group(ranks: int) -> str:
+    return f"on {ranks}"
+
+
+def _name(item: pytest.Item) -> str:
+    """The test's name on the ranks; pytest-xdist appends the group to it here."""
+    return item.nodeid.removesuffix(f"@{_group(_ranks_of(item))}")
+
+
+_FAILURES = pytest.StashKey[dict[int, dict[str, str]]]()
+"""By the number of ranks, by test: what the ranks say that has failed it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """In place of the test, look up what the ranks say of it."""
+    ranks = _ranks_of(pyfuncitem)
+    if not ranks or _REPORTS in os.environ:
+        return None
+    session = pyfuncitem.session
+    failures = session.stash.setdefault(_FAILURES, {})
+    if ranks not in failures:
+        tests = [_name(item) for item in session.items if _ranks_of(item) == ranks]
+        failures[ranks] = _run(ranks, tests, session.config.rootpath)
+    if failure := failures[ranks][_name(pyfuncitem)]:
+        pytest.fail(failure, pytrace=False)
+    return True
+
+
+def _run(ranks: int, tests: Sequence[str], root: Path) -> dict[str, str]:
+    """Each test's failure, empty if it has passed on all ranks."""
+    failures: dict[str, str] = {}
+    while left := [test for test in tests if test not in failures]:
+        launch = _launch(ranks, left, root)
+        ended = [test for test in left if all(test in reports for reports in launch.reports)]
+        # The first that some rank has not ended is what has ended the launch.
+        failures |= {test: launch.failure(test) for test in left[: len(ended) + 1]}
+    return failures
+
+
+@frozen
+class _Launch:
+    """What became of the tests that were launched together."""
+
+    reports: Sequence[dict[str, str]]  # of each rank: what has failed the tests that have ended
+    result: Launched
+
+    def failure(self, test: str) -> str:
+        """What has failed the test on any rank; empty if it has passed on all."""
+        found = []
+        for rank, reports in enumerate(self.reports):
+            printed = (self.result.outputs[rank] + self.result.errors[rank])[-_TAIL:]
+            text = reports.get(test, f"has not ended this test; it has printed:\n{printed}")
+            if text:
+                found.append(f"rank {rank} of {len(self.reports)}: {text}")
+        if not all(test in reports for reports in self.reports):
+            found.append(self.result.summary[self.result.summary.find("Root Cause") :])
+        return "\n".join(found)
+
+
+def _launch(ranks: int, tests: Sequence[str], root: Path) -> _Launch:
+    options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options += [f"--timeout={TEST_LIMIT}", "--timeout-method=thread"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["-m", "pytest", *options, *tests]
+        own = {_REPORTS: folder, "PYTEST_ADDOPTS": ""}
+        result = torchrun(ranks, *command, timeout=LAUNCH_LIMIT, cwd=root, environment=own)
+        return _Launch([_read(Path(folder, str(rank))) for rank in range(ranks)], result)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """On a rank: write how a phase of a test has ended."""
+    if folder := os.environ.get(_REPORTS):
+        sections = [f"{title}\n{text}" for title, text in report.sections]
+        failure = "\n".join((report.longreprtext, *sections)) if report.failed else ""
+        line = json.dumps({"test": report.nodeid, "phase": report.when, "failure": failure})
+        with Path(folder, os.environ["RANK"]).open("a") as file:
+            print(line, file=file)
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Of a rank: what has failed each test that has ended."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    ended = {line["test"]: "" for line in lines if line["phase"] == "teardown"}
+    for line in lines:
+        if line["test"] in ended:
+            ended[line["test"]] += line["failure"]
+    return ended
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A rank on which tests have failed has done its work; torchrun would end the others."""
+    if _REPORTS in os.environ and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+        session.exitstatus = pytest.ExitCode.OK

@@ -1,0 +1,428 @@
+"""What crosses from rank to rank: tensors of every kind, gradients or none, shapes that change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.built_in import SYNCHRONOUS
+from tests.literals import listed
+from tests.runtime.kit import (
+    MSE,
+    Twins,
+    adamw,
+    linear_stages,
+    random_batch,
+    random_batches,
+    train_on_rank,
+)
+from tests.runtime.on_ranks import on_ranks
+
+
+class TwoOutputs(nn.Module):
+    """Two tensors to the next stage, one of them integers; a third that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.first(x), (x > 0).long().sum(1), self.unused(x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(5, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
+        y: Tensor = self.last(x + self.embedding(ids))
+        return y
+
+
+@on_ranks(2)
+def test_several_tensors_cross_a_boundary(rank: int) -> None:
+    """Integers cross, and AdamW leaves alone what got no gradient (it would decay on zeros)."""
+    before = TwoOutputs().unused.weight.clone()
+    first = TwoOutputs()
+    train_on_rank(rank, [first, TwoInputs()], random_batches(3))
+    assert torch.equal(before, first.unused.weight)  # of the reference
+
+
+class Odd(nn.Module):
+    """Outputs that are not contiguous, empty, bool, and the very input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.t(), x[:0], x > 0, x
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, empty: Tensor, mask: Tensor, same: Tensor) -> Tensor:
+        y: Tensor = self.last(x.t() * mask + same) + empty.sum()
+        return y
+
+
+@on_ranks(2)
+def test_tensors_of_any_layout_and_type_cross(rank: int) -> None:
+    train_on_rank(rank, [nn.Sequential(linear_stages()[0], Odd()), Even()], random_batches(2))
+
+
+@on_ranks(2)
+def test_a_stage_without_parameters_trains_the_others(rank: int) -> None:
+    train_on_rank(rank, [nn.Tanh(), linear_stages()[1]], random_batches(2))
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(x.detach())
+        return y
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_none_arrives_as_absent(rank: int) -> None:
+    train_on_rank(rank, [linear_stages()[0], Detached()], random_batches(3))
+
+
+@on_ranks(2)
+def test_a_frozen_first_stage_needs_no_gradient(rank: int) -> None:
+    whole = linear_stages()
+    whole[0].requires_grad_(False)
+    train_on_rank(rank, whole, random_batches(2))
+
+
+@on_ranks(2)
+def test_the_backward_of_frozen_stages_may_be_split(rank: int) -> None:
+    whole = linear_stages(4)
+    whole[0].requires_grad_(False)
+    whole[1].requires_grad_(False)
+    frozen = listed(
+        1,
+        "0 0 1 1",
+        "0F0 1F0 1SEND_ACT0 1RECV_GRAD0 1I0 0I0 1W0 0W0 0OPTIM_STEP 1OPTIM_STEP",
+        "2RECV_ACT0 2F0 3F0 3I0 2I0 2SEND_GRAD0 3W0 2W0 2OPTIM_STEP 3OPTIM_STEP",
+    )
+    train_on_rank(rank, whole, random_batches(2), target=frozen)
+
+
+@on_ranks(2)
+def test_a_stage_may_begin_with_a_layer_in_place(rank: int) -> None:
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Linear(4, 4),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+    ]
+    train_on_rank(rank, whole, random_batches(3))
+
+
+@on_ranks(2)
+def test_a_model_may_begin_with_a_layer_in_place(rank: int) -> None:
+    """The pieces of a split batch share a version counter; and the batch stays as it was."""
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [
+        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        linear_stages()[1],
+    ]
+    (x, y), *_ = random_batches(1)
+    before = x.clone()
+    twins = Twins(whole, schedir.build("fill-drain", ranks=2, microbatches=4), rank)
+    with twins.executor() as executor:
+        executor.step(x, target=y)
+    assert torch.equal(x, before)
+    twins.step((x.clone(), y))
+    twins.assert_equal()
+
+
+class Positions(nn.Module):
+    """Integer input, and positions made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.words = nn.Embedding(11, 4)
+        self.places = nn.Embedding(7, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        return y
+
+
+@on_ranks(2)
+def test_positions_are_made_in_the_forward(rank: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        (
+            torch.randint(0, 11, (8, 5), generator=generator),
+            torch.randn(8, 5, 4, generator=generator),
+        )
+        for _ in range(2)
+    ]
+    train_on_rank(rank, [Positions(), linear_stages()[1]], batches)
+
+
+class Peeking(nn.Module):
+    """Looks at its data, so no fake run can follow it, and uses one of its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
+        scale = 2.0 if x.sum().item() > 0 else 1.0
+        y: Tensor = self.last(x) * scale
+        return y
+
+
+@on_ranks(2)
+def test_gradients_may_be_absent_after_a_stage_that_no_fake_run_can_follow(rank: int) -> None:
+    train_on_rank(rank, [TwoOutputs(), Peeking()], random_batches(3))
+
+
+class Growing(nn.Module):
+    """An output whose shape depends on data: no fake tensor can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int((x.sum() * 0 + 2).item())
+        y: Tensor = self.layer(x)[:rows]
+        return y
+
+
+@on_ranks(2)
+def test_shapes_that_depend_on_data_are_declared(rank: int) -> None:
+    declared = {0: torch.empty(2, 4, device="meta")}
+    train_on_rank(rank, [Growing(), linear_stages()[1]], random_batches(2), boundaries=declared)
+
+
+class InPlaceAndGrowing(nn.Module):
+    """Works in place on the batch, and no fake run can follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing = Growing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.growing(torch.relu_(x))
+        return y
+
+
+@on_ranks(2)
+def test_a_declared_first_stage_in_place_leaves_the_batch_alone(rank: int) -> None:
+    x, y = random_batch()
+    before = x.clone()
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
+    stage = InPlaceAndGrowing() if rank == 0 else linear_stages()[1]
+    example = {0: torch.empty(2, 4, device="meta")}
+    with Executor(schedule, {rank: stage}, MSE, adamw, boundaries=example) as executor:
+        executor.step(x, target=y)
+    assert torch.equal(x, before)
+
+
+class Memory(nn.Module):
+    """Keeps things from one forward to the next: a mask, a count, a log, a table by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self.register_buffer("late", None)
+        self.calls = 0
+        self.log: list[Tensor] = []
+        self.table: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(4)
+            self.late = torch.ones(4)
+        self.calls += 1
+        self.log.append(x.abs().max().detach())
+        table = self.table.setdefault(len(x), torch.ones(len(x), 1))
+        return x * self.mask * self.late * table
+
+
+@on_ranks(2)
+def test_finding_shapes_leaves_no_trace(rank: int) -> None:
+    stages = linear_stages()
+    whole: list[nn.Module] = [
+        nn.Sequential(stages[0], Memory()),
+        nn.Sequential(Memory(), stages[1]),
+    ]
+    train_on_rank(rank, whole, random_batches(2))
+    memory = Memory()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    local = {rank: nn.Sequential(linear_stages()[rank], memory)}
+    with Executor(schedule, local, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    assert memory.calls == 2
+    assert [type(entry) for entry in memory.log] == [Tensor, Tensor]
+
+
+@on_ranks(2)
+def test_hooks_see_real_data_alone(rank: int) -> None:
+    seen: list[type] = []
+    stage = linear_stages()[rank]
+    stage.register_forward_hook(lambda module, args, out: seen.append(type(out)))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    with Executor(schedule, {rank: stage}, MSE, adamw) as executor:
+        executor.step(x, target=y)
+    assert seen == [Tensor, Tensor]
+
+
+@on_ranks(2)
+def test_shapes_change_and_microbatches_are_uneven(rank: int) -> None:
+    batches = [random_batches(1, rows)[0] for rows in (8, 9, 6, 8, 4)]
+    train_on_rank(rank, linear_stages(), batches)
+
+
+def train_on_changing_shapes(
+    rank: int,
+    schedule: schedir.Schedule,
+    stages: Callable[[int], list[nn.Module]] = linear_stages,
+) -> None:
+    """On batches in any order: what is posted for one that does not come does no harm."""
+    chance = torch.Generator().manual_seed(4)
+    twins = Twins(stages(schedule.stages), schedule, rank)
+    with twins.executor() as executor:
+        for rows in (8, 8, 9, 8, 8, 10, 10, 4, 9, 9, 8):
+            x, y = (torch.randn(rows, 4, generator=chance) for _ in range(2))
+            assert executor.step(x, target=y).loss == twins.step((x, y))
+            if rows == 9:
+                executor.evaluate(x[:5], target=y[:5])
+    twins.assert_equal()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_shapes_change_at_any_step(rank: int, ranks: int, name: str) -> None:
+    train_on_changing_shapes(rank, schedir.build(name, ranks=ranks, microbatches=4))
+
+
+@on_ranks(3)
+def test_shapes_change_beside_a_large_boundary(rank: int) -> None:
+    """Of 0.7 MiB, so that the last two ranks post fewer receives ahead than the first one would."""
+
+    def stages(_: int) -> list[nn.Module]:
+        torch.manual_seed(5)
+        return [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
+
+    train_on_changing_shapes(rank, schedir.build("1f1b", ranks=3, microbatches=4), stages)
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_received_before_the_forward(rank: int) -> None:
+    early = listed(
+        1,
+        "0 1",
+        "0RECV_GRAD0 0F0 0SEND_ACT0 0B0 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1OPTIM_STEP",
+    )
+    train_on_rank(rank, linear_stages(), random_batches(2), target=early)
+
+
+@on_ranks(3)
+def test_a_weight_gradient_waits_for_no_send(rank: int) -> None:
+    """Rank 0 takes the gradient that 1I0 makes only after what comes after 1W0."""
+    late = listed(
+        2,
+        "0 1 2 0",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 3RECV_ACT0 3F0 3B0 3SEND_GRAD0 3RECV_ACT1 3F1 3B1 "
+        "3SEND_GRAD1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP 3OPTIM_STEP",
+        "1RECV_ACT0 1F0 1SEND_ACT0 1RECV_GRAD0 1I0 1SEND_GRAD0 1W0 1RECV_ACT1 1F1 1SEND_ACT1 "
+        "1RECV_GRAD1 1I1 1SEND_GRAD1 1W1 1OPTIM_STEP",
+        "2RECV_ACT0 2F0 2SEND_ACT0 2RECV_GRAD0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2SEND_ACT1 "
+        "2RECV_GRAD1 2B1 2SEND_GRAD1 2OPTIM_STEP",
+    )
+    train_on_rank(rank, linear_stages(4), random_batches(2), target=late)
+
+
+@on_ranks(2)
+def test_ready_made_microbatches_come_in_a_list_or_an_iterator(rank: int) -> None:
+    twins = Twins(linear_stages(), schedir.build("1f1b", ranks=2, microbatches=3), rank)
+    x, y = random_batch(rows=7)
+    with twins.executor() as executor:
+        xs, ys = x.tensor_split(3), y.tensor_split(3)
+        assert executor.step(list(xs), target=list(ys)).loss == twins.step((x, y))
+        assert executor.step(iter(xs), target=iter(ys)).loss == twins.step((x, y))
+    twins.assert_equal()
+
+
+@on_ranks(2)
+def test_inputs_are_a_tuple(rank: int) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, z: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) + z
+            return y
+
+    batches = [((x, y), x) for x, y in random_batches(2)]
+    train_on_rank(rank, [Sum(), linear_stages()[1]], batches)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", [(0, 2), (1, 2), (0, 1), (1,), (2,)])
+def test_ranks_without_stages_take_part(rank: int, placement: tuple[int, ...]) -> None:
+    """They train nothing, but hear the loss and clip nothing."""
+    lists = [""] * 3
+    for stage, held_by in enumerate(placement):
+        compute = [f"{stage}{kind}{m}" for kind in "FB" for m in range(4)]
+        lists[held_by] = " ".join([*compute, f"{stage}OPTIM_STEP"])
+    schedule = listed(4, " ".join(map(str, placement)), *lists)
+    twins = Twins(linear_stages(len(placement)), schedule, rank)
+    with twins.executor() as executor:
+        for x, y in random_batches(3):
+            assert executor.step(x, target=y).loss == twins.step((x, y))
+        with torch.no_grad():
+            expected = float(MSE(nn.Sequential(*twins.whole)(x), y))
+        assert executor.evaluate(x, target=y).loss == pytest.approx(expected, abs=1e-6)
+        assert (executor.infer(x) is None) == (placement[-1] != rank)
+    twins.assert_equal()
+    with twins.executor(clip_grad_norm=0.1) as executor:
+        norm = executor.step(x, target=y).grad_norm
+    assert (norm is None) == (rank not in placement)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+@on_ranks(2)
+def test_stages_may_be_compiled_to_machine_code(rank: int) -> None:
+    """Their kernels would end the process if they took the memory of a fake tensor."""
+    stage: Any = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    if rank:
+        stage = torch.compile(stage)
+    else:
+        stage.forward = torch.compile(stage.forward)
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x = torch.randn(8, 64)
+    with Executor(schedule, {rank: stage}, MSE, torch.optim.SGD) as executor:
+        losses = [executor.step(x, target=x).loss for _ in range(2)]
+    assert losses[1] < losses[0]

@@ -1,0 +1,206 @@
+"""What is refused on every rank: schedules, arguments and batches that are wrong or that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import schedir
+from schedir.runtime import Executor
+from tests.literals import listed
+from tests.runtime.kit import (
+    MSE,
+    adamw,
+    everyone,
+    linear_stages,
+    message_of,
+    random_batch,
+)
+from tests.runtime.on_ranks import on_ranks
+
+LONG = 60.0  # seconds, of which none should be waited
+
+
+def schedule_of(microbatches: int = 4, ranks: int = 2) -> schedir.Schedule:
+    return schedir.build("1f1b", ranks=ranks, microbatches=microbatches)
+
+
+def executor_on(rank: int, ranks: int = 2) -> Executor:
+    stages = {rank: linear_stages(ranks)[rank]}
+    return Executor(schedule_of(ranks=ranks), stages, MSE, adamw, timeout=LONG)
+
+
+@on_ranks(2)
+def test_schedules_that_differ_are_refused_on_every_rank(rank: int) -> None:
+    stages = {rank: linear_stages()[rank]}
+    with pytest.raises(schedir.ExecutionError, match="different schedules"):
+        Executor(schedule_of(4 + rank), stages, MSE, adamw)
+
+
+def with_text(schedule: schedir.Schedule, old: str, new: str) -> schedir.Schedule:
+    """The schedule with some of its text replaced."""
+    return schedir.loads(schedir.dumps(schedule).replace(old, new))
+
+
+OTHER_SCHEDULES: dict[str, tuple[Callable[[], schedir.Schedule], str]] = {
+    "an action has moved": (
+        lambda: with_text(schedule_of(), "0SEND_ACT1 0RECV_GRAD0", "0RECV_GRAD0 0SEND_ACT1"),
+        "rank 0 #3 is 0SEND_ACT1 on process 0, but 0RECV_GRAD0 on process 1",
+    ),
+    "fewer microbatches": (
+        lambda: schedule_of(3),
+        "microbatches 4 on process 0, 3 on process 1",
+    ),
+    "another name": (
+        lambda: with_text(schedule_of(), "name 1f1b", "name mine"),
+        "name 1f1b on process 0, mine on process 1",
+    ),
+    "another order": (
+        lambda: with_text(
+            schedir.build("fill-drain", ranks=2, microbatches=4), "name fill-drain", "name 1f1b"
+        ),
+        "rank 0 #4 is 0RECV_GRAD0 on process 0, but 0F2 on process 1",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", OTHER_SCHEDULES)
+def test_schedules_that_differ_are_told_apart(rank: int, what: str) -> None:
+    make, named = OTHER_SCHEDULES[what]
+    other = make()
+    assert other != schedule_of()
+    stages = {rank: linear_stages()[rank]}
+    said = message_of(Executor, other if rank else schedule_of(), stages, MSE, adamw)
+    assert "different schedules: " in said
+    assert named in said
+
+
+@on_ranks(2)
+def test_a_wrong_schedule_is_explained_by_rank_0(rank: int) -> None:
+    wrong = listed(1, "0 1", "0B0 0F0", "1F0 1B0")
+    with pytest.raises(schedir.ScheduleError, match="rank 0 says why" if rank else "S201"):
+        Executor(wrong, {rank: linear_stages()[rank]}, MSE, adamw)
+
+
+WRONG: dict[str, Callable[[dict[int, Any]], Any]] = {
+    "rank . holds stages": lambda stages: Executor(schedule_of(), {}, MSE, adamw),
+    "3 ranks, but 2 processes": lambda stages: Executor(schedule_of(ranks=3), stages, MSE, adamw),
+    "needs an optimizer": lambda stages: Executor(
+        schedir.build("pipedream", ranks=2, microbatches=4), stages, MSE
+    ),
+    "no OPTIM_STEP": lambda stages: Executor(
+        listed(1, "0 1", "0F0 0B0", "1F0 1B0"), stages, MSE, adamw
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_are_named(rank: int, text: str) -> None:
+    text_here = text.replace(" . ", f" {rank} ")
+    with pytest.raises(schedir.ExecutionError, match=text_here):
+        WRONG[text]({rank: linear_stages()[rank]})
+
+
+@on_ranks(2)
+def test_wrong_batches_are_named(rank: int) -> None:
+    x, y = random_batch(rows=3)
+    with executor_on(rank) as executor:
+        assert "3 rows can't be split" in message_of(executor.step, x, target=y)
+        assert "3 microbatches given" in message_of(executor.step, [x] * 3, target=[y] * 3)
+        assert "more than 4" in message_of(executor.step, [x] * 5, target=[y] * 5)
+        assert "needs" in message_of(executor.step)
+
+
+OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "clip_grad_norm": {"clip_grad_norm": 1.0},
+    "seed": {"seed": 1},
+    "step": {"step": 3},
+    "optimizer": {"optimizer": None},
+    "ties": {"ties": [[(0, "0.bias"), (1, "0.bias")]]},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("name", OTHER_ARGUMENTS)
+def test_an_argument_that_differs_is_named(rank: int, name: str, odd: int) -> None:
+    options = {"optimizer": adamw, **(OTHER_ARGUMENTS[name] if rank == odd else {})}
+    said = message_of(Executor, schedule_of(), {rank: linear_stages()[rank]}, MSE, **options)
+    assert f"different arguments: {name} is" in said
+    assert "but" in said
+
+
+def batch_of(case: str, rank: int) -> tuple[Any, Any]:
+    """A batch of which each rank has a part of its own."""
+    x, y = random_batch()
+    own_x, own_y = random_batch(seed=rank)
+    if case == "target":
+        return x, own_y
+    if case == "ready made":
+        return list(own_x.chunk(4)), list(own_y.chunk(4))
+    if case == "a column":
+        return torch.cat([x[:, :3], own_x[:, 3:]], 1), y
+    if case == "large":
+        more = torch.randn(8, 4000, generator=torch.Generator().manual_seed(rank))
+        return torch.cat([x, more], 1)[:, -4:], y
+    if case == "in half":
+        return own_x.bfloat16(), own_y.bfloat16()
+    return own_x, y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["inputs", "target", "ready made", "a column", "large", "in half"])
+def test_ranks_that_hold_different_batches_are_told(rank: int, case: str) -> None:
+    """What one draws for itself is not what the other has."""
+    inputs, target = batch_of(case, rank)
+    stage = linear_stages()[rank]
+    executor = Executor(
+        schedule_of(), {rank: stage.bfloat16() if case == "in half" else stage}, MSE, adamw,
+        timeout=LONG,
+    )  # fmt: skip
+    said = everyone(message_of(executor.step, inputs, target=target))
+    what = "target" if case == "target" else "inputs"
+    assert "rank 1: call 0, step (" in said[1]
+    assert f"`{what}` is another batch" in said[1]
+    assert "the first to fail was rank 1" in said[0]
+
+
+@on_ranks(2)
+def test_what_nobody_else_reads_may_differ(rank: int) -> None:
+    x, y = random_batch()
+    batches: dict[str, tuple[Any, Any]] = {
+        "each its own": (x if rank == 0 else None, y if rank == 1 else None),
+        "an iterator": (iter(x.chunk(4)), iter(y.chunk(4))),
+        "whole and ready": (x if rank else list(x.chunk(4)), y if rank else list(y.chunk(4))),
+        "both alike": (x.clone(), y.clone()),
+    }
+    with executor_on(rank) as executor:
+        said = {
+            case: message_of(executor.step, inputs, target=target)
+            for case, (inputs, target) in batches.items()
+        }
+    assert said == dict.fromkeys(batches, "")
+
+
+@on_ranks(2)
+def test_rows_that_differ_are_found_before_the_step(rank: int) -> None:
+    x, y = random_batch()
+    inputs: Tensor | None
+    target: Tensor | None
+    inputs, target = (x, None) if rank == 0 else (None, y[:6])
+    said = everyone(message_of(executor_on(rank).step, inputs, target=target))
+    assert "the batch has 6 rows here, but 8 on rank 0" in said[1]
+
+
+@on_ranks(3)
+def test_ranks_between_may_hold_anything(rank: int) -> None:
+    """What only the first and the last rank read is theirs alone to have alike."""
+    x, y = random_batch(seed=7 if rank == 1 else 0)
+    with executor_on(rank, 3) as executor:
+        executor.step(x, target=y)

@@ -1,0 +1,358 @@
+"""Parameters that several processes hold: pipelines in parallel, and replicas of a stage.
+
+They train as one model does, and what makes their copies differ is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import schedir
+from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
+from schedir.runtime import Executor, rng
+from tests.literals import listed
+from tests.runtime.kit import (
+    MSE,
+    Batch,
+    Twins,
+    adamw,
+    everyone,
+    linear_stages,
+    message_of,
+    microbatches_of,
+    noisy_stages,
+    random_batch,
+)
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.reference import run_stages
+
+LONG = 60.0  # seconds, of which none should be waited
+
+
+def pipelines(*dims: str) -> DeviceMesh:
+    """Two of them, of two ranks each."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=dims or ("dp", "pp"))
+
+
+def accumulate_by_pipeline(
+    whole: Sequence[nn.Module], batches: Sequence[Batch], microbatches: int, step: int
+) -> float:
+    """Each batch's gradients accumulated as its pipeline does, then added; the mean loss."""
+    total = sum(len(y) for _, y in batches)
+    sums: dict[nn.Parameter, Tensor] = {}
+    losses = 0.0
+    for line, (x, y) in enumerate(batches):
+        for m, (a, b) in enumerate(microbatches_of((x, y), microbatches)):
+            loss = MSE(run_stages(whole, a, (0, step, line * microbatches + m)), b)
+            (loss * (len(b) / total)).backward()
+            losses += len(b) * float(loss.detach())
+        for stage in whole:
+            for p in stage.parameters():
+                if p.grad is not None:
+                    sums[p] = sums[p] + p.grad if p in sums else p.grad
+                    p.grad = None
+    for p, grad in sums.items():
+        p.grad = grad
+    return losses / total
+
+
+def clip(whole: Sequence[nn.Module], norm: float) -> float:
+    parameters = [p for stage in whole for p in stage.parameters()]
+    return float(torch.nn.utils.clip_grad_norm_(parameters, norm))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "dims", "options"),
+    [
+        ("1f1b", ("dp", "pp"), {}),
+        ("fill-drain", ("pp", "dp"), {}),
+        ("interleaved-1f1b", ("dp", "pp"), {"clip_grad_norm": 0.05}),
+        ("1f1b", ("dp", "pp"), {"recompute": True}),
+    ],
+)
+def test_two_pipelines_train_as_one_model(
+    rank: int, name: str, dims: tuple[str, str], options: dict[str, Any]
+) -> None:
+    """Their batches are of unequal size, and uneven themselves."""
+    mesh = pipelines(*dims)
+    line = mesh.get_local_rank("dp")
+    schedule = schedir.build(name, ranks=2, microbatches=3)
+    twins = Twins(noisy_stages(schedule.stages), schedule, mesh.get_local_rank("pp"))
+    generator = torch.Generator().manual_seed(1)
+    with twins.executor(mesh=mesh, **options) as executor:
+        for step in range(4):
+            batches = [
+                (torch.randn(n, 4, generator=generator), torch.randn(n, 4, generator=generator))
+                for n in (7, 4)
+            ]
+            x, y = batches[line]
+            result = executor.step(x, target=y)
+            expected = accumulate_by_pipeline(twins.whole, batches, 3, step)
+            assert result.loss == pytest.approx(expected, abs=1e-6)
+            assert everyone(result.loss) == [result.loss] * 4
+            if "clip_grad_norm" in options:
+                assert result.grad_norm == clip(twins.whole, options["clip_grad_norm"])
+            twins.update()
+        evaluated = executor.evaluate(x, target=y).loss
+    model = nn.Sequential(*twins.whole).eval()
+    with torch.no_grad():
+        expected = sum(len(x) * float(MSE(model(x), y)) / 11 for x, y in batches)
+    assert evaluated == pytest.approx(expected, abs=1e-6)
+    twins.assert_equal()
+
+
+@on_ranks(4)
+def test_replicas_stay_equal_though_versions_are_stashed(rank: int) -> None:
+    mesh = pipelines()
+    line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    schedule = schedir.build("pipedream", ranks=2, microbatches=4)
+    module = linear_stages()[place]
+    torch.manual_seed(line)
+    with Executor(schedule, {place: module}, MSE, adamw, mesh=mesh) as executor:
+        x, y = torch.randn(2, 8, 4)
+        first = executor.step(x, target=y).loss
+        for _ in range(20):
+            last = executor.step(x, target=y).loss
+    assert last < first
+    found = everyone([p.detach() for p in module.parameters()])
+    for mine, theirs in zip(found[place], found[place + 2], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD])
+def test_gradients_add_up_over_calls(rank: int, optimizer: Any) -> None:
+    """Without an optimiser each call's sum is added once; without an update sums can wait."""
+    mesh = pipelines()
+    line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    whole = linear_stages()
+    batches = [torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    for x, y in batches:
+        (MSE(whole[1](whole[0](x)), y) / 2).backward()
+    module: Any = linear_stages()[place]
+    module.add_module("unused", nn.Linear(4, 4))  # in nobody's forward
+    module.forward = lambda x: module[1](module[0](x))
+    with Executor(schedule, {place: module}, MSE, optimizer, mesh=mesh) as executor:
+        for call in range(2):
+            x, y = batches[2 * call + line]
+            executor.step(x, target=y, update=optimizer is None)
+        if optimizer is not None:
+            for reduction in executor._engine.parts.reductions.values():
+                reduction.post()
+                reduction.finish()
+    mine = {name: p.grad for name, p in module[0].named_parameters()}
+    expected = {name: p.grad for name, p in whole[place][0].named_parameters()}  # type: ignore[index]
+    torch.testing.assert_close(mine, expected, atol=1e-7, rtol=1e-5)
+    assert module[2].weight.grad is None
+
+
+@schedir.schedule("round-robin", placement=lambda pipe: [(0, 1), 2])
+def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """PipeDream's 1F1B-RR, flushed: two replicas of stage 0 take turns."""
+    own = range(rank, pipe.microbatches, 2) if rank < 2 else range(pipe.microbatches)
+    stage = 0 if rank < 2 else 1
+    for m in own:
+        yield forward(stage, m)
+        if stage:
+            yield backward(stage, m)
+    if not stage:
+        for m in own:
+            yield backward(stage, m)
+        yield reduce_grad(stage)
+    yield optim_step(stage)
+
+
+def accumulate_by_replica(whole: Sequence[nn.Module], x: Tensor, y: Tensor, step: int) -> float:
+    """Stage 0's gradients are added up by replica first, as REDUCE_GRAD finds them; the norm."""
+    halves: list[list[Tensor]] = []
+    inputs, targets = x.tensor_split(4), y.tensor_split(4)
+    for replica in range(2):
+        whole[0].zero_grad()
+        for m in range(replica, 4, 2):
+            loss = MSE(run_stages(whole, inputs[m], (0, step, m)), targets[m])
+            (loss * (len(targets[m]) / 9)).backward()
+        halves.append([p.grad for p in whole[0].parameters() if p.grad is not None])
+    # Stage 1 runs all microbatches in their order.
+    whole[1].zero_grad()
+    for m in range(4):
+        rng(0, step, 0, m)
+        h = whole[0](inputs[m]).detach()
+        rng(0, step, 1, m)
+        (MSE(whole[1](h), targets[m]) * (len(targets[m]) / 9)).backward()
+    for p, *grads in zip(whole[0].parameters(), *halves, strict=True):
+        p.grad = grads[0] + grads[1]
+    found = [p.grad for stage in whole for p in stage.parameters() if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(found))
+
+
+@on_ranks(3)
+def test_replicas_of_a_stage_train_as_one_model(rank: int) -> None:
+    schedule = schedir.build(round_robin, ranks=3, microbatches=4)
+    twins = Twins(noisy_stages(2), schedule, rank)
+    generator = torch.Generator().manual_seed(1)
+    with twins.executor(clip_grad_norm=1e6) as executor:
+        for step in range(3):
+            x, y = (torch.randn(9, 4, generator=generator) for _ in range(2))
+            result = executor.step(x, target=y)
+            norm = accumulate_by_replica(twins.whole, x, y, step)
+            assert result.grad_norm == pytest.approx(norm, abs=1e-6)
+            twins.update()
+    twins.assert_equal()
+
+
+@on_ranks(3)
+def test_replicas_may_form_a_chain(rank: int) -> None:
+    """Stage 0 on ranks 0 and 1, stage 1 on ranks 1 and 2, and one that only adds to the sum."""
+    schedule = listed(
+        2,
+        "0,1 1,2",
+        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
+        "1RECV_ACT0 0F1 1F0 1B0 1SEND_GRAD0 1F1 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD "
+        "0OPTIM_STEP 1OPTIM_STEP",
+        "1REDUCE_GRAD 1OPTIM_STEP",
+    )
+    twins = Twins(linear_stages(), schedule, rank)
+    generator = torch.Generator().manual_seed(1)
+    with twins.executor() as executor:
+        for rows in (4, 4, 6, 4):
+            x, y = torch.randn(2, rows, 4, generator=generator)
+            executor.step(x, target=y)
+            accumulate_by_pipeline(twins.whole, [(x, y)], 2, 0)
+            twins.update()
+    twins.assert_equal()
+
+
+# What is refused.
+
+
+def executor_of(place: int, module: nn.Module, **options: Any) -> Executor:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    return Executor(schedule, {place: module}, MSE, adamw, **options)
+
+
+@on_ranks(4)
+def test_copies_that_differ_at_the_start_are_refused(rank: int) -> None:
+    mesh = pipelines()
+    place = mesh.get_local_rank("pp")
+    module: Any = linear_stages()[place]
+    if rank == 3:
+        with torch.no_grad():
+            weight = module[0].weight
+            weight.copy_(weight.flip(0))  # the same numbers, but not in the same places
+    with pytest.raises(schedir.ExecutionError, match="stage 1 differs between processes 1 and 3"):
+        executor_of(place, module, mesh=mesh)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("shape", "dims", "text"),
+    [
+        (None, (), "4 processes run; for several pipelines, pass mesh="),
+        ((2, 2), ("pp", "tp"), "must be named dp and pp"),
+        ((4, 1), ("dp", "pp"), "the mesh 1 in its dimension pp"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(
+    rank: int, shape: tuple[int, int] | None, dims: tuple[str, ...], text: str
+) -> None:
+    place = rank % 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims) if shape else None
+    with pytest.raises(schedir.ExecutionError, match=text):
+        executor_of(place, linear_stages()[place], mesh=mesh)
+
+
+@on_ranks(4)
+def test_sharded_modules_are_refused(rank: int) -> None:
+    mesh = pipelines()
+    place = mesh.get_local_rank("pp")
+    module = linear_stages()[place]
+    fully_shard(module, mesh=mesh["dp"])
+    with pytest.raises(schedir.ExecutionError, match=f"stage {place} is wrapped by fully_shard"):
+        executor_of(place, module, mesh=mesh)
+
+
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def two_copies(module: nn.Module, **options: Any) -> Executor:
+    """Two pipelines of one rank each."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    return Executor(schedule, {0: module}, MSE, slow_sgd, mesh=mesh, **options)
+
+
+def said_of_drift(rank: int, change: Callable[[Executor, Any], None]) -> list[str]:
+    """What each of two pipelines is told, of which one changes its copy after some steps."""
+    module = linear_stages()[0]
+    executor = two_copies(module, timeout=LONG)
+    x, y = random_batch()
+
+    def train() -> None:
+        for step in range(40):
+            if step == 5 and rank == 1:
+                change(executor, module)
+            executor.step(x, target=y)
+
+    return everyone(message_of(train))
+
+
+@torch.no_grad()
+def load_weights(_: Executor, module: Any) -> None:
+    module[0].weight.add_(1e-3)
+
+
+def change_rate(executor: Executor, _: nn.Module) -> None:
+    executor.optimizers[0].param_groups[0]["lr"] = 0.02
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [load_weights, change_rate])
+def test_copies_that_drift_apart_are_found(
+    rank: int, change: Callable[[Executor, Any], None]
+) -> None:
+    said = said_of_drift(rank, change)
+    assert any("stage 0 differs between processes" in text for text in said)
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_replica_freezes_is_named(rank: int) -> None:
+    def freeze(_: Executor, module: Any) -> None:
+        module[0].bias.requires_grad_(False)
+
+    assert "0.bias of stage 0 was frozen since" in said_of_drift(rank, freeze)[1]
+
+
+@on_ranks(2)
+def test_copies_that_stay_equal_train_on(rank: int) -> None:
+    assert said_of_drift(rank, lambda executor, module: None) == ["", ""]
+
+
+@on_ranks(2)
+def test_what_is_frozen_on_one_replica_is_named_at_the_start(rank: int) -> None:
+    module: Any = linear_stages()[0]
+    module[0].bias.requires_grad_(rank == 0)
+    with pytest.raises(
+        schedir.ExecutionError,
+        match="what is frozen of stage 0 differs between processes 0 and 1",
+    ):
+        two_copies(module)
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_not_summed(rank: int) -> None:
+    stage = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 4))
+    tokens, y = torch.randint(7, (4, 3)), torch.randn(4, 3, 4)
+    with pytest.raises(
+        schedir.ExecutionError, match=r"shape \[7, 4\] is sparse and can't be summed"
+    ):
+        two_copies(stage).step(tokens, target=y)

@@ -1,0 +1,127 @@
+"""Clipping and ties over ranks: one norm of the whole model, and copies that stay one parameter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.runtime.kit import (
+    MSE,
+    Twins,
+    adamw,
+    everyone,
+    linear_stages,
+    message_of,
+    microbatches_of,
+    noisy_stages,
+    random_batch,
+)
+from tests.runtime.on_ranks import on_ranks
+
+
+def pair() -> list[nn.Module]:
+    """Two stages whose weights are equal."""
+    torch.manual_seed(2)
+    first = nn.Linear(4, 4)
+    last = nn.Linear(4, 4)
+    with torch.no_grad():
+        last.weight.copy_(first.weight)
+    return [first, nn.Sequential(nn.Tanh(), last)]
+
+
+@on_ranks(2)
+def test_tied_copies_are_clipped_and_trained_as_one_parameter(rank: int) -> None:
+    """The sum over stages is taken last, which rounds differently from one parameter's sums."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    whole = pair()
+    local = copy.deepcopy(whole[rank])
+    whole[1][1].weight = whole[0].weight  # type: ignore[index]
+    model = nn.Sequential(*whole)
+    optimizer = adamw(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    ties = [[(0, "weight"), (1, "1.weight")]]
+    with Executor(schedule, {rank: local}, MSE, adamw, ties=ties, clip_grad_norm=0.5) as executor:
+        for _ in range(4):
+            x, y = (torch.randn(8, 4, generator=generator) for _ in range(2))
+            result = executor.step(x, target=y)
+            for a, b in microbatches_of((x, y), 4):
+                (MSE(model(a), b) / 4).backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            assert result.grad_norm == pytest.approx(norm, abs=1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+    mine = dict(local.named_parameters())
+    torch.testing.assert_close(mine, dict(whole[rank].named_parameters()), atol=1e-6, rtol=1e-5)
+    assert torch.equal(*everyone(mine["weight" if rank == 0 else "1.weight"].detach()))
+
+
+@on_ranks(2)
+def test_clipping_is_that_of_the_whole_model(rank: int) -> None:
+    schedule = schedir.build("interleaved-1f1b", ranks=2, microbatches=4)
+    twins = Twins(noisy_stages(4), schedule, rank)
+    generator = torch.Generator().manual_seed(1)
+    parameters = [p for stage in twins.whole for p in stage.parameters()]
+    with twins.executor(clip_grad_norm=0.05) as executor:
+        for step in range(4):
+            x, y = (torch.randn(8, 4, generator=generator) for _ in range(2))
+            result = executor.step(x, target=y)
+            twins.accumulate((x, y), seed=(0, step))
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, 0.05))
+            assert result.grad_norm == norm
+            twins.update()
+    twins.assert_equal()
+
+
+@on_ranks(3)
+def test_the_norm_passes_a_stage_without_parameters(rank: int) -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=2)
+    twins = Twins([*linear_stages(), nn.Tanh()], schedule, rank)
+    x, y = random_batch(rows=4, seed=1)
+    with twins.executor(clip_grad_norm=0.05) as executor:
+        result = executor.step(x, target=y)
+    twins.accumulate((x, y))
+    parameters = [p for stage in twins.whole for p in stage.parameters()]
+    assert result.grad_norm == float(torch.nn.utils.clip_grad_norm_(parameters, 0.05))
+
+
+@on_ranks(3)
+def test_ties_may_overlap_in_ranks(rank: int) -> None:
+    """Rank 1 makes more groups than the others, which must find each other all the same; twice."""
+    schedule = schedir.build("1f1b", ranks=3, microbatches=2)
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+        with torch.no_grad():
+            layers[1][0].weight.copy_(layers[0][0].weight)
+            layers[2][1].weight.copy_(layers[1][1].weight)
+        stage = nn.Sequential(*layers[rank])
+        ties = [[(0, "0.weight"), (1, "0.weight")], [(1, "1.weight"), (2, "1.weight")]]
+        with Executor(schedule, {rank: stage}, MSE, adamw, ties=ties) as executor:
+            x, y = torch.randn(2, 4, 4)
+            executor.step(x, target=y)
+        found = everyone([layer.weight.detach() for layer in layers[rank]])
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[1][1], found[2][1])
+
+
+@on_ranks(2)
+def test_tied_copies_that_drift_apart_are_found(rank: int) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    module = linear_stages()[0]
+    ties = [[(0, "0.weight"), (1, "0.weight")]]
+    x, y = random_batch()
+
+    def train() -> None:
+        executor = Executor(schedule, {rank: module}, MSE, torch.optim.SGD, ties=ties, timeout=60.0)
+        with executor:
+            executor.optimizers[rank].param_groups[0]["lr"] = 0.01 * (1 + rank)
+            for _ in range(3):
+                executor.step(x, target=y)
+
+    said = everyone(message_of(train))
+    assert any("tied as 0:0.weight and 1:0.weight differs between" in text for text in said)
