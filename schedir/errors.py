@@ -55,9 +55,10 @@ class ScheduleError(SchedirError):
 class ExecutionError(SchedirError):
     """A schedule failed while it ran, or could not start.
 
-    `rank`, `index` and `action` (a `schedir.Action`) name the action that failed; they are None
-    where the failure belongs to no action (a wrong set of stages, say). `cause` is the exception
-    that led to it, if any.
+    `rank`, `index` and `action` (a `schedir.Action`) name the action that failed, by its place in
+    the list that was given, before receives were moved ahead in it; they are None where the failure
+    belongs to no action (a wrong set of stages, say). `cause` is the exception that led to it, if
+    any.
     """
 
     def __init__(

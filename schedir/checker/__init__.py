@@ -1,6 +1,7 @@
 """Prove a schedule right, or say what is wrong: Schedule → Report."""
 
 from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
+from schedir.checker.deadlock import clean_channels
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.rules import RETIRED, RULES
 from schedir.checker.run import check, prove
@@ -20,5 +21,6 @@ __all__ = [
     "Report",
     "changed",
     "check",
+    "clean_channels",
     "prove",
 ]

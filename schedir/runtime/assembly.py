@@ -61,15 +61,9 @@ class Parts:
         replayed = {s for s, stage in self.stages.items() if stage.replays}
         drafter = Drafter(plan, trains, replayed)
         agreements = Agreements(plan, self.control, drafter, self._stepped())
-        compiler = Compiler(
-            schedule,
-            self.stages,
-            cells,
-            plan.versions(schedule),
-            self.barriers if plan.updates else None,
-            [self.clock],
-        )
-        programs = Programs(compiler, transports, self.control)
+        barriers = self.barriers if plan.updates else None
+        compiler = Compiler(self.stages, cells, barriers, [self.clock])
+        programs = Programs(plan, schedule, compiler, transports, self.control)
         opening = Opening(self.announcements, agreements, programs, cells)
         return Runner(plan, schedule, cells, opening, self.under_way)
 

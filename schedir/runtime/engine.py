@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from schedir.errors import ExecutionError
+from schedir.ir import Schedule
 from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
@@ -49,6 +50,11 @@ class Engine:
         self._losses = Losses(plan, self._world.control)
         self.training = self.parts.runner(trains=True)
         self.evaluation = self.parts.runner(trains=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The list that the latest step has carried out, or the first one would."""
+        return self.training.opening.programs.schedule
 
     def call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
         """Make a call, as every rank does.

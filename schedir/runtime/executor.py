@@ -113,9 +113,16 @@ class Executor:
             in_process,
         )
         plan = plan_of(given)
-        self.schedule, self.rank = plan.schedule, plan.grid.rank
+        self.rank = plan.grid.rank
         self._engine = Engine(plan)
         self.optimizers = self._engine.parts.optimizers
+
+    @property
+    def schedule(self) -> Schedule:
+        """The very list that is carried out: complete, and its receives listed as far ahead as the
+        transport's channel model and the buffers allow, under which it is proved. How large those
+        are is known after the first step of an input shape; small ones go further ahead."""
+        return self._engine.schedule
 
     @property
     def steps(self) -> int:

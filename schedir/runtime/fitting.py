@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from schedir.checker import prove
+from schedir.checker import clean_channels, prove
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions
+from schedir.ir import Kind, Schedule, StageVersions, ties_of
+from schedir.passes import advance_receives
 from schedir.runtime.arguments import TieOf
 
 
-def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
-    """The complete schedule, checked; no process group is touched before."""
+def proved(schedule: Schedule, channel: str, ties: Iterable[Iterable[int]]) -> Schedule:
+    """The complete schedule, proved under a channel model; no process group is touched before."""
     try:
-        report = prove(schedule, ties=ties)
+        report = prove(schedule, channel, ties=ties)
     except ValueError as error:
         raise ExecutionError(str(error)) from error
     if report.schedule is None:
@@ -32,6 +33,24 @@ def proved(schedule: Schedule, ties: Iterable[Iterable[int]]) -> Schedule:
         # Rank 0 says what is wrong; the others need not repeat it.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
     return report.schedule
+
+
+def posted(
+    schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], room: int | None
+) -> Schedule:
+    """The list as it is carried out: its receives ahead, and proved to run so.
+
+    As far ahead as the channel model allows, and `room` for buffers; see `advance_receives`. Raises
+    ExecutionError where a list that runs as it is listed does not run so, which would be a fault
+    of the pass.
+    """
+    ahead = advance_receives(schedule, channel, room)
+    if channel not in clean_channels(ahead, ties_of(schedule, ties)):
+        raise ExecutionError(
+            f"{schedule.name} runs under {channel} as it is listed, but not with its receives "
+            "ahead; this is a fault of schedir, please report it"
+        )
+    return ahead
 
 
 def check_optimizer(made: object, stage: int) -> torch.optim.Optimizer:

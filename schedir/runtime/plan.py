@@ -20,17 +20,21 @@ from schedir.runtime.fitting import (
     check_stages,
     check_stepping,
     device_of,
+    posted,
     proved,
     recomputed_stages,
     tied_copies,
 )
 from schedir.runtime.processes.grid import Grid, grid
+from schedir.runtime.transports.choice import transport_for
 
 
 @attrs.frozen(eq=False)
 class Plan:
     """The proved list, and what runs it in this process, which runs the ranks `local_ranks`.
 
+    `schedule` is the list as it was given, complete, and clean under the transport's channel model;
+    `posted` is the one that is carried out.
     `trained` are the stages' modules with all that is trained with them: the last one's holds the
     loss as well, where that is a module. `tied` are the ties with the copies that are here.
     """
@@ -44,6 +48,15 @@ class Plan:
     recomputed: Collection[int]
     tied: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]]
     timeout: timedelta | None
+
+    @property
+    def channel(self) -> str:
+        """The channel model of the transport."""
+        return transport_for(self.grid.alone, self.device).channel
+
+    def posted(self, schedule: Schedule, room: int | None = None) -> Schedule:
+        """A list with its receives as far ahead as the transport allows, and `room` for buffers."""
+        return posted(schedule, self.channel, _stages_of(self.arguments.ties), room)
 
     @property
     def local_stages(self) -> tuple[int, ...]:
@@ -97,7 +110,8 @@ def plan_of(given: Arguments) -> Plan:
     """
     check_arguments(given)
     timeout = timeout_of(given.timeout)
-    schedule = proved(given.schedule, [[stage for stage, _ in tie] for tie in given.ties])
+    ties = _stages_of(given.ties)
+    schedule = proved(given.schedule, "async", ties)
     ranks = schedule.ranks
     place = Grid(((0,) * ranks,)) if given.in_process else grid(ranks, given.mesh)
     if place.pipelines > 1:
@@ -108,17 +122,23 @@ def plan_of(given: Arguments) -> Plan:
     check_stages(schedule, given.stages, local_stages, None if given.in_process else place.rank)
     trained = _trained(given, schedule.stages - 1)
     check_modules(trained)
+    device = device_of(trained)
+    channel = transport_for(place.alone, device).channel
     return Plan(
         given,
-        schedule,
+        proved(schedule, channel, ties),
         place,
         local_ranks,
         trained,
-        device_of(trained),
+        device,
         recomputed_stages(given.recompute, schedule.stages),
         tied_copies(schedule, given.stages, given.ties),
         timeout,
     )
+
+
+def _stages_of(ties: Sequence[TieOf]) -> list[list[int]]:
+    return [[stage for stage, _ in tie] for tie in ties]
 
 
 def _check_updates(given: Arguments, schedule: Schedule) -> None:

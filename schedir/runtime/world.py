@@ -22,8 +22,9 @@ from schedir.runtime.processes.failure import (
     record,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.transports.choice import transport_for
 from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.in_process import InProcessTransport
+from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
@@ -64,11 +65,12 @@ class World:
 
     def transports(self) -> Transports:
         """How each rank here sends to others and receives."""
-        if self.grid.alone:
+        choice = transport_for(self.grid.alone, self.device)
+        if choice is Endpoint:
             hub = {rank: self._hub.of(rank) for rank in self._ranks}
             return Transports(hub, hub)
         processes, rank = self.grid.processes[self.grid.pipeline], self.grid.rank
-        if self.device.type == "cpu":
+        if choice is GlooTransport:
             gloo = GlooTransport(processes, rank, self.groups)
             return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
         transfers = self._schedule.dataflow.transfers

@@ -197,7 +197,7 @@ def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(FakeTensorMode.cache) == size
         agreements, programs = opening.agreements, opening.programs
         assert len(agreements._agreed) == len(programs._by_agreement) == 3
-        assert len(programs._by_rooms) <= 3
+        assert len(programs._by_room) <= 3
         assert len(agreements._numbers) == 3
         gc.collect()
         assert step(1) == first  # forgotten, and found anew

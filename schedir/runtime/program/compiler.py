@@ -9,8 +9,9 @@ from itertools import takewhile
 import attrs
 
 from schedir.errors import ExecutionError
-from schedir.ir import Action, Kind, Schedule, StageVersions
+from schedir.ir import Action, Kind, Schedule, StageVersions, weight_versions
 from schedir.runtime.gradients.barriers import Barriers
+from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
     Backward,
     BackwardInput,
@@ -20,7 +21,6 @@ from schedir.runtime.program.compute import (
 )
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
 from schedir.runtime.program.observers import Observer, observed
-from schedir.runtime.program.posting import arrivals
 from schedir.runtime.program.transfer import (
     ReceiveActivations,
     ReceiveGradients,
@@ -36,11 +36,13 @@ from schedir.runtime.transports.transport import Transport, Work
 
 @attrs.frozen
 class _Place:
-    """An entry of a rank's list, and how the rank reaches others."""
+    """An entry of a rank's list, what versions the rank reads, and how it reaches others."""
 
+    schedule: Schedule
     rank: int
     index: int
     action: Action
+    versions: Mapping[int, StageVersions]
     transport: Transport
 
 
@@ -48,29 +50,31 @@ class _Place:
 class Compiler:
     """What the lists' actions are resolved against.
 
-    `versions` are those of the stages here. `barriers` come before OPTIM_STEPs; None where these
-    are left to the caller. `observers` watch every run.
+    `barriers` come before OPTIM_STEPs; None where these are left to the caller. `observers` watch
+    every run.
     """
 
-    schedule: Schedule
     stages: Mapping[int, Stage]
     cells: Cells
-    versions: Mapping[int, StageVersions]
     barriers: Barriers | None
     observers: Sequence[Observer]
 
     def compile(
-        self, rank: int, transport: Transport, order: Sequence[int]
+        self, schedule: Schedule, rank: int, transport: Transport, listed_at: Sequence[int]
     ) -> Sequence[Instruction]:
-        """The instructions of a rank here, its entries in `order`, by their indices."""
-        actions = self.schedule.actions[rank]
-        arrived = arrivals(self.schedule, rank)
+        """The instructions of a rank here, in the order of its list in `schedule`.
+
+        `listed_at` has the place of each in the list before its receives were moved.
+        """
+        actions = schedule.actions[rank]
+        arrived = arrivals(schedule, rank)
+        versions = weight_versions(schedule.columns, rank)
         program = []
-        for index in order:
-            action = actions[index]
+        for index, action in enumerate(actions):
             sends = [self._sends(actions[send]) for send in arrived.get(index, ())]
-            for operation in _MAKERS[action.kind](self, _Place(rank, index, action, transport)):
-                program.append(instruction(rank, index, action, operation, sends))
+            place = _Place(schedule, rank, index, action, versions, transport)
+            for operation in _MAKERS[action.kind](self, place):
+                program.append(instruction(rank, index, listed_at[index], action, operation, sends))
         return observed(program, self.observers)
 
     def _sends(self, send: Action) -> list[Work]:
@@ -84,13 +88,13 @@ class Compiler:
 
     def _compute(self, place: _Place, kind: type[Compute]) -> Iterator[Operation]:
         cell = self._cell(place.action)
-        versions = self.versions[cell.stage]
+        versions = place.versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == place.index
         yield kind(self.stages[cell.stage], cell, version, last_read)
 
     def _transfer(self, place: _Place, kind: type[Transfer]) -> Iterator[Operation]:
-        peer = self.schedule.dataflow.peer(place.action)
+        peer = place.schedule.dataflow.peer(place.action)
         if peer is None:
             raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
         device = self.stages[place.action.stage].device
@@ -105,7 +109,7 @@ class Compiler:
         """The step, and before the first of a rank's consecutive ones what they wait for."""
         if self.barriers is None:
             return
-        actions, index = self.schedule.actions[place.rank], place.index
+        actions, index = place.schedule.actions[place.rank], place.index
         if not index or actions[index - 1].kind is not Kind.OPTIM_STEP:
             following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[index:])
             stages = [action.stage for action in following]
@@ -114,7 +118,7 @@ class Compiler:
                 [r for r in reductions if r is not None], self.barriers.before(stages)
             )
         stage = place.action.stage
-        yield OptimStep(self.stages[stage], makes=self.versions[stage].steps.index(index) + 1)
+        yield OptimStep(self.stages[stage], makes=place.versions[stage].steps.index(index) + 1)
 
 
 _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {

@@ -40,10 +40,15 @@ class Operation:
 @attrs.frozen(eq=False)
 class Instruction:
     """An action of the list and what carries it out: first `wait`, if there are `receives` under
-    way, then `run`."""
+    way, then `run`.
+
+    `index` is its place in the list that is carried out, `listed_at` that in the list before its
+    receives were moved: the one that users have before them, and errors name.
+    """
 
     rank: int
     index: int
+    listed_at: int
     action: Action
     operation: Operation
     run: Callable[[Call], None]
@@ -58,7 +63,12 @@ class Instruction:
 
 
 def instruction(
-    rank: int, index: int, action: Action, operation: Operation, arrived: Sequence[list[Work]] = ()
+    rank: int,
+    index: int,
+    listed_at: int,
+    action: Action,
+    operation: Operation,
+    arrived: Sequence[list[Work]] = (),
 ) -> Instruction:
     """An instruction that waits for what its operation receives.
 
@@ -71,4 +81,4 @@ def instruction(
         for sends in arrived:
             wait_for(sends)
 
-    return Instruction(rank, index, action, operation, operation.run, wait, receives)
+    return Instruction(rank, index, listed_at, action, operation, operation.run, wait, receives)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 import attrs
 
-from schedir.ir import Action
+from schedir.ir import RECEIVES, Action, Schedule
+from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.posting import leading, matching_send, posting_order
 from schedir.runtime.program.transfer import Send
 from schedir.runtime.transports.transport import Transport
 
 _SPARE_BYTES = 1 << 20
-"""Of receive buffers beyond what the list needs: nothing beside a model, and small transfers, which
+"""Of receive buffers where the list needs fewer: nothing beside a model, and small transfers, which
 would wait for a timer tick rather than for data, are all posted ahead."""
 
 
@@ -23,88 +24,106 @@ would wait for a timer tick rather than for data, are all posted ahead."""
 class Program:
     """The compiled lists of the ranks here.
 
-    What is early (see `opening`): of its only list the first `early` instructions are receives that
-    are posted before the rank knows what the call is, and `answers` are its sends that other ranks
-    may have posted such receives for.
+    Compiled from `schedule`. What is early (see `opening`): of its only list the first `early`
+    instructions are receives that are posted before the rank knows what the call is, and `answers`
+    are its sends that other ranks may have posted such receives for.
     """
 
+    schedule: Schedule
     lists: Sequence[Sequence[Instruction]]
     early: int = 0
     answers: Sequence[Send] = ()
 
 
 class Programs:
-    """The programs by the number of the agreement.
+    """The programs of a list by the number of the agreement.
 
-    Most agreements share one: it depends on the shapes only in how far receives are posted ahead.
+    Most agreements share one: it depends on the shapes only in how far receives are ahead.
+    `schedule` is the list of the program that was asked for last, or would be where receives take
+    no more buffers than the list needs.
     """
 
     def __init__(
-        self, compiler: Compiler, transports: Mapping[int, Transport], control: Control
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        compiler: Compiler,
+        transports: Mapping[int, Transport],
+        control: Control,
     ) -> None:
-        self._compiler, self._transports, self._control = compiler, transports, control
+        self._plan, self._listed, self._control = plan, schedule, control
+        self._compiler, self._transports = compiler, transports
+        self.schedule = plan.posted(schedule)
         self.posts_early = all(transport.early for transport in transports.values())
         self._by_agreement: dict[int, Program] = {}
-        self._by_rooms: dict[tuple[int, ...], Program] = {}
+        self._by_room: dict[int, Program] = {}
 
     def of(self, agreement: int) -> Program:
         """The program for an agreement, which the cells are wired by."""
         if agreement not in self._by_agreement:
-            rooms = self._rooms()
-            key = tuple(rooms.values())
-            if key not in self._by_rooms:
-                self._by_rooms[key] = self._program(rooms)
-            self._by_agreement[agreement] = self._by_rooms[key]
-        return self._by_agreement[agreement]
+            room = min(self._control.share(self._room()))
+            if room not in self._by_room:
+                self._by_room[room] = self._program(room)
+            self._by_agreement[agreement] = self._by_room[room]
+        program = self._by_agreement[agreement]
+        self.schedule = program.schedule
+        return program
 
     def forget(self, agreements: Collection[int]) -> None:
         """These are not asked for any more."""
         for agreement in agreements:
             self._by_agreement.pop(agreement, None)
         used = list(self._by_agreement.values())
-        self._by_rooms = {key: p for key, p in self._by_rooms.items() if p in used}
+        self._by_room = {room: p for room, p in self._by_room.items() if p in used}
 
     def clear(self) -> None:
         """Forget all: a call has failed, and what its instructions know is out of date."""
         self._by_agreement.clear()
-        self._by_rooms.clear()
+        self._by_room.clear()
 
-    def _rooms(self) -> dict[int, int]:
-        """How many buffers a rank's receives may take beyond what its list needs.
+    def _room(self) -> int:
+        """How many receive buffers a rank may hold, as far as the ranks here can tell."""
+        largest = max((cell.wiring.largest() for cell in self._compiler.cells), default=0)
+        return min(_SPARE_BYTES // max(largest, 1), len(self._listed.dataflow.transfers))
 
-        Of the ranks here, and where receives are posted early of all.
-        """
-        cells = self._compiler.cells
-        largest = max((cell.wiring.largest() for cell in cells), default=0)
-        room = min(_SPARE_BYTES // max(largest, 1), 2 * len(cells))
-        if self.posts_early:
-            return dict(enumerate(self._control.share(room)))
-        return dict.fromkeys(self._transports, room)
-
-    def _program(self, rooms: Mapping[int, int]) -> Program:
-        schedule = self._compiler.schedule
-        # The one place that says in which order lists are carried out.
-        orders = {rank: posting_order(schedule, rank, room) for rank, room in rooms.items()}
+    def _program(self, room: int) -> Program:
+        schedule = self._plan.posted(self._listed, room)
         lists = [
-            self._compiler.compile(rank, transport, orders[rank])
+            self._compiler.compile(
+                schedule,
+                rank,
+                transport,
+                _listed_at(self._listed.actions[rank], schedule.actions[rank]),
+            )
             for rank, transport in self._transports.items()
         ]
         if not self.posts_early:
-            return Program(lists)
+            return Program(schedule, lists)
         # Ranks of the first stage see the input, and so know what the call is.
         early = {
-            rank: leading(schedule, rank, order)
-            for rank, order in orders.items()
+            rank: [*takewhile(lambda action: action.kind in RECEIVES, schedule.actions[rank])]
+            for rank in range(schedule.ranks)
             if rank not in schedule.placement[0]
         }
         (rank,) = self._transports
-        answers = self._answers(lists[0], [r for receives in early.values() for r in receives])
-        return Program(lists, len(early.get(rank, ())), answers)
+        answers = _answers(lists[0], [r for receives in early.values() for r in receives])
+        return Program(schedule, lists, len(early.get(rank, ())), answers)
 
-    def _answers(
-        self, instructions: Sequence[Instruction], receives: Sequence[Action]
-    ) -> list[Send]:
-        """The rank's sends that these receives wait for."""
-        sends = {x.action: x.operation for x in instructions if isinstance(x.operation, Send)}
-        wanted = map(matching_send, receives)
-        return [sends[send] for send in wanted if send in sends]
+
+def _listed_at(listed: Sequence[Action], posted: Sequence[Action]) -> list[int]:
+    """For each entry of a list with its receives ahead, its index in the list as it was.
+
+    Receives keep their order, and so does all else.
+    """
+    indices: dict[bool, list[int]] = {True: [], False: []}
+    for index, action in enumerate(listed):
+        indices[action.kind in RECEIVES].append(index)
+    following = {is_receive: iter(found) for is_receive, found in indices.items()}
+    return [next(following[action.kind in RECEIVES]) for action in posted]
+
+
+def _answers(instructions: Sequence[Instruction], receives: Iterable[Action]) -> list[Send]:
+    """The rank's sends that these receives wait for."""
+    sends = {x.action: x.operation for x in instructions if isinstance(x.operation, Send)}
+    wanted = (receive.counterpart for receive in receives)
+    return [sends[send] for send in wanted if send in sends]

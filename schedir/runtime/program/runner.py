@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 
-from schedir.ir import Schedule
+from schedir.ir import COMMUNICATION, RECEIVES, Action, Kind, Schedule
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.opening import Opened, Opening
-from schedir.runtime.program.posting import awaited
 from schedir.runtime.program.running import advance, take_turns
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.transports.transport import Work, wait_for
+
+_RECEIVED_FOR = {
+    Kind.FORWARD: Kind.RECV_ACT,
+    Kind.BACKWARD: Kind.RECV_GRAD,
+    Kind.BACKWARD_INPUT: Kind.RECV_GRAD,
+}
 
 
 class Runner:
@@ -51,7 +57,7 @@ class Runner:
                 take_turns(lists, call, self._streams)
         except WaitError as stalled:
             if not stalled.what and stalled.action is not None:
-                stalled.what = awaited(self._schedule, stalled.action)
+                stalled.what = _awaited(self._schedule, stalled.action)
             raise
         self._under_way += self.cells.take_sends()
 
@@ -60,6 +66,16 @@ class Runner:
         self._under_way.clear()
         self.cells.drop_works()
         self.opening.reset()
+
+
+def _awaited(schedule: Schedule, action: Action) -> str:
+    """What an action waits for of another rank, in words."""
+    kind = _RECEIVED_FOR.get(action.kind, action.kind)
+    transfer = attrs.evolve(action, kind=kind, version=None)
+    if kind not in COMMUNICATION:
+        return str(action)
+    peer = schedule.dataflow.peer(transfer)
+    return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
 
 
 def _streams(plan: Plan) -> list[torch.cuda.Stream]:

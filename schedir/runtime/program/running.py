@@ -26,7 +26,7 @@ def advance(instructions: Sequence[Instruction], call: Call) -> None:
             instruction.run(call)
     except WaitError as stalled:
         if instruction is not None:
-            stalled.at(instruction.rank, instruction.index, instruction.action)
+            stalled.at(instruction.rank, instruction.listed_at, instruction.action)
         raise
     except Exception as error:
         if instruction is None:
@@ -36,7 +36,7 @@ def advance(instructions: Sequence[Instruction], call: Call) -> None:
         raise ExecutionError(
             str(error) if isinstance(error, ExecutionError) else describe(error),
             rank=instruction.rank,
-            index=instruction.index,
+            index=instruction.listed_at,
             action=instruction.action,
             cause=error,
         ).with_traceback(inner) from None
@@ -72,6 +72,6 @@ def take_turns(
             raise ExecutionError(
                 "what it waits for never comes",
                 rank=instructions[at].rank,
-                index=instructions[at].index,
+                index=instructions[at].listed_at,
                 action=instructions[at].action,
             )

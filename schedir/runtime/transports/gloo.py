@@ -23,6 +23,7 @@ class GlooTransport:
     Only what has the same tag meets.
     """
 
+    channel: ClassVar[str] = "async"
     early: ClassVar[bool] = True
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:

@@ -88,6 +88,7 @@ def _now(tensor: Tensor) -> torch.cuda.Event | None:
 class Endpoint:
     """One rank's side of the transfers within a process."""
 
+    channel: ClassVar[str] = "async"
     early: ClassVar[bool] = False
     hub: InProcessTransport
     rank: int

@@ -23,6 +23,7 @@ class NcclTransport:
     `channels` are the pairs (source, target) of ranks that send to each other.
     """
 
+    channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
     early: ClassVar[bool] = False  # the host would have to wait for what it then learns
 
     def __init__(

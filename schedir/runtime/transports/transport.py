@@ -22,10 +22,12 @@ class Work(Protocol):
 class Transport(Protocol):
     """The point-to-point transfers of one rank.
 
-    `early` where receives may be posted before it is known what the call is; see
+    `channel` is the channel model that lists are proved under for it: how much of their order it
+    keeps. `early` where receives may be posted before it is known what the call is; see
     `schedir.runtime.program.opening`.
     """
 
+    channel: ClassVar[str]
     early: ClassVar[bool]
 
     def send(self, tensor: Tensor, peer: int) -> Work:

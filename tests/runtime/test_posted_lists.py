@@ -1,0 +1,129 @@
+"""What is carried out is `executor.schedule`: proved for the transport, receives ahead and all."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir.passes import forward_only
+from schedir.runtime import Executor
+from schedir.runtime.call import Call
+from schedir.runtime.fitting import posted, proved
+from schedir.runtime.program import opening
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.transports.choice import transport_for
+from tests.built_in import NAMES
+from tests.literals import listed
+from tests.runtime.kit import MSE, sgd
+from tests.runtime.on_ranks import on_ranks
+
+# Both ranks send before they receive: no order of all communication lets them meet.
+CROSSING = listed(
+    2,
+    "0 1",
+    "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP",
+    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, schedir.Action]]:
+    """What will be run, in order, by rank and index."""
+    ran: list[tuple[int, int, schedir.Action]] = []
+
+    def recorder(instruction: Instruction) -> Instruction:
+        def run(call: Call) -> None:
+            ran.append((instruction.rank, instruction.index, instruction.action))
+            instruction.run(call)
+
+        return attrs.evolve(instruction, run=run) if instruction.operation.listed else instruction
+
+    monkeypatch.setattr(opening, "listening", lambda: [recorder])
+    return ran
+
+
+def by_rank(ran: list[tuple[int, int, schedir.Action]], ranks: int) -> list[list[schedir.Action]]:
+    for rank in range(ranks):
+        indices = [index for own, index, _ in ran if own == rank]
+        assert indices == [*range(len(indices))]
+    return [[action for own, _, action in ran if own == rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("width", [3, 1024])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_executors_schedule_is_the_list_that_ran(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedir.build(name, ranks=3, microbatches=4)
+    ran = recorded(monkeypatch)
+    stages: dict[int, nn.Module] = {s: nn.Linear(width, width) for s in range(schedule.stages)}
+    # Of 1,024 numbers and 256 rows, a boundary fills what there is room for beyond the peak.
+    rows = 8 if width == 3 else 1024
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        needed = executor.schedule
+        for _ in range(2):
+            ran.clear()
+            executor.step(torch.randn(rows, width), target=torch.randn(rows, width))
+            assert by_rank(ran, 3) == [[*actions] for actions in executor.schedule.actions]
+        assert (executor.schedule == needed) == (width == 1024)
+    assert needed == schedir.advance_receives(schedule, "async")
+    if width == 3:
+        assert executor.schedule == schedir.advance_receives(schedule, "async", 10**6)
+    assert "async" in schedir.check(executor.schedule).clean_channels
+
+
+@on_ranks(2)
+def test_on_ranks_too(rank: int) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    stage: dict[int, nn.Module] = {rank: nn.Linear(3, 3)}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ran = recorded(monkeypatch)
+        with Executor(schedule, stage, MSE, sgd) as executor:
+            # The first call learns the shapes, and the third has its first receives posted early.
+            for _ in range(3):
+                ran.clear()
+                executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+                taken = ran if rank == 0 else ran[-len(executor.schedule.actions[rank]) :]
+                assert [action for *_, action in taken] == [*executor.schedule.actions[rank]]
+            assert executor.schedule == schedir.advance_receives(schedule, "async", 10**6)
+
+
+def test_each_transport_names_the_model_that_lists_are_proved_under() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    named: list[tuple[bool, torch.device, str]] = [
+        (True, cpu, "async"),
+        (True, gpu, "async"),
+        (False, cpu, "async"),
+        (False, gpu, "rank"),
+    ]
+    for alone, device, channel in named:
+        assert transport_for(alone, device).channel == channel
+
+
+def test_a_list_that_needs_more_than_its_transport_gives_is_refused() -> None:
+    with pytest.raises(schedir.ScheduleError, match=r"S301.*deadlock") as refused:
+        proved(CROSSING, "rank", ())
+    assert {d.code for d in refused.value.diagnostics} == {"S301"}
+    assert proved(CROSSING, "async", ()) == CROSSING
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
+    with Executor(CROSSING, stages, MSE, sgd, in_process=True) as executor:
+        executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("channel", schedir.CHANNELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_forwards_alone_run_too_with_their_receives_ahead(name: str, channel: str) -> None:
+    forwards = forward_only(schedir.build(name, ranks=3, microbatches=5))
+    ahead = posted(forwards, channel, (), 10**6)
+    assert sorted(map(str, ahead.actions[1])) == sorted(map(str, forwards.actions[1]))
+
+
+def test_a_pass_that_breaks_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is of the very list that is posted, not of the one that it was made from."""
+    good = schedir.build("1f1b", ranks=2, microbatches=2)
+    monkeypatch.setattr("schedir.runtime.fitting.advance_receives", lambda *_: CROSSING)
+    with pytest.raises(schedir.ExecutionError, match="a fault of schedir"):
+        posted(good, "rank", (), None)
+    assert posted(good, "async", (), None) is CROSSING
