@@ -8,10 +8,10 @@
 
 Starting processes takes seconds, so all tests on as many ranks share a launch, which the first of
 them makes. In it each test has a process group of its own: where one fails on some rank, its
-connections end, so the other ranks notice, and the next test starts afresh. A rank that dies, or
-hangs in a test for `TEST_LIMIT` seconds, ends the launch: the test that it has not finished fails
-with what it has printed, and those that it has not reached are launched again. Fixtures are set up
-in all these processes, but the test itself runs on the ranks alone.
+connections end, so the other ranks notice, and the next test starts afresh. A rank that dies, gets
+no process group, or hangs in a test for `TEST_LIMIT` seconds, ends the launch: the test that it has
+not finished fails with what it has printed, and those that it has not reached are launched again.
+Fixtures are set up in all these processes, but the test itself runs on the ranks alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     store, number, ranks = next(rendezvous("env://"))
     own = dist.PrefixStore(request.node.nodeid, store)  # type: ignore[attr-defined]
     limit = timedelta(seconds=WAIT_LIMIT)
-    dist.init_process_group("gloo", store=own, rank=number, world_size=ranks, timeout=limit)
+    try:
+        dist.init_process_group("gloo", store=own, rank=number, world_size=ranks, timeout=limit)
+        dist.barrier()  # a rank that is done at once must not leave while others still connect
+    except RuntimeError as error:
+        pytest.exit(f"rank {number} has no process group: {error}", returncode=1)
     yield number
     dist.destroy_process_group()
 
