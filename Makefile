@@ -18,7 +18,7 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -n auto --maxprocesses 8
 
 format: .venv/.installed-dev  ## Format the code and fix what ruff can
 	$(BIN)/ruff check --fix

@@ -1,7 +1,13 @@
 """What all tests share."""
 
+from __future__ import annotations
+
+import re
+from typing import Any
+
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # How long an example takes is no test: machines are noisy.
 settings.register_profile("patient", deadline=None)
@@ -12,3 +18,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write what is printed as what is expected"
     )
+
+
+class Launches(LoadScopeScheduling):
+    """Has one worker of pytest-xdist run all tests that share a launch, and any worker the others.
+
+    pytest-xdist's own groups stand in the names of tests, which pytest 9.2 doesn't let it change.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        found = re.search(r"\[(\d+ ranks?)\b", nodeid)
+        return found[1] if found else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)  # not where tests run on ranks, without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Launches:
+    return Launches(config, log)

@@ -42,9 +42,14 @@ _TAIL = 6000  # characters of what a rank has printed
 def on_ranks(*ranks: int) -> pytest.MarkDecorator:
     """Run the test on this number of ranks; of several numbers, once on each.
 
-    A test without numbers here has its own parameter `ranks`.
+    A test without numbers here has `ranks` as its first parameter, with `name_of` for ids.
     """
     return pytest.mark.on_ranks(*ranks)
+
+
+def name_of(value: object) -> str:
+    """A parameter in the name of a test; a number of ranks is found by it in there."""
+    return str(value) if not isinstance(value, int) else f"{value} rank{'s' * (value > 1)}"
 
 
 @pytest.fixture
@@ -70,18 +75,18 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("on_ranks")
     if marker is not None and marker.args:
-        names = ["1 rank" if ranks == 1 else f"{ranks} ranks" for ranks in marker.args]
         metafunc.fixturenames.append("ranks")
-        metafunc.parametrize("ranks", marker.args, ids=names)
+        metafunc.parametrize("ranks", marker.args, ids=name_of)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one worker of pytest-xdist run all that share a launch; the first waits for it."""
+    """Take away the limit of a test here: it has one on the ranks, and the first of a launch waits
+    for all."""
     for item in items:
         if (ranks := _ranks_of(item)) and _REPORTS not in os.environ:
-            item.add_marker(pytest.mark.xdist_group(_group(ranks)))
-            item.add_marker(pytest.mark.timeout(0), append=False)  # the ranks have limits
+            if f"[{name_of(ranks)}" not in item.nodeid:  # two workers would launch it
+                raise pytest.UsageError(f"{item.nodeid}: the parameter ranks needs ids=name_of")
+            item.add_marker(pytest.mark.timeout(0), append=False)
 
 
 def _ranks_of(item: pytest.Item) -> int:
@@ -90,15 +95,6 @@ def _ranks_of(item: pytest.Item) -> int:
         ranks: Any = item.callspec.params["ranks"]
         return int(ranks)
     return 0
-
-
-def _group(ranks: int) -> str:
-    return f"on {ranks}"
-
-
-def _name(item: pytest.Item) -> str:
-    """The test's name on the ranks; pytest-xdist appends the group to it here."""
-    return item.nodeid.removesuffix(f"@{_group(_ranks_of(item))}")
 
 
 _FAILURES = pytest.StashKey[dict[int, dict[str, str]]]()
@@ -114,9 +110,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     session = pyfuncitem.session
     failures = session.stash.setdefault(_FAILURES, {})
     if ranks not in failures:
-        tests = [_name(item) for item in session.items if _ranks_of(item) == ranks]
+        tests = [item.nodeid for item in session.items if _ranks_of(item) == ranks]
         failures[ranks] = _run(ranks, tests, session.config.rootpath)
-    if failure := failures[ranks][_name(pyfuncitem)]:
+    if failure := failures[ranks][pyfuncitem.nodeid]:
         pytest.fail(failure, pytrace=False)
     return True
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.on_ranks import on_ranks
+from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.parity import Case, assert_trains_as_one_process, cases
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(ranks, case) for ranks in (1, 2, 3, 4) for case in cases(ranks)], ids=str
+    ("ranks", "case"),
+    [(ranks, case) for ranks in (1, 2, 3, 4) for case in cases(ranks)],
+    ids=name_of,
 )
 @on_ranks()
 def test_training_equals_one_process(rank: int, ranks: int, case: Case) -> None:
