@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-class Launches(LoadScopeScheduling):
+class Launches(LoadScopeScheduling):  # type: ignore[misc]
     """Has one worker of pytest-xdist run all tests that share a launch, and any worker the others.
 
     pytest-xdist's own groups stand in the names of tests, which pytest 9.2 doesn't let it change.

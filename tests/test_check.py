@@ -24,6 +24,7 @@ from schedir.ir import (
     send_grad,
 )
 from schedir.passes import strip_communication
+from tests.built_in import NAMES, variants
 from tests.oracle import happens
 
 
@@ -299,12 +300,12 @@ def test_unknown_channel() -> None:
         schedir.check(ONE_F, channel="tcp")
 
 
-@pytest.mark.parametrize("name", ["fill-drain", "1f1b", "interleaved-1f1b", "pipedream"])
+@pytest.mark.parametrize("name", NAMES)
 def test_built_in_schedules_are_clean_under_every_model(name: str) -> None:
     for ranks in range(1, 7):
         for microbatches in range(1, 9):
-            for chunks in (1, 2, 3) if name == "interleaved-1f1b" else (1,):
-                built = schedir.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+            for parameters in (*variants(name), {"chunks": 1}):
+                built = schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
                 assert schedir.check(built).clean_channels == CHANNELS
 
 
@@ -345,13 +346,9 @@ def mutate(base: Schedule, chance: random.Random) -> Schedule:
 BASES = [
     schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
     for ranks, microbatches in ((2, 2), (2, 3), (3, 2))
-    for name, parameters in (
-        ("fill-drain", {}),
-        ("1f1b", {}),
-        ("interleaved-1f1b", {"chunks": 2}),
-        ("pipedream", {}),
-        ("pipedream", {"vertical_sync": True}),
-    )
+    for name in NAMES
+    for parameters in variants(name)
+    if parameters.get("chunks", 2) == 2
 ]
 BASES += [naive(base) for base in BASES]
 

@@ -15,6 +15,7 @@ import schedir
 from schedir import Action, Kind, Schedule
 from schedir.checker import CHANNELS, Change, Diagnostic, LeaveOut, Move, changed
 from schedir.ir import COMMUNICATION, RECEIVES
+from tests.built_in import NAMES
 from tests.oracle import happens
 from tests.test_check import BASES, edit, mutate, naive, schedule
 
@@ -326,7 +327,7 @@ def test_limits_are_whole_numbers(name: str, value: float) -> None:
 
 
 def test_no_lint_on_what_schedir_builds() -> None:
-    for name in ("fill-drain", "1f1b", "interleaved-1f1b", "pipedream"):
+    for name in NAMES:
         for ranks in range(1, 6):
             for microbatches in range(1, 10):
                 built = schedir.build(name, ranks=ranks, microbatches=microbatches)

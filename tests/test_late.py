@@ -12,15 +12,15 @@ from schedir import Diagnostic, Kind, Schedule
 from schedir.checker import changed
 from schedir.checker.rules.lints import LateSend
 from schedir.ir import SENDS
+from tests.built_in import NAMES
 from tests.test_check import edit, naive, schedule
 
 SHAPES = [
-    ("fill-drain", 3, 4),
+    *((name, 3, 4) for name in NAMES),
     ("1f1b", 2, 2),
     ("1f1b", 3, 5),
     ("1f1b", 4, 8),
     ("interleaved-1f1b", 2, 4),
-    ("pipedream", 3, 4),
 ]
 BASES = [schedir.build(name, ranks=r, microbatches=m) for name, r, m in SHAPES]
 BASES += [naive(base) for base in BASES]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Action, CostModel, Kind, Timeline
 from schedir.ir import COMPUTE, columns_of, weight_versions
+from tests.built_in import NAMES
 
 
 def times(line: schedir.Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -115,7 +116,7 @@ def test_a_timeline_made_by_hand() -> None:
 
 
 def test_a_timeline_made_by_hand_is_the_simulated_one() -> None:
-    for name in ("1f1b", "interleaved-1f1b", "pipedream"):
+    for name in NAMES:
         line = schedir.simulate(schedir.build(name))
         starts = [span.start for rank in line.spans for span in rank]
         ends = [span.end for rank in line.spans for span in rank]
