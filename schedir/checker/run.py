@@ -36,7 +36,7 @@ _DEFAULT = "edge"
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
 # So many findings of one code say enough.
-_MOST_OF_A_CODE = 1000
+_MOST_OF_A_CODE = 4000
 
 
 @attrs.frozen

@@ -12,7 +12,8 @@ from schedir.checker import Diagnostic
 from schedir.ir import Source
 
 _MOST_ALIKE = 3
-_Likeness: TypeAlias = tuple[str, Source]
+_MOST_WITHOUT_SOURCE = 1000
+_Likeness: TypeAlias = tuple[str, Source | None]
 
 
 @attrs.frozen
@@ -26,28 +27,24 @@ class Shown:
 def shown(diagnostics: Iterable[Diagnostic]) -> Iterator[Shown]:
     """The findings to show, in order: the first three of the same code and line of Python.
 
-    Findings of lists that no generator wrote have no such line, and are shown one by one.
+    Findings of lists that no generator wrote have no such line: each is another mistake, so the
+    first thousand of a code are shown.
     """
     diagnostics = tuple(diagnostics)
     alike: dict[_Likeness, list[Diagnostic]] = defaultdict(list)
     for diagnostic in diagnostics:
-        source = source_of(diagnostic)
-        if source is not None:
-            alike[diagnostic.code, source].append(diagnostic)
+        alike[diagnostic.code, source_of(diagnostic)].append(diagnostic)
     lines = Counter(code for code, _ in alike)
     turns: Counter[_Likeness] = Counter()
     for diagnostic in diagnostics:
-        source = source_of(diagnostic)
-        if source is None:
-            yield Shown(diagnostic)
-            continue
-        likeness = (diagnostic.code, source)
+        likeness = code, source = diagnostic.code, source_of(diagnostic)
+        most = _MOST_WITHOUT_SOURCE if source is None else _MOST_ALIKE
         turns[likeness] += 1
-        hidden = alike[likeness][_MOST_ALIKE:]
-        if turns[likeness] < _MOST_ALIKE or not hidden:
+        if turns[likeness] < most or len(alike[likeness]) <= most:
             yield Shown(diagnostic)
-        elif turns[likeness] == _MOST_ALIKE:
-            yield Shown(diagnostic, _others(hidden, only_line=lines[diagnostic.code] == 1))
+        elif turns[likeness] == most:
+            hidden = alike[likeness][most:]
+            yield Shown(diagnostic, _others(hidden, only_line=lines[code] == 1))
 
 
 def source_of(diagnostic: Diagnostic) -> Source | None:
