@@ -300,6 +300,7 @@ class Oracle:
                 me.faults.append(f"{action} before its input gradient")
             self.accumulate(me, stage, m)
         else:
+            assert action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT), f"what does {action} do?"
             if (stage, m) in me.input_grads:
                 me.faults.append(f"{action} differentiates again")
             made = me.outputs.get((stage, m))

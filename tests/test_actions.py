@@ -17,6 +17,8 @@ from schedir.ir import (
     SENDS,
     TEXTBOOK,
 )
+from schedir.render.palette import WORDS, shade
+from schedir.runtime.program.compiler import _MAKERS
 
 
 def test_a_kind_is_its_token() -> None:
@@ -69,3 +71,10 @@ def test_the_ends_of_a_transfer(one: str, other: str) -> None:
 )
 def test_what_has_no_other_end(action: Action) -> None:
     assert action.counterpart is None
+
+
+def test_every_kind_is_carried_out_and_drawn() -> None:
+    assert set(_MAKERS) == set(Kind)
+    for kind in COMPUTE - {Kind.OPTIM_STEP}:
+        assert WORDS[kind] == kind.traits.word
+        assert shade(kind).startswith("#000000 on ")

@@ -317,12 +317,13 @@ def verdict(checked: Schedule, channel: str) -> bool:
 
 
 def mutate(base: Schedule, chance: random.Random) -> Schedule:
-    """One small fault: swap, drop, double or move an action, retarget it, change its version."""
+    """One small fault: swap, drop, double or move an action, retarget it, change its version, split
+    a backward."""
     rank = chance.choice([r for r, actions in enumerate(base.actions) if actions])
     actions = list(base.actions[rank])
     index = chance.randrange(len(actions))
     action = actions[index]
-    how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind"])
+    how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind", "split"])
     if how == "swap":
         other = chance.randrange(len(actions))
         actions[index], actions[other] = actions[other], actions[index]
@@ -340,6 +341,10 @@ def mutate(base: Schedule, chance: random.Random) -> Schedule:
         actions[index] = Action(
             action.kind, action.stage, action.microbatch, version=chance.randrange(3)
         )
+    elif how == "split" and action.kind is Kind.BACKWARD:
+        actions[index] = Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch)
+        weight = Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch)
+        actions.insert(chance.randint(index, len(actions)), weight)
     return edit(base, rank, actions)
 
 
@@ -389,6 +394,16 @@ BASES.append(
         "0F1 0SEND_ACT1 0F3 0SEND_ACT3 0RECV_GRAD1 0B1 0RECV_GRAD3 0B3 0REDUCE_GRAD 0OPTIM_STEP",
         "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 "
         "1RECV_ACT2 1F2 1B2 1SEND_GRAD2 1RECV_ACT3 1F3 1B3 1SEND_GRAD3 1OPTIM_STEP",
+    )
+)
+BASES.append(  # backwards in two parts, over two steps
+    schedule(
+        4,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0I0 0RECV_GRAD1 0I1 0W0 0W1 0OPTIM_STEP "
+        "0F2 0SEND_ACT2 0F3 0SEND_ACT3 0RECV_GRAD2 0I2 0RECV_GRAD3 0I3 0W2 0W3 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1I0 1SEND_GRAD0 1RECV_ACT1 1F1 1I1 1SEND_GRAD1 1W0 1W1 1OPTIM_STEP "
+        "1RECV_ACT2 1F2 1I2 1SEND_GRAD2 1RECV_ACT3 1F3 1I3 1SEND_GRAD3 1W2 1W3 1OPTIM_STEP",
     )
 )
 

@@ -66,7 +66,11 @@ def _form(value: Any, form: str) -> str:
         return joined(value)
     if form == "ranges":
         return ranges(value)
-    return format(value, form)
+    try:
+        return format(value, form)
+    except ValueError:
+        forms = "one|several, and, ranges, and Python's own"
+        raise ValueError(f"{form!r} is no form of {value!r}; there are {forms}") from None
 
 
 def joined(items: Iterable[object]) -> str:

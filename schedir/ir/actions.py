@@ -136,8 +136,8 @@ def is_number(value: object) -> bool:
 class Action:
     """One entry of a rank's list.
 
-    `stage` is the global stage index. `microbatch` is None exactly for REDUCE_GRAD and
-    OPTIM_STEP. `version` is the weight version that a FORWARD reads, None for the newest.
+    `stage` is the global stage index. `microbatch` is None exactly for REDUCE_GRAD and OPTIM_STEP,
+    which are stage-wide. `version` is the weight version that a FORWARD reads, None for the newest.
 
     Raises ValueError for fields that no token can hold.
     """

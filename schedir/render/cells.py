@@ -86,7 +86,8 @@ class Labels:
         """The label of an action's cell."""
         if action.kind is Kind.OPTIM_STEP:
             return STEP
-        return f"{action.stage if self.several else ''}{action.kind.value}{action.microbatch}"
+        microbatch = "" if action.microbatch is None else action.microbatch
+        return f"{action.stage if self.several else ''}{action.kind.value}{microbatch}"
 
     def scale(self, rows: Sequence[Row]) -> float:
         """The fewest columns per unit of time that leave room for each label and a blank."""

@@ -17,7 +17,8 @@ def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]])
     if any(cell.text == SHORT for row in cells for cell in row):
         words.append(f"{SHORT} too short to be named")
     text = ", ".join(words)
-    example = next((s.action for row in rows for s in row.spans if s.action.kind in WORDS), None)
+    actions = (span.action for row in rows for span in row.spans)
+    example = next((a for a in actions if a.kind in WORDS and a.microbatch is not None), None)
     if example is None:
         return text
     whose = f"stage {example.stage}'s" if labels.several else "the"

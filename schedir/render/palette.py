@@ -5,13 +5,10 @@ A style is written as rich writes it: `bold red`, `#000000 on #5fafff`.
 
 from __future__ import annotations
 
-from schedir.ir import Kind
+from schedir.ir import COMPUTE, Kind
 
-WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "gradient of the input",
-    Kind.BACKWARD_WEIGHT: "gradient of the weights",
+WORDS: dict[Kind, str] = {
+    kind: kind.traits.word for kind in Kind if kind in COMPUTE and kind != Kind.OPTIM_STEP
 }
 """The kinds that have a cell of their own in a timeline, in words."""
 
@@ -23,6 +20,7 @@ _SHADES = {
     Kind.BACKWARD_INPUT: ("#5fd7d7", "#87ffff", "#00afaf", "#afffff"),
     Kind.BACKWARD_WEIGHT: ("#ffaf5f", "#ffd7af", "#d7875f", "#ffffd7"),
 }
+_OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
 STEP, STEP_STYLE = "*", "bold red"
 SHORT = ":"
@@ -35,5 +33,5 @@ SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"
 
 def shade(kind: Kind, chunk: int = 0) -> str:
     """The style of a kind's cells, for the `chunk`-th stage of its rank."""
-    shades = _SHADES[kind]
+    shades = _SHADES.get(kind, _OTHER_SHADES)
     return f"#000000 on {shades[chunk % len(shades)]}"
