@@ -12,6 +12,7 @@ from schedir.ir import (
     COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,
+    CONSUMES,
     READS_WEIGHTS,
     RECEIVES,
     SENDS,
@@ -50,6 +51,7 @@ def test_the_sets_are_what_the_table_says() -> None:
     assert {Kind.SEND_ACT, Kind.SEND_GRAD} == SENDS
     assert {Kind.RECV_ACT, Kind.RECV_GRAD} == RECEIVES
     assert COMMUNICATION == SENDS | RECEIVES
+    assert {forward: Kind.RECV_ACT, full: Kind.RECV_GRAD, half: Kind.RECV_GRAD} == CONSUMES
     assert TEXTBOOK.tolist() == [1, 2, 1, 1, 0, 0, 0, 0, 0, 0]
 
 

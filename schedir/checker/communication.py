@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -104,48 +104,43 @@ def _receive(transfers: Transfers, number: int) -> Action:
 
 
 def _send(transfers: Transfers, number: int) -> Action:
-    gradient = bool(transfers.is_gradient[number])
-    kind = Kind.SEND_GRAD if gradient else Kind.SEND_ACT
-    stage = int(transfers.stage[number]) + (1 if gradient else -1)
-    return Action(kind, stage, int(transfers.microbatch[number]))
+    send = _receive(transfers, number).counterpart
+    assert send is not None  # a transfer has two ends
+    return send
 
 
 def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """Every send has its receive, every receive its send."""
-    for side, (listed, lacked) in enumerate(
-        ((transfers.send, transfers.receive), (transfers.receive, transfers.send))
-    ):
+    ends = (
+        (transfers.send, transfers.receive, transfers.target, _receive),
+        (transfers.receive, transfers.send, transfers.source, _send),
+    )
+    for side, (listed, lacked, peers, missing) in enumerate(ends):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
-        findings_of = _never_sent if side else _never_received
         yield Faults(
             rule=rules.Unmatched,
             keys=2 * numbers + side,
-            findings=map(Finding, findings_of(schedule, transfers, numbers)),
+            findings=_without_other_end(schedule, transfers, numbers, listed, peers, missing),
         )
 
 
-def _never_received(
-    schedule: Schedule, transfers: Transfers, numbers: Ints
-) -> Iterator[rules.Unmatched]:
+def _without_other_end(
+    schedule: Schedule,
+    transfers: Transfers,
+    numbers: Ints,
+    listed: Ints,
+    peers: Ints,
+    missing: Callable[[Transfers, int], Action],
+) -> Iterator[Finding]:
     for number in numbers.tolist():
-        yield rules.Unmatched.at(
-            schedule,
-            transfers.send[number],
-            missing=_receive(transfers, number),
-            peer=int(transfers.target[number]),
-        )
-
-
-def _never_sent(
-    schedule: Schedule, transfers: Transfers, numbers: Ints
-) -> Iterator[rules.Unmatched]:
-    for number in numbers.tolist():
-        yield rules.Unmatched.at(
-            schedule,
-            transfers.receive[number],
-            missing=_send(transfers, number),
-            peer=int(transfers.source[number]),
+        yield Finding(
+            rules.Unmatched.at(
+                schedule,
+                listed[number],
+                missing=missing(transfers, number),
+                peer=int(peers[number]),
+            )
         )
 
 

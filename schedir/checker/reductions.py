@@ -11,7 +11,7 @@ import numpy as np
 from schedir.checker.changes import Move, Side, ahead, anywhere, back, in_turn
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import ordering as rules
-from schedir.ir import Columns, Kind, Schedule, collective_turns
+from schedir.ir import COMPLETES_GRADIENTS, Columns, Kind, Schedule, collective_turns
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class _Round:
     step: int | None
 
 
-_EVENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
+_EVENTS = (*COMPLETES_GRADIENTS, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
 
 
 def _rounds(columns: Columns) -> dict[tuple[int, int], list[_Round]]:

@@ -17,7 +17,8 @@ class Traits:
     version that its FORWARD reads; what `differentiates` is a backward, or a part of one, and what
     `completes_gradients` ends the microbatch's share of the parameters' gradients. The activation
     of a (stage, microbatch) lives from what `holds_activation` to what `releases_activation`. A
-    send names the receive that it `meets`, and how many stages further on that stands.
+    send names the receive that it `meets`, and how many stages further on that stands; compute
+    names the receive that it `consumes`, where its input comes from another rank.
     """
 
     word: str
@@ -30,6 +31,7 @@ class Traits:
     holds_activation: bool = False
     releases_activation: bool = False
     meets: tuple[str, int] | None = None
+    consumes: str | None = None
 
 
 _UNKNOWN = Traits(word="")
@@ -50,7 +52,14 @@ class Kind(StrEnum):
 
     FORWARD = (
         "F",
-        Traits(word="forward", cost=1, computes=True, reads_weights=True, holds_activation=True),
+        Traits(
+            word="forward",
+            cost=1,
+            computes=True,
+            reads_weights=True,
+            holds_activation=True,
+            consumes="RECV_ACT",
+        ),
     )
     BACKWARD = (
         "B",
@@ -62,6 +71,7 @@ class Kind(StrEnum):
             differentiates=True,
             completes_gradients=True,
             releases_activation=True,
+            consumes="RECV_GRAD",
         ),
     )
     BACKWARD_INPUT = (
@@ -72,6 +82,7 @@ class Kind(StrEnum):
             computes=True,
             reads_weights=True,
             differentiates=True,
+            consumes="RECV_GRAD",
         ),
     )
     BACKWARD_WEIGHT = (
@@ -117,6 +128,8 @@ COUNTERPARTS = {send: (Kind(receive), further) for send, receive, further in _EN
     Kind(receive): (send, -further) for send, receive, further in _ENDS
 }
 """For each send and receive, the kind of its other end, and how many stages further that is."""
+CONSUMES = {kind: Kind(kind.traits.consumes) for kind in Kind if kind.traits.consumes}
+"""For compute, the receive of its input where that is made on another rank."""
 SENDS = frozenset(send for send, _, _ in _ENDS)
 RECEIVES = frozenset(COUNTERPARTS) - SENDS
 COMMUNICATION = SENDS | RECEIVES

@@ -73,6 +73,8 @@ class World:
         if choice is GlooTransport:
             gloo = GlooTransport(processes, rank, self.groups)
             return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
+        if choice is not NcclTransport:
+            raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
         transfers = self._schedule.dataflow.transfers
         pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
         nccl = {rank: NcclTransport(processes, rank, set(pairs), self.device, self.groups)}

@@ -9,7 +9,7 @@ import attrs
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location
 from schedir.checker.rules.example import example
 from schedir.checker.templates import joined
-from schedir.ir import Action, Kind
+from schedir.ir import SENDS, Action, Kind
 
 MEETS = "waits for"
 
@@ -114,7 +114,7 @@ class Unmatched(Diagnostic):
         """What is wrong, in one line."""
         if self.action.kind is Kind.REDUCE_GRAD:
             return f"{self.action} has no counterpart on rank {self.peer}"
-        sends = self.action.kind in (Kind.SEND_ACT, Kind.SEND_GRAD)
+        sends = self.action.kind in SENDS
         return f"{self.action} is never {'received' if sends else 'sent'}"
 
     @property

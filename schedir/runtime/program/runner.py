@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from schedir.ir import COMMUNICATION, RECEIVES, Action, Kind, Schedule
+from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Schedule
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import WaitError
@@ -13,12 +13,6 @@ from schedir.runtime.program.opening import Opened, Opening
 from schedir.runtime.program.running import advance, take_turns
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.transports.transport import Work, wait_for
-
-_RECEIVED_FOR = {
-    Kind.FORWARD: Kind.RECV_ACT,
-    Kind.BACKWARD: Kind.RECV_GRAD,
-    Kind.BACKWARD_INPUT: Kind.RECV_GRAD,
-}
 
 
 class Runner:
@@ -70,7 +64,7 @@ class Runner:
 
 def _awaited(schedule: Schedule, action: Action) -> str:
     """What an action waits for of another rank, in words."""
-    kind = _RECEIVED_FOR.get(action.kind, action.kind)
+    kind = CONSUMES.get(action.kind, action.kind)
     transfer = attrs.evolve(action, kind=kind, version=None)
     if kind not in COMMUNICATION:
         return str(action)
