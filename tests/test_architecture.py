@@ -30,6 +30,7 @@ FLOORS = (
 
 # The runtime's parts, each of which imports those before it alone.
 RUNTIME = (
+    "accelerator",
     "arguments",
     "call",
     "result",

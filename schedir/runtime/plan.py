@@ -12,6 +12,7 @@ from torch import nn
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, StageVersions, weight_versions
 from schedir.passes import insert_reductions
+from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
 from schedir.runtime.fitting import (
     check_clipping,
@@ -44,10 +45,15 @@ class Plan:
     grid: Grid
     local_ranks: tuple[int, ...]
     trained: Mapping[int, nn.Module]
-    device: torch.device
+    accelerator: Accelerator
     recomputed: Collection[int]
     tied: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]]
     timeout: timedelta | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages here are."""
+        return self.accelerator.device
 
     @property
     def channel(self) -> str:
@@ -122,15 +128,15 @@ def plan_of(given: Arguments) -> Plan:
     check_stages(schedule, given.stages, local_stages, None if given.in_process else place.rank)
     trained = _trained(given, schedule.stages - 1)
     check_modules(trained)
-    device = device_of(trained)
-    channel = transport_for(place.alone, device).channel
+    accelerator = accelerator_of(device_of(trained))
+    channel = transport_for(place.alone, accelerator.device).channel
     return Plan(
         given,
         proved(schedule, channel, ties),
         place,
         local_ranks,
         trained,
-        device,
+        accelerator,
         recomputed_stages(given.recompute, schedule.stages),
         tied_copies(schedule, given.stages, given.ties),
         timeout,

@@ -49,7 +49,7 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         grid = plan.grid
-        self.grid, self.device = grid, plan.device
+        self.grid, self.accelerator, self.device = grid, plan.accelerator, plan.device
         self._schedule, self._ranks = plan.schedule, plan.local_ranks
         self.broken: str | None = None
         self.closed = False
@@ -58,7 +58,7 @@ class World:
             init_process_group(plan.timeout)
         self.groups = Groups(grid.everyone, plan.timeout)
         self._board = Board(self.groups.store)
-        self._hub = InProcessTransport()
+        self._hub = InProcessTransport(plan.accelerator)
         self.control = Control(grid)
         with self.together("making the executor"):
             self.control.connect(self.groups)

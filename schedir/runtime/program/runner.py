@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
-import torch
 
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Schedule
 from schedir.runtime.call import Call
@@ -31,6 +32,7 @@ class Runner:
     ) -> None:
         self.cells, self.opening = cells, opening
         self._schedule, self._under_way = schedule, under_way
+        self._accelerator = plan.accelerator
         self._streams = _streams(plan)
 
     def run(self, opened: Opened, call: Call) -> None:
@@ -48,7 +50,7 @@ class Runner:
             if len(lists) == 1:
                 advance(lists[0][done:] if done else lists[0], call)
             else:
-                take_turns(lists, call, self._streams)
+                take_turns(lists, call, self._accelerator, self._streams)
         except WaitError as stalled:
             if not stalled.what and stalled.action is not None:
                 stalled.what = _awaited(self._schedule, stalled.action)
@@ -72,8 +74,8 @@ def _awaited(schedule: Schedule, action: Action) -> str:
     return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
 
 
-def _streams(plan: Plan) -> list[torch.cuda.Stream]:
-    """One for each rank, where this process runs several on a GPU."""
-    if len(plan.local_ranks) == 1 or plan.device.type != "cuda":
+def _streams(plan: Plan) -> list[Any]:
+    """One for each rank, where this process runs several."""
+    if len(plan.local_ranks) == 1:
         return []
-    return [torch.cuda.Stream(plan.device) for _ in plan.local_ranks]
+    return [plan.accelerator.stream() for _ in plan.local_ranks]

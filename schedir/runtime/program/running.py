@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-
-import torch
+from typing import Any
 
 from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.call import Call
 from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.program.instruction import Instruction
@@ -43,21 +42,26 @@ def advance(instructions: Sequence[Instruction], call: Call) -> None:
 
 
 def take_turns(
-    lists: Sequence[Sequence[Instruction]], call: Call, streams: Sequence[torch.cuda.Stream]
+    lists: Sequence[Sequence[Instruction]],
+    call: Call,
+    accelerator: Accelerator,
+    streams: Sequence[Any],
 ) -> None:
     """Run the ranks of this process in turn, each as far as it gets until it is blocked.
 
-    On a GPU each has a stream of its own, of `streams`; elsewhere there are none.
+    Each has a stream of its own, of `streams`, where the device has any.
     """
     reached = [0] * len(lists)
+    begun = accelerator.mark()
     for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with accelerator.on(stream):
+            begun.wait()
     progress = True
     while progress:
         progress = False
         for turn, instructions in enumerate(lists):
             first = reached[turn]
-            with torch.cuda.stream(streams[turn]) if streams else nullcontext():
+            with accelerator.on(streams[turn]):
                 while reached[turn] < len(instructions):
                     instruction = instructions[reached[turn]]
                     if instruction.is_blocked(call):
@@ -66,7 +70,9 @@ def take_turns(
                     reached[turn] += 1
             progress |= reached[turn] > first
     for stream in streams:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        with accelerator.on(stream):
+            ended = accelerator.mark()
+        ended.wait()
     for at, instructions in zip(reached, lists, strict=True):
         if at < len(instructions):
             raise ExecutionError(

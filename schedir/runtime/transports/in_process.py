@@ -6,10 +6,10 @@ from collections import deque
 from typing import ClassVar
 
 import attrs
-import torch
 from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.transports.transport import Transport, Work
 
 
@@ -17,12 +17,13 @@ from schedir.runtime.transports.transport import Transport, Work
 class End:
     """One end of a transfer within a process: its tensor, and whether both ends have met.
 
-    On a GPU `ready` is when its rank's stream had come to it, and `copied` when the copy is done.
+    On a device that queues, `ready` is when its rank's stream had come to it, and `copied` when the
+    copy is done.
     """
 
     tensor: Tensor
-    ready: torch.cuda.Event | None = None
-    copied: torch.cuda.Event | None = None
+    ready: Mark | None = None
+    copied: Mark | None = None
     done: bool = False
 
     def wait(self) -> bool:
@@ -41,7 +42,8 @@ class End:
 class InProcessTransport:
     """Between the ranks of one process: what is sent waits in a queue until it is received."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self._sent: dict[tuple[int, int], deque[End]] = {}
         self._posted: dict[tuple[int, int], deque[End]] = {}
 
@@ -56,7 +58,7 @@ class InProcessTransport:
 
     def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
-        end = End(tensor, _now(tensor))
+        end = End(tensor, self._now())
         own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
         waiting = other.get(channel)
         if not waiting:
@@ -72,16 +74,15 @@ class InProcessTransport:
         if met.ready is not None:
             met.ready.wait()
             # The other rank's stream may free it before this one has come to the copy.
-            met.tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self._accelerator.used(met.tensor)
         target.tensor.copy_(source.tensor)
-        end.copied = met.copied = _now(tensor)
+        end.copied = met.copied = self._now()
         end.done = met.done = True
         return end
 
-
-def _now(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event on the current stream of a tensor's GPU."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    def _now(self) -> Mark | None:
+        """A mark on the current stream, where there are streams."""
+        return self._accelerator.mark() if self._accelerator.queues else None
 
 
 @attrs.frozen

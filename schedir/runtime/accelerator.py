@@ -1,0 +1,151 @@
+"""The device that the stages are on: its streams, its events, and where the host waits for it.
+
+All that the runtime has to do with streams goes through an `Accelerator`, so that any device of
+torch's will do, the CPU among them, and a test can put one in its place that keeps count of what
+happens before what.
+
+    rank 0's stream     0F0 ──mark──┐
+    rank 1's stream                 └─wait── copy ── 1F0        the host waits for neither
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point on a stream, with all that was queued there before it."""
+
+    def wait(self) -> None:
+        """Have the current stream wait for it; the host does not."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """The milliseconds from here to a later one; both were made with `timed`."""
+
+
+class Accelerator:
+    """A device whose work is queued on streams, while the host goes on.
+
+    `queues` says whether it is one; the CPU, a `Host`, works at once.
+    """
+
+    queues = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+
+    def chosen(self) -> AbstractContextManager[object]:
+        """Make it the current device inside."""
+        context: AbstractContextManager[object] = self._module.device(self.device)
+        return context
+
+    def stream(self) -> Any:
+        """A new stream."""
+        return self._module.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Make it the current stream inside; None leaves the one that is."""
+        if stream is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = self._module.stream(stream)
+        return context
+
+    def mark(self, timed: bool = False) -> Mark:
+        """A mark on the current stream."""
+        event: Mark = self._module.Event(enable_timing=timed)
+        self._module.current_stream(self.device).record_event(event)
+        return event
+
+    def used(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor that another one has made: its memory is not given out
+        again before that is done."""
+        tensor.record_stream(self._module.current_stream(self.device))
+
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy a tensor to the host, which does not wait for it; returns how to get the copy."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        done = self.mark()
+
+        def fetched() -> Tensor:
+            done.synchronize()
+            return copy
+
+        return fetched
+
+    def synchronize(self) -> None:
+        """Have the host wait for all that is queued."""
+        self._module.synchronize(self.device)
+
+    def generators(self) -> Iterable[torch.Generator]:
+        """The default generators that a forward here may draw from, besides the CPU's."""
+        return (self._module.default_generators[self.device.index or 0],)
+
+
+class _Moment:
+    """A mark on the CPU, which has done by then what it was told before."""
+
+    def __init__(self) -> None:
+        self._seconds = perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return 1e3 * (end._seconds - self._seconds)
+
+
+class Host(Accelerator):
+    """The CPU: what it is told is done by the time the call is back."""
+
+    queues = False
+
+    def chosen(self) -> AbstractContextManager[object]:
+        """There is one."""
+        return nullcontext()
+
+    def stream(self) -> Any:
+        """It has none."""
+        return None
+
+    def mark(self, timed: bool = False) -> Mark:
+        """This moment."""
+        return _Moment()
+
+    def used(self, tensor: Tensor) -> None:
+        """Memory is given back once nobody refers to it."""
+
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """It is there."""
+        return lambda: tensor
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def generators(self) -> Iterable[torch.Generator]:
+        """None but its own."""
+        return ()
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """What stands for a device."""
+    return (Host if device.type == "cpu" else Accelerator)(device)
