@@ -22,11 +22,12 @@ from schedir.runtime.program.compute import (
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
 from schedir.runtime.program.observers import Observer, observed
 from schedir.runtime.program.transfer import (
+    Receive,
     ReceiveActivations,
     ReceiveGradients,
+    Send,
     SendActivations,
     SendGradients,
-    Transfer,
 )
 from schedir.runtime.program.update import OptimStep, PassBarriers, ReduceGrad
 from schedir.runtime.stage.cells import Cell, Cells
@@ -93,12 +94,13 @@ class Compiler:
         last_read = versions.last_read[version] == place.index
         yield kind(self.stages[cell.stage], cell, version, last_read)
 
-    def _transfer(self, place: _Place, kind: type[Transfer]) -> Iterator[Operation]:
-        peer = place.schedule.dataflow.peer(place.action)
-        if peer is None:
-            raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
+    def _send(self, place: _Place, kind: type[Send]) -> Iterator[Operation]:
         device = self.stages[place.action.stage].device
-        yield kind(self._cell(place.action), place.transport, peer, device)
+        yield kind(self._cell(place.action), place.transport, _peer(place), device)
+
+    def _receive(self, place: _Place, kind: type[Receive]) -> Iterator[Operation]:
+        device, make = self.stages[place.action.stage].device, self.cells.buffers(place.rank)
+        yield kind(self._cell(place.action), place.transport, _peer(place), device, make)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction
@@ -121,15 +123,22 @@ class Compiler:
         yield OptimStep(self.stages[stage], makes=place.versions[stage].steps.index(index) + 1)
 
 
+def _peer(place: _Place) -> int:
+    peer = place.schedule.dataflow.peer(place.action)
+    if peer is None:
+        raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
+    return peer
+
+
 _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
     Kind.FORWARD: partial(Compiler._compute, kind=Forward),
     Kind.BACKWARD: partial(Compiler._compute, kind=Backward),
     Kind.BACKWARD_INPUT: partial(Compiler._compute, kind=BackwardInput),
     Kind.BACKWARD_WEIGHT: partial(Compiler._compute, kind=BackwardWeight),
-    Kind.SEND_ACT: partial(Compiler._transfer, kind=SendActivations),
-    Kind.SEND_GRAD: partial(Compiler._transfer, kind=SendGradients),
-    Kind.RECV_ACT: partial(Compiler._transfer, kind=ReceiveActivations),
-    Kind.RECV_GRAD: partial(Compiler._transfer, kind=ReceiveGradients),
+    Kind.SEND_ACT: partial(Compiler._send, kind=SendActivations),
+    Kind.SEND_GRAD: partial(Compiler._send, kind=SendGradients),
+    Kind.RECV_ACT: partial(Compiler._receive, kind=ReceiveActivations),
+    Kind.RECV_GRAD: partial(Compiler._receive, kind=ReceiveGradients),
     Kind.REDUCE_GRAD: Compiler._reduce_grad,
     Kind.OPTIM_STEP: Compiler._optim_step,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,10 +97,21 @@ class SendGradients(Send):
 
 
 class Receive(Transfer):
-    """RECV_ACT or RECV_GRAD."""
+    """RECV_ACT or RECV_GRAD, into buffers that `make` makes."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        transport: Transport,
+        peer: int,
+        device: torch.device,
+        make: Callable[[TensorMeta], Tensor],
+    ) -> None:
+        super().__init__(cell, transport, peer, device)
+        self._make = make
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
-        buffer = empty(meta, self.device)
+        buffer = self._make(meta)
         self._post(payload(buffer, meta))
         return buffer
 

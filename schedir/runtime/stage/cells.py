@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from schedir.ir import Schedule
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.boundaries.agreement import Agreement
+from schedir.runtime.boundaries.boundary import TensorMeta, empty
+from schedir.runtime.boundaries.buffers import Pool
 from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.stage.statistics import Kept
@@ -38,7 +43,9 @@ class Cell:
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
     computed_grads: dict[int, Tensor] = attrs.field(factory=dict)  # of leaves, in their own layout
-    outputs: tuple[Tensor, ...] = ()
+    # What the backward starts from; of those that are sent the edges, since they go once they have
+    # arrived.
+    outputs: tuple[Tensor | GradientEdge | None, ...] = ()
     outputs_to_send: tuple[Tensor, ...] = ()
     result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
@@ -83,7 +90,11 @@ class Cells:
     The pipeline's first microbatch draws random numbers as `first_draw`.
     """
 
-    def __init__(self, schedule: Schedule, stages: Iterable[int], first_draw: int) -> None:
+    def __init__(
+        self, schedule: Schedule, stages: Iterable[int], first_draw: int, accelerator: Accelerator
+    ) -> None:
+        self._accelerator = accelerator
+        self._pools: dict[int, Pool] = {}
         self._last, self._microbatches = schedule.stages - 1, schedule.microbatches
         self._cells = {
             (s, m): Cell(s, m, first_draw + m) for s in sorted(stages) for m in self._all
@@ -122,6 +133,13 @@ class Cells:
         for m, share in enumerate(shares):
             self._cells[self._last, m].loss_share = share
 
+    def buffers(self, rank: int) -> Callable[[TensorMeta], Tensor]:
+        """What makes the buffers that a rank's receives go into."""
+        device = self._accelerator.device
+        if not self._accelerator.queues:  # there is nothing to gain: see ARCHITECTURE.md
+            return partial(empty, device=device)
+        return self._pools.setdefault(rank, Pool(device)).take
+
     def wire(self, agreement: Agreement) -> None:
         """Put in what is agreed of the boundaries."""
         for place, cell in self._cells.items():
@@ -151,6 +169,8 @@ class Cells:
         """Forget all tensors: a call is over."""
         for cell in self._cells.values():
             cell.clear()
+        for pool in self._pools.values():
+            pool.trim()
 
     def drop_works(self) -> None:
         """Forget all works, done or not: a call has failed."""
