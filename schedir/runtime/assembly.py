@@ -83,7 +83,7 @@ def assemble(plan: Plan, world: World) -> Parts:
     """
     shared = Shared(plan, world)
     announcements = Announcements(plan, world.control)
-    transports = world.transports()
+    transports = world.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
     clipping = shared.clipping()
     barriers = shared.barriers(clipping)
