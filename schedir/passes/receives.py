@@ -30,9 +30,10 @@ def advance_receives(
 ) -> Schedule:
     """The schedule with each receive as far ahead as the channel model and its buffers allow.
 
-    The receives of a rank keep their order, and so does all else. `room` is the number of receive
-    buffers that a rank may hold at once, where its list does not need more at its peak; None for
-    no more than the list needs. A compute-only schedule gets its communication first.
+    The receives of a rank keep their order, and so does all else; those of a batch stay in it.
+    `room` is the number of receive buffers that a rank may hold at once, where its list does not
+    need more at its peak; None for no more than the list needs. A compute-only schedule gets its
+    communication first.
 
     Raises ValueError for an unknown channel model or a negative room, TypeError for what is no
     Schedule, and what `insert_communication` raises.
@@ -43,31 +44,40 @@ def advance_receives(
     complete = insert_communication(schedule)
     columns = complete.columns
     receives = columns.is_kind(*RECEIVES)
-    held_by = _held_by(queues(channel, complete), receives).tolist()
+    stays = columns.joined | np.append(columns.joined[1:], False)
+    held_by = np.where(stays, len(columns), _held_by(queues(channel, complete), receives)).tolist()
+    joined = columns.joined.tolist()
     freed = _freed(complete)
     starts = columns.starts.tolist()
     order: list[int] = []
     for start, end in pairwise(starts):
         is_receive, frees = receives[start:end], freed[start:end]
         buffers = max(_peak(is_receive, frees), room or 0)
-        order += _advanced(start, is_receive.tolist(), held_by, frees.tolist(), buffers)
+        order += _advanced(start, is_receive.tolist(), held_by, joined, frees.tolist(), buffers)
     return complete.take(np.array(order, np.int64), columns.starts)
 
 
 def _advanced(
-    start: int, is_receive: list[bool], held_by: list[int], freed: list[int], buffers: int
+    start: int,
+    is_receive: list[bool],
+    held_by: list[int],
+    joined: list[bool],
+    freed: list[int],
+    buffers: int,
 ) -> list[int]:
     """The places of a rank, which begin at `start`, in their new order.
 
-    `held_by` has the place that each receive stays after, `freed` the buffers that each place of
-    the rank gives back.
+    `held_by` has the place that each receive stays after, and `joined` where a place goes on with
+    the entry of the one before; `freed` are the buffers that each place of the rank gives back.
     """
     order: list[int] = []
     receives = (place for place, receive in enumerate(is_receive, start) if receive)
     pending = next(receives, -1)
     for place, (receive, back) in enumerate(zip(is_receive, freed, strict=True), start):
         # One that has come to its own place is posted in any case: that is within the peak.
-        while pending >= 0 and (pending == place or (buffers > 0 and held_by[pending] < place)):
+        while pending >= 0 and (
+            pending == place or (buffers > 0 and held_by[pending] < place and not joined[place])
+        ):
             order.append(pending)
             buffers -= 1
             pending = next(receives, -1)

@@ -30,15 +30,10 @@ from tests.runtime.kit import (
     random_batches,
     sgd,
 )
+from tests.runtime.queueing import Queueing
 
 WIDTH, ROWS = 64, 16
 BOUNDARY = 4 * WIDTH * ROWS  # bytes
-
-
-class Queueing(Host):
-    """The CPU as a device whose work is queued: memory is handled as it has to be there."""
-
-    queues = True
 
 
 @pytest.fixture
