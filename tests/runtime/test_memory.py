@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +18,11 @@ import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.boundaries.buffers import Pool
+from schedir.runtime.boundaries.buffers import FromBuffers, Pool
+from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import programs
+from schedir.runtime.program.joined import Batch
+from schedir.runtime.transports.transport import Work
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
@@ -96,11 +99,23 @@ def test_nor_does_it_where_receive_buffers_are_used_again() -> None:
     assert peak(8) == peak(64) > 4 * BOUNDARY
 
 
-def test_what_has_arrived_is_let_go_before_its_backward() -> None:
-    """By B0 the outputs of the first three forwards have arrived: rank 1 runs B0 after its F2.
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        # By B0 the first three have arrived: rank 1 runs its B0 after its F2.
+        (Host, [0, 1, 2, 3, 1, 1, 1, 1]),
+        # What is under way there is a copy.
+        (Queueing, [0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_what_was_sent_is_let_go_before_its_backward(
+    device: type[Host], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many outputs of rank 0 of four live before each of its forwards.
 
     0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 …
     """
+    monkeypatch.setattr(plan, "accelerator_of", device)
     alive: list[int] = []
     made: list[weakref.ref[Tensor]] = []
 
@@ -116,7 +131,7 @@ def test_what_has_arrived_is_let_go_before_its_backward() -> None:
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         for x, y in random_batches(2):
             executor.step(x, target=y)
-    assert alive[-8:] == [0, 1, 2, 3, 1, 1, 1, 1]
+    assert alive[-8:] == expected
 
 
 class Scale(torch.autograd.Function):
@@ -174,13 +189,13 @@ META = meta_of(torch.empty(2, 3))
 
 
 def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
-    first = pool.take(META)
+    first = pool.empty(META)
     place = first.data_ptr()
-    second = pool.take(META)
+    second = pool.empty(META)
     assert second.data_ptr() != place
     first.fill_(1.0)
     del first
-    again = pool.take(META)
+    again = pool.empty(META)
     assert again.data_ptr() == place
     assert again._version == 0  # a module that changes its input is found by this
 
@@ -196,12 +211,12 @@ def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
     ],
 )
 def test_what_somebody_keeps_is_not_given_out(pool: Pool, keep: Callable[[Tensor], Any]) -> None:
-    kept = [keep(pool.take(META))]
-    other = pool.take(META)
+    kept = [keep(pool.empty(META))]
+    other = pool.empty(META)
     places = {buffer.data_ptr() for buffers in pool._buffers.values() for buffer in buffers}
     assert len(places) == 2
     kept.clear()
-    assert {pool.take(META).data_ptr(), other.data_ptr()} == places
+    assert {pool.empty(META).data_ptr(), other.data_ptr()} == places
 
 
 def test_layouts_do_not_share_buffers(pool: Pool) -> None:
@@ -212,7 +227,7 @@ def test_layouts_do_not_share_buffers(pool: Pool) -> None:
         torch.empty(2, 3, dtype=torch.int32),
     ]
     for tensor in shapes:
-        buffer = pool.take(meta_of(tensor))
+        buffer = pool.empty(meta_of(tensor))
         found = buffer.shape, buffer.stride(), buffer.dtype
         assert found == (tensor.shape, tensor.stride(), tensor.dtype)
     assert len(pool._buffers) == len(shapes)
@@ -220,14 +235,62 @@ def test_layouts_do_not_share_buffers(pool: Pool) -> None:
 
 def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(pool: Pool) -> None:
     for _ in range(2):
-        kept = pool.take(META)
-        pool.take(META)
+        kept = pool.empty(META)
+        pool.empty(META)
         pool.trim()
         ((free,),) = pool._buffers.values()
         assert free.data_ptr() != kept.data_ptr()
-    pool.take(meta_of(torch.empty(5)))
+    pool.empty(meta_of(torch.empty(5)))
     pool.trim()
     assert [*pool._buffers] == [((5,), (1,), torch.float32)]
+
+
+class Done:
+    """A send that is done, and whose work holds nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Tensor]] = []
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        self.sent.append((tensor.data_ptr(), tensor.clone()))
+        return self
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        return self
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        return [self.send(post.tensor, post.peer) for post in posts]
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
+    pool: Pool, batched: bool
+) -> None:
+    poster = Done()
+    sending = FromBuffers(poster, pool)
+    values = [torch.full((2, 3), float(n), requires_grad=True) for n in range(4)]
+    works: list[Work] = []
+    for tensor in values[:2]:
+        if batched:
+            batch = Batch(sending)
+            works.append(batch.send(tensor, 1))
+            batch.post()
+        else:
+            works.append(sending.send(tensor, 1))
+    first, second = (place for place, _ in poster.sent)
+    assert len({first, second, *(tensor.data_ptr() for tensor in values)}) == 6
+    works.pop(0).wait()
+    works.append(sending.send(values[2], 1))
+    works.append(sending.send(values[3], 1))
+    assert poster.sent[2][0] == first
+    assert poster.sent[3][0] not in (first, second)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(values, poster.sent, strict=True))
 
 
 class Keeps(nn.Linear):
@@ -268,8 +331,8 @@ def test_buffers_that_are_used_again_train_as_one_process(name: str) -> None:
         assert len(keeps.given) == 24
         assert all(torch.equal(*pair) for pair in keeps.given)
         assert queues == bool(pools)
-        if queues and name == "1f1b":  # one in use, and the next one, which comes in meanwhile
-            assert [len(own) for own in pools[3]._buffers.values()] == [2]
+        if queues and name == "1f1b":  # two that are received, and two that are under way
+            assert [len(own) for own in pools[3]._buffers.values()] == [4]
         trained.append([p.detach().clone() for module in here for p in module.parameters()])
     assert losses[0] == losses[1]
     assert all(map(torch.equal, *trained))

@@ -10,6 +10,8 @@ import attrs
 
 from schedir.errors import ExecutionError
 from schedir.ir import Action, Kind, Schedule, StageVersions, Together, weight_versions
+from schedir.runtime.boundaries.boundary import empty
+from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
@@ -72,6 +74,8 @@ class Compiler:
 
         `listed_at` has the place of each in the list before its receives were moved.
         """
+        pool = self.cells.pool(rank)
+        poster = transport if pool is None else FromBuffers(transport, pool)
         actions = schedule.flat[rank]
         arrived = arrivals(schedule, rank)
         versions = weight_versions(schedule.columns, rank)
@@ -79,11 +83,11 @@ class Compiler:
         turn = 0
         for index, entry in enumerate(schedule.actions[rank]):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
-            batch = Batch(transport) if communicates(parts) else None
+            batch = Batch(poster) if communicates(parts) else None
             made = []
             for action in parts:
                 sends = [self._sends(actions[send]) for send in arrived.get(turn, ())]
-                place = _Place(schedule, rank, index, turn, action, versions, batch or transport)
+                place = _Place(schedule, rank, index, turn, action, versions, batch or poster)
                 for operation in _MAKERS[action.kind](self, place):
                     made.append(
                         instruction(rank, index, listed_at[index], action, operation, sends)
@@ -119,7 +123,8 @@ class Compiler:
         yield kind(self._cell(place.action), place.poster, _peer(place), device)
 
     def _receive(self, place: _Place, kind: type[Receive]) -> Iterator[Operation]:
-        device, make = self.stages[place.action.stage].device, self.cells.buffers(place.rank)
+        pool, device = self.cells.pool(place.rank), self.stages[place.action.stage].device
+        make = partial(empty, device=device) if pool is None else pool.empty
         yield kind(self._cell(place.action), place.poster, _peer(place), device, make)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:

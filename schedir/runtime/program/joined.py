@@ -17,7 +17,7 @@ from schedir.ir import COMMUNICATION, Action
 from schedir.runtime.call import Call
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Instruction, Operation
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports.transport import BatchPoster, Work
 
 
 def communicates(actions: Sequence[Action]) -> bool:
@@ -49,9 +49,9 @@ class _Part:
 
     def wait(self) -> bool:
         """Wait until it is done."""
-        if not self.done and self.work is not None:
-            self.work.wait()
-        self.done = True
+        if self.work is not None:
+            work, self.work, self.done = self.work, None, True
+            work.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -79,8 +79,8 @@ class _Whole:
 class Batch:
     """Takes what the actions of an entry post, in place of their transport, and posts it as one."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, poster: BatchPoster) -> None:
+        self._poster = poster
         self._posts: list[Post] = []
         self._parts: list[_Part] = []
 
@@ -104,7 +104,7 @@ class Batch:
         posts, parts = self._posts, self._parts
         self._posts, self._parts = [], []
         if posts:
-            for part, work in zip(parts, self._transport.together(posts), strict=True):
+            for part, work in zip(parts, self._poster.together(posts), strict=True):
                 part.work = work
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +13,6 @@ from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.boundaries.agreement import Agreement
-from schedir.runtime.boundaries.boundary import TensorMeta, empty
 from schedir.runtime.boundaries.buffers import Pool
 from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
 from schedir.runtime.stage.split_backward import WeightPart
@@ -133,12 +131,16 @@ class Cells:
         for m, share in enumerate(shares):
             self._cells[self._last, m].loss_share = share
 
-    def buffers(self, rank: int) -> Callable[[TensorMeta], Tensor]:
-        """What makes the buffers that a rank's receives go into."""
-        device = self._accelerator.device
-        if not self._accelerator.queues:  # there is nothing to gain: see ARCHITECTURE.md
-            return partial(empty, device=device)
-        return self._pools.setdefault(rank, Pool(device)).take
+    def pool(self, rank: int) -> Pool | None:
+        """What a rank sends from and receives into; None where new memory does as well."""
+        if not self._accelerator.queues:
+            return None
+        return self._pools.setdefault(rank, Pool(self._accelerator.device))
+
+    def trim_pools(self) -> None:
+        """Another call begins, and what the one before has sent has arrived."""
+        for pool in self._pools.values():
+            pool.trim()
 
     def wire(self, agreement: Agreement) -> None:
         """Put in what is agreed of the boundaries."""
@@ -169,11 +171,10 @@ class Cells:
         """Forget all tensors: a call is over."""
         for cell in self._cells.values():
             cell.clear()
-        for pool in self._pools.values():
-            pool.trim()
 
     def drop_works(self) -> None:
-        """Forget all works, done or not: a call has failed."""
+        """Forget all works, done or not, and what they have used: a call has failed."""
+        self._pools.clear()
         for cell in self._cells.values():
             for works in cell.works:
                 works.clear()

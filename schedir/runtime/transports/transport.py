@@ -31,7 +31,15 @@ class Poster(Protocol):
         """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
 
 
-class Transport(Poster, Protocol):
+class BatchPoster(Poster, Protocol):
+    """What takes several of them as one, too."""
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several sends and receives as one, which no order among them can block; the work of
+        each."""
+
+
+class Transport(BatchPoster, Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model that lists are proved under for it: how much of their order it
@@ -45,10 +53,6 @@ class Transport(Poster, Protocol):
     laxest: ClassVar[str]
     early: ClassVar[bool]
     queues: ClassVar[bool]
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several sends and receives as one, which no order among them can block; the work of
-        each."""
 
 
 def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:
