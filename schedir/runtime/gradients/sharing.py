@@ -213,7 +213,7 @@ class Shared:
         found: dict[int, Group] = {}
         for number in in_turn(self._tied, self._own):
             if len(processes := self._tied[number]) > 1:
-                purpose = f"tie/{number}/{processes}"
+                purpose = f"tie/{number}/{','.join(map(str, processes))}"
                 found[number] = self._groups.make(purpose, processes, self._device)
                 found[number].warm_up(self._device)
         return found
