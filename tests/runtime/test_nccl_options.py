@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
 
-
 STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
 
 
