@@ -1,0 +1,123 @@
+"""What this process has posted and does not know to be done, where no wait of its host tells.
+
+A device that queues waits for transfers itself, and the host goes on; where what a transfer waits
+for never comes, the device stands still, and nothing says where. So everything that is posted is
+kept in list order, and where the host comes to wait for the device, it looks at that first:
+
+    host      call 3: posts 0RECV_GRAD0, 0SEND_ACT1 …   call 4: posts …   .loss: waits
+    device    call 3: … 0RECV_GRAD0 never comes
+                        └─ the first that is not done: where the rank stands, and for whom it waits
+
+The host is at most one call ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+import torch.distributed as dist
+
+from schedir.ir import RECEIVES
+from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.call import Call
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.patience import Patience
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.transfer import Transfer
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """One thing that is under way: what an instruction has posted, or, without one, a call."""
+
+    is_done: Callable[[], bool]
+    instruction: Instruction | None = None
+
+    def awaited(self) -> str:
+        """What it waits for, in words."""
+        if self.instruction is None:
+            return "the device to come to the end of a call"
+        action, operation = self.instruction.action, self.instruction.operation
+        if not isinstance(operation, Transfer):
+            return f"all that take part in {action}"
+        return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
+
+
+class Trail:
+    """What the latest two calls have posted: an observer of instructions, where it `follows`.
+
+    `posted` is where works are noted as they are posted.
+    """
+
+    def __init__(
+        self, patience: Patience, posted: list[dist.Work], accelerator: Accelerator, follows: bool
+    ) -> None:
+        self._patience, self._posted = patience, posted
+        self._accelerator, self._follows = accelerator, follows
+        self._before: deque[_Step] = deque()
+        self._latest: deque[_Step] = deque()
+
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        if not self._follows:
+            return instruction
+        run = instruction.run
+
+        def followed(call: Call) -> None:
+            run(call)
+            if self._posted:
+                self._take(instruction)
+
+        return attrs.evolve(instruction, run=followed)
+
+    def _take(self, instruction: Instruction | None) -> None:
+        self._latest.extend(_Step(work.is_completed, instruction) for work in self._posted)
+        self._posted.clear()
+
+    def begin(self) -> None:
+        """A call begins: the one before the latest has to be done."""
+        self._end(self._before)
+        self._before.extend(self._latest)
+        self._latest.clear()
+
+    def end(self) -> Callable[[], bool]:
+        """A call has ended here; the result tells whether it has on the device, for `reach`."""
+        if not self._follows:
+            return lambda: True
+        self._take(None)
+        ended = self._accelerator.mark().query
+        self._latest.append(_Step(ended))
+        return ended
+
+    def reach(self, ended: Callable[[], bool]) -> None:
+        """Wait for the end of a call. Raises WaitError, with the place in the list, where that is
+        in vain."""
+        for posted in (self._before, self._latest):
+            self._end(posted, ended)
+
+    def settle(self) -> None:
+        """Wait until all is done; raises as `reach` does."""
+        for posted in (self._before, self._latest):
+            self._end(posted)
+
+    def _end(self, posted: deque[_Step], early: Callable[[], bool] = lambda: False) -> None:
+        """Wait for one after the other, or until there is an early end; each has the timeout to
+        itself, so a step may take longer."""
+        while posted and not early():
+            first = posted[0]
+            try:
+                self._patience.until(lambda: first.is_done() or early(), first.awaited)  # noqa: B023  # called within
+            except WaitError as stalled:
+                if (at := first.instruction) is not None:
+                    stalled.at(at.rank, at.listed_at, at.action)
+                raise
+            if first.is_done():
+                posted.popleft()
+
+    def drop(self) -> None:
+        """A call has failed: nothing of it will be done."""
+        self._posted.clear()
+        self._before.clear()
+        self._latest.clear()
