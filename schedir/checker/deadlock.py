@@ -78,7 +78,9 @@ def deadlock(
     under every model. `given` is the schedule as its author gave it, where communication has been
     inserted since.
     """
-    waiting = waits(schedule, channel, ties)
+    # What blocks under every model does so for the reasons that the weakest has, too: these are the
+    # ones to see to first.
+    waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
     never = stuck(waiting)
     if never.any():
         yield Faults(

@@ -127,7 +127,7 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
         held = ~columns.is_kind(*RECEIVES)[later]
         later, earlier = later[held], earlier[held]
     yield _edges(later, earlier, AFTER)
-    yield _edges(np.arange(len(columns)), _previous_of_queue(queues(channel, schedule)), QUEUED)
+    yield _edges(np.arange(len(columns)), previous_of_queue(queues(channel, schedule)), QUEUED)
     sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
 
@@ -159,7 +159,7 @@ def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
     )
 
 
-def _previous_of_queue(queue: Ints) -> Ints:
+def previous_of_queue(queue: Ints) -> Ints:
     """For every place, the place before in its queue, -1 for none."""
     order = np.argsort(queue, kind="stable")
     order = order[queue[order] >= 0]

@@ -28,16 +28,20 @@ from schedir.ir import (
 from schedir.simulator.costs import CostModel
 from schedir.simulator.timeline import Timeline
 
+CHANNEL = "edge"
+"""The channel model that schedules are simulated under, and proved for it."""
+
 
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where the schedule is wrong, TypeError for what is no Schedule.
+    `schedir.check` finds under `edge`, where the schedule is wrong there, and TypeError for what is
+    no Schedule.
     """
     expect_schedule(schedule)
     price = (costs or CostModel()).by_kind()
-    complete = prove(schedule).proved()
+    complete = prove(schedule, CHANNEL).proved()
     planned = plan(complete)
     textbook = price == {kind: kind.traits.cost for kind in Kind}
     times = planned.textbook if textbook else _run(complete, planned, price)
