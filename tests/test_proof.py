@@ -67,7 +67,7 @@ def again(schedule: Schedule) -> Schedule:
         schedule.name,
         schedule.microbatches,
         schedule.placement,
-        schedule.actions,
+        schedule.flat,
         schedule.sources,
     )
 
