@@ -91,7 +91,7 @@ def late_receives(
         finding = rules.LateReceive.at(
             schedule, receive, user, late=float(late[found[0]]), receives=len(found)
         )
-        moves = ahead(schedule, receive, compute, "post").moves(schedule.columns)
+        moves = ahead(schedule, receive, compute, "post").moves()
         yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
 
 

@@ -23,7 +23,6 @@ from schedir.ir import (
     Schedule,
     Time,
     plan,
-    queues,
 )
 
 
@@ -58,13 +57,13 @@ class _Queued:
 def _queued(schedule: Schedule, channel: str, posted: Posting) -> _Queued:
     """Run the schedule under a channel model; that takes long only where it holds something up."""
     planned, transfers = posted.planned, schedule.dataflow.transfers
-    previous = previous_of_queue(queues(channel, schedule))
+    previous = previous_of_queue(schedule, channel)
     later = np.flatnonzero(previous >= 0)
     done = _as_listed(schedule, posted)
     held = None
     if (done[previous[later]] > done[later]).any():
         waiting = waits(schedule, channel)
-        by_node = finish(waiting, TEXTBOOK[schedule.columns.kind].tolist())
+        by_node = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]).tolist())
         done = np.array(by_node, np.int64)[waiting.node]
         held = waiting, done
     # A last entry for the -1 of what comes before all compute, or first in its queue.
@@ -122,7 +121,7 @@ def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iter
                 makespan=makespan,
                 possible=float(possible),
             ),
-            back(schedule, receive, other, "post").moves(schedule.columns),
+            back(schedule, receive, other, "post").moves(),
         )
 
 

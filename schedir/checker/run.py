@@ -229,12 +229,11 @@ def _communicates(finding: Diagnostic) -> bool:
 def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
     """The finding with its places counted without the communication that was inserted."""
     columns = complete.columns
-    kept = ~columns.is_kind(*COMMUNICATION)
+    kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
 
     def without(place: Location) -> Location:
-        start = columns.starts[place.rank]
-        index = int(kept[start : start + (place.index or 0)].sum())
-        return attrs.evolve(place, index=index)
+        start, end = columns.starts[place.rank], columns.place(place.rank, place.index or 0)
+        return attrs.evolve(place, index=int(kept[start:end].sum()))
 
     return attrs.evolve(finding, locations=tuple(map(without, finding.locations)))
 

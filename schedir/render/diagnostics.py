@@ -66,8 +66,8 @@ def _list(excerpt: Excerpt) -> str:
     """A piece of a list: `#3 … 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 …`, what is at fault in
     brackets."""
     tokens = [
-        f"[{action}]" if index in excerpt.marked else str(action)
-        for index, action in enumerate(excerpt.actions, excerpt.first)
+        f"[{entry}]" if index in excerpt.marked else entry
+        for index, entry in enumerate(excerpt.entries, excerpt.first)
     ]
     before = ["…"] if excerpt.first else []
     after = ["…"] if excerpt.first + len(tokens) < excerpt.total else []

@@ -28,7 +28,11 @@ class WaitCycle(Diagnostic):
         + ". What is clean under `rank` runs on NCCL and on gloo, what is clean under `async` on "
         "gloo alone; `pair` and `edge` ask of a driver what CUDA does not promise."
     )
-    fix = "Post one of the actions of the cycle earlier, or use a transport that keeps less order."
+    fix = (
+        "Post one of the actions of the cycle earlier, post a rank's sends and receives that block "
+        "each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`, or use a transport that keeps less "
+        "order."
+    )
     example = example(
         2,
         "0 1",
