@@ -27,7 +27,7 @@ def updates(schedule: Schedule) -> list[list[int]]:
         order: list[int] = []
         complete: set[int] = set()
         done = 0
-        for action in schedule.actions[rank]:
+        for action in schedule.flat[rank]:
             if action.stage != last:
                 continue
             if action.kind is Kind.OPTIM_STEP:
@@ -49,7 +49,7 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
     It is the one that its forward names, else the number of updates of that stage listed before.
     """
     read: dict[tuple[int, int], int] = {}
-    for actions in schedule.actions:
+    for actions in schedule.flat:
         done: Counter[int] = Counter()
         for action in actions:
             if action.kind is Kind.OPTIM_STEP:

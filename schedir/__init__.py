@@ -15,6 +15,7 @@ from schedir.ir import (
     Placement,
     Schedule,
     Source,
+    Together,
     backward,
     backward_input,
     backward_weight,
@@ -27,6 +28,7 @@ from schedir.ir import (
     reduce_grad,
     send_act,
     send_grad,
+    together,
 )
 from schedir.library import Generator, Pipeline, build, schedule
 from schedir.passes import advance_receives, insert_communication
@@ -52,6 +54,7 @@ __all__ = [
     "ScheduleError",
     "Source",
     "Timeline",
+    "Together",
     "UnsoundError",
     "__version__",
     "advance_receives",
@@ -72,4 +75,5 @@ __all__ = [
     "send_act",
     "send_grad",
     "simulate",
+    "together",
 ]

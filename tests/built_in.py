@@ -26,7 +26,7 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 def steps_once(schedule: schedir.Schedule) -> bool:
     """Whether each stage has one update, as in synchronous training."""
-    steps = [a for actions in schedule.actions for a in actions if a.kind is Kind.OPTIM_STEP]
+    steps = [a for actions in schedule.flat for a in actions if a.kind is Kind.OPTIM_STEP]
     return len(steps) == sum(len(held) for held in schedule.placement)
 
 

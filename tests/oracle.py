@@ -51,11 +51,11 @@ class Oracle:
         self.ties = tuple(ties)
         self.channel = channel
         self.random = random.Random(seed)
-        self.ranks = [Rank(a, [False] * len(a)) for a in schedule.actions]
+        self.ranks = [Rank(a, [False] * len(a)) for a in schedule.flat]
         self.runs: dict[tuple[int, int], int] = {}
         self.summed: set[int] = set()
         self.not_summed: set[int] = set()
-        for rank, actions in enumerate(schedule.actions):
+        for rank, actions in enumerate(schedule.flat):
             for a in actions:
                 if a.kind is Kind.FORWARD and a.microbatch is not None:
                     self.runs.setdefault((a.stage, a.microbatch), rank)
@@ -336,9 +336,7 @@ class Oracle:
     def wrong(self) -> list[str]:
         faults = [fault for rank in self.ranks for fault in rank.faults]
         everything = sorted(range(self.schedule.microbatches))
-        any_step = any(
-            a.kind is Kind.OPTIM_STEP for actions in self.schedule.actions for a in actions
-        )
+        any_step = any(a.kind is Kind.OPTIM_STEP for actions in self.schedule.flat for a in actions)
         groups = []
         for stage, held in enumerate(self.schedule.placement):
             by_rank = []

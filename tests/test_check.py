@@ -36,32 +36,32 @@ def schedule(microbatches: int, placement: str, *lists: str) -> Schedule:
 
 
 def edit(base: Schedule, rank: int, change: list[Action]) -> Schedule:
-    lists = [list(actions) for actions in base.actions]
+    lists = [list(actions) for actions in base.flat]
     lists[rank] = change
     return Schedule(base.name, base.microbatches, base.placement, lists)
 
 
 def drop(base: Schedule, rank: int, token: str) -> Schedule:
-    return edit(base, rank, [a for a in base.actions[rank] if str(a) != token])
+    return edit(base, rank, [a for a in base.flat[rank] if str(a) != token])
 
 
 def double(base: Schedule, rank: int, token: str) -> Schedule:
     index = place(base, rank, token)
-    actions = list(base.actions[rank])
+    actions = list(base.flat[rank])
     return edit(base, rank, [*actions[: index + 1], *actions[index:]])
 
 
 def swap(base: Schedule, rank: int, one: str, other: str) -> Schedule:
     exchange = {one: parse_action(other), other: parse_action(one)}
-    return edit(base, rank, [exchange.get(str(a), a) for a in base.actions[rank]])
+    return edit(base, rank, [exchange.get(str(a), a) for a in base.flat[rank]])
 
 
 def place(base: Schedule, rank: int, token: str) -> int:
-    return [str(a) for a in base.actions[rank]].index(token)
+    return [str(a) for a in base.flat[rank]].index(token)
 
 
 def listed(base: Schedule) -> Iterator[tuple[int, Action]]:
-    for rank, actions in enumerate(base.actions):
+    for rank, actions in enumerate(base.flat):
         for action in actions:
             yield rank, action
 
@@ -71,7 +71,7 @@ def naive(base: Schedule) -> Schedule:
     compute = strip_communication(base)
     runs = {(a.stage, a.microbatch): rank for rank, a in listed(compute) if a.kind is Kind.FORWARD}
     lists = []
-    for rank, actions in enumerate(compute.actions):
+    for rank, actions in enumerate(compute.flat):
         lowered = []
         for action in actions:
             stage, m = action.stage, action.microbatch or 0
@@ -136,7 +136,7 @@ def test_two_receives_of_a_channel_swapped() -> None:
 
 
 def test_a_send_under_the_wrong_rank() -> None:
-    moved = edit(ONE_F, 1, [*ONE_F.actions[1], schedir.send_act(0, 1)])
+    moved = edit(ONE_F, 1, [*ONE_F.flat[1], schedir.send_act(0, 1)])
     moved = drop(moved, 0, "0SEND_ACT1")
     assert found(moved) == [("S103", "rank 1 #9 0SEND_ACT1")]
 
@@ -151,7 +151,7 @@ def test_a_cross_rank_compute_cycle() -> None:
     assert report.diagnostics[0].help == "move rank 0 #1 before rank 0 #0"
     three_stages = schedir.schedule("cycle", placement=lambda pipe: [0, 1, 0])
     with pytest.raises(schedir.ScheduleError, match="S301"):
-        schedir.build(three_stages(lambda pipe, rank: cycle.actions[rank]), ranks=2, microbatches=1)
+        schedir.build(three_stages(lambda pipe, rank: cycle.flat[rank]), ranks=2, microbatches=1)
 
 
 def test_backward_before_forward() -> None:
@@ -249,7 +249,7 @@ def test_a_file_that_claims_a_billion_microbatches_is_answered() -> None:
 def test_what_is_wrong_too_often_is_said_four_thousand_times_by_place() -> None:
     """Every receive after its user, under two codes of which each has its own four thousand."""
     base = schedir.build("fill-drain", ranks=2, microbatches=6000)
-    late = [sorted(actions, key=lambda a: a.kind in RECEIVES) for actions in base.actions]
+    late = [sorted(actions, key=lambda a: a.kind in RECEIVES) for actions in base.flat]
     report = schedir.check(Schedule("late", 6000, base.placement, late))
     assert Counter(d.code for d in report.diagnostics) == {"S304": 4000}
     assert [d.more for d in report.diagnostics] == [0] * 3999 + [8000]
@@ -319,8 +319,8 @@ def verdict(checked: Schedule, channel: str) -> bool:
 def mutate(base: Schedule, chance: random.Random) -> Schedule:
     """One small fault: swap, drop, double or move an action, retarget it, change its version, split
     a backward."""
-    rank = chance.choice([r for r, actions in enumerate(base.actions) if actions])
-    actions = list(base.actions[rank])
+    rank = chance.choice([r for r, actions in enumerate(base.flat) if actions])
+    actions = list(base.flat[rank])
     index = chance.randrange(len(actions))
     action = actions[index]
     how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind", "split"])
@@ -370,7 +370,7 @@ def with_steps(base: Schedule, *ending: str) -> Schedule:
                 else [a]
             )
         ]
-        for actions in base.actions
+        for actions in base.flat
     ]
     return Schedule(base.name, base.microbatches, base.placement, lists)
 

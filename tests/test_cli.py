@@ -518,7 +518,7 @@ def test_show_actions(run: Run) -> None:
     tokens = re.findall(r"\d+[A-Z_]+\d*", out.removeprefix(plain))
     assert tokens == [
         str(action)
-        for actions in schedule.actions
+        for actions in schedule.flat
         for action in actions
         if action.kind not in COMMUNICATION
     ]
@@ -714,9 +714,9 @@ def test_a_csv_that_is_exported_by_its_extension_is_the_whole_list(run: Run) -> 
     assert read.is_complete
     kept = [
         [a for a in actions if a.kind is not Kind.OPTIM_STEP]
-        for actions in schedir.build("1f1b").actions
+        for actions in schedir.build("1f1b").flat
     ]
-    assert [list(actions) for actions in read.actions] == kept
+    assert [list(actions) for actions in read.flat] == kept
 
 
 @pytest.mark.parametrize(

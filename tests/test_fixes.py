@@ -67,8 +67,8 @@ def test_a_move_is_what_its_text_says() -> None:
     assert finding.help == "post rank 1 #4 before rank 1 #3"
     assert finding.change is not None
     fixed = changed(late, finding.change)
-    assert fixed.actions[0] == late.actions[0]
-    before, after = list(late.actions[1]), list(fixed.actions[1])
+    assert fixed.flat[0] == late.flat[0]
+    before, after = list(late.flat[1]), list(fixed.flat[1])
     before.insert(3, before.pop(4))
     assert after == before
     assert schedir.check(fixed, "pair").ok
@@ -79,7 +79,7 @@ def test_a_move_is_what_its_text_says() -> None:
 
 def displaced(base: Schedule, kinds: Iterable[Kind], many: int, chance: random.Random) -> Schedule:
     """Some actions of these kinds moved to anywhere in their lists."""
-    lists = [list(actions) for actions in base.actions]
+    lists = [list(actions) for actions in base.flat]
     for _ in range(many):
         rank, index = chance.choice(
             [(r, i) for r, own in enumerate(lists) for i, a in enumerate(own) if a.kind in kinds]
@@ -90,7 +90,7 @@ def displaced(base: Schedule, kinds: Iterable[Kind], many: int, chance: random.R
 
 
 def single_moves(base: Schedule) -> Iterator[Schedule]:
-    for rank, actions in enumerate(base.actions):
+    for rank, actions in enumerate(base.flat):
         for index, action in enumerate(actions):
             others = [*actions[:index], *actions[index + 1 :]]
             for to in range(len(actions)):
@@ -98,7 +98,7 @@ def single_moves(base: Schedule) -> Iterator[Schedule]:
                     yield edit(base, rank, [*others[:to], action, *others[to:]])
 
 
-SMALL = [base for base in BASES if sum(map(len, base.actions)) <= 24 and base.is_complete]
+SMALL = [base for base in BASES if sum(map(len, base.flat)) <= 24 and base.is_complete]
 CROSSED = [
     # The sums of two replicated stages, with their steps after both, and after each.
     schedule(
@@ -191,7 +191,7 @@ def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
     base = schedir.build("1f1b", ranks=ranks, microbatches=3000)
     chance = random.Random(0)
     lists = []
-    for actions in base.actions:
+    for actions in base.flat:
         places = [i for i, a in enumerate(actions) if a.kind in RECEIVES]
         order = dict(zip(places, chance.sample(places, len(places)), strict=True))
         lists.append([actions[order.get(i, i)] for i in range(len(actions))])
@@ -254,7 +254,7 @@ def test_a_single_move_is_found(code: str) -> None:
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
 def test_swapped_ends_of_a_channel_are_swapped_back(rank: int, other: int) -> None:
     base = schedir.build("fill-drain", ranks=2, microbatches=3)
-    lists = [list(actions) for actions in base.actions]
+    lists = [list(actions) for actions in base.flat]
     kind = Kind.SEND_ACT if rank == 0 else Kind.RECV_ACT
     first, _, third = (i for i, a in enumerate(lists[rank]) if a.kind is kind)
     lists[rank][first], lists[rank][third] = lists[rank][third], lists[rank][first]
@@ -268,7 +268,7 @@ def test_swapped_ends_of_a_channel_are_swapped_back(rank: int, other: int) -> No
 def delays(built: Schedule) -> dict[tuple[int, int], int]:
     """By (stage, microbatch): the updates between the version read and the one applied to."""
     found = {}
-    for actions in built.actions:
+    for actions in built.flat:
         done: Counter[int] = Counter()
         read: dict[tuple[int, int | None], int] = {}
         waiting: dict[int, list[int]] = {}
@@ -355,7 +355,7 @@ def test_one_version_for_all_stages_is_no_note() -> None:
 def test_the_columns_hold_the_actions() -> None:
     lists = [[schedir.forward(0, 3, 2), schedir.backward(0, 3)], [], [schedir.optim_step(1)]]
     built = Schedule("columns", 4, [0, 2], lists)
-    assert built.actions == tuple(map(tuple, lists))
+    assert built.flat == tuple(map(tuple, lists))
     assert built == Schedule("columns", 4, [0, 2], built.columns)
     assert hash(built) == hash(Schedule("columns", 4, [0, 2], [list(a) for a in lists]))
     assert built != Schedule("columns", 4, [0, 2], [lists[0], lists[2], []])

@@ -76,6 +76,8 @@ TOKENS += [
     "0RESHARD1",
     ")OVERLAP_F_B",
     "(0F0;0B0)OVERLAP_F_B",
+    "(0F1;0B0)",
+    "(0SEND_ACT0;0RECV_GRAD0)",
 ]
 NUMBERS = ["0", "1", "01", "-1", "1e3", "999999998", "999999999", "1000000000", "9" * 5000]
 LINES = ["schedir 1", "name x", "microbatches 2", "placement 0", "placement 0,1 1", "rank 0:"]
@@ -378,6 +380,37 @@ SCHED = {
     "many actions": Huge(
         lambda: RANK + numbered(b"0F%d ", 2 * MB) + b"0Q", "kind 'Q'", shown="0Q", memory=24
     ),
+    "open entry": Huge(
+        lambda: RANK + b"(" + fill(b"0F0;", 10 * MB), "lacks its ')'", "5:9", "(0F0;"
+    ),
+    "nesting": Huge(lambda: RANK + fill(b"(", 10 * MB), "lacks its ')'", "5:9", "((("),
+    "empty parts": Huge(
+        lambda: RANK + b"(" + fill(b";", 20 * MB) + b")", "an empty part", "5:10", ";;"
+    ),
+    "parts": Huge(
+        lambda: RANK + b"(" + fill(b"0F0;", 4 * MB) + b"0Q0)",
+        "kind 'Q'",
+        "5:4000010",
+        "0Q0",
+        memory=8,
+    ),
+    "many parts": Huge(
+        lambda: RANK + b"(" + numbered(b"%dF0;", 2 * MB) + b"0F0)",
+        "has one forward",
+        "5:9",
+        "(",
+        memory=32,
+    ),
+    "a batch": Huge(
+        lambda: RANK + b"(" + numbered(b"%dSEND_ACT0;", 2 * MB) + b"1SEND_ACT0)",
+        "1SEND_ACT0 stands in the entry 2 times",
+        "5:9",
+        "(",
+        memory=32,
+    ),
+    "entries": Huge(
+        lambda: RANK + numbered(b"(0F%d;1B1) ", 2 * MB) + b"0Q", "kind 'Q'", shown="0Q", memory=32
+    ),
     "stages": Huge(
         lambda: START + b"placement " + fill(b"0 ", 4 * MB) + b"x", "not 'x'", shown="x", memory=12
     ),
@@ -443,7 +476,7 @@ CSV = {
     ),
     "parts": Huge(
         lambda: b"(" + fill(b"0F0;", 4 * MB) + b"0Q0)OVERLAP_F_B",
-        "is no overlapped pair",
+        "an overlapped pair has one forward (F) and one backward (B or I)",
         "1:1",
         "(0F0;0F0;",
     ),

@@ -30,7 +30,7 @@ def delayed(base: Schedule, many: int, chance: random.Random) -> Schedule:
     """Some sends moved after the next few entries, though after no other send or OPTIM_STEP."""
     for _ in range(many):
         rank = chance.choice([r for r in range(base.ranks) if sends_of(base, r)])
-        actions = list(base.actions[rank])
+        actions = list(base.flat[rank])
         index = chance.choice(sends_of(base, rank))
         last = index
         while last + 1 < len(actions) and actions[last + 1].kind not in SENDS | {Kind.OPTIM_STEP}:
@@ -42,13 +42,13 @@ def delayed(base: Schedule, many: int, chance: random.Random) -> Schedule:
 
 
 def sends_of(base: Schedule, rank: int) -> list[int]:
-    return [index for index, action in enumerate(base.actions[rank]) if action.kind in SENDS]
+    return [index for index, action in enumerate(base.flat[rank]) if action.kind in SENDS]
 
 
 def sooner(base: Schedule) -> Iterator[Schedule]:
     """Each send as soon as its payload is made, and the send before it is posted; not where it
     would pass one of the other kind on its channel."""
-    for rank, actions in enumerate(base.actions):
+    for rank, actions in enumerate(base.flat):
         for index in sends_of(base, rank):
             send = actions[index]
             makes = (Kind.FORWARD,) if send.kind is Kind.SEND_ACT else (Kind.BACKWARD,)
@@ -120,7 +120,7 @@ def test_a_single_late_send_in_a_clean_list() -> None:
 def test_late_sends_are_not_blamed_on_receives() -> None:
     """Every gradient of one rank is sent an entry late; its receivers are as they should be."""
     base = schedir.build("1f1b", ranks=4, microbatches=8)
-    actions = list(base.actions[2])
+    actions = list(base.flat[2])
     for index in reversed([i for i, a in enumerate(actions) if a.kind is Kind.SEND_GRAD]):
         following = next(
             (i for i in range(index, len(actions)) if actions[i].kind is Kind.FORWARD), 0

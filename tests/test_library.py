@@ -46,7 +46,7 @@ def test_the_ways_to_name_a_generator_agree(file: Path, monkeypatch: pytest.Monk
     assert built == schedir.build("mine:mine", ranks=2, microbatches=2)
     assert built == schedir.build(find("mine.py"), ranks=2, microbatches=2)
     plain = schedir.build("mine.py:undecorated", ranks=2, microbatches=2)
-    assert (plain.name, plain.actions) == ("undecorated", built.actions)
+    assert (plain.name, plain.flat) == ("undecorated", built.flat)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,7 @@ def test_case_and_dashes_do_not_matter(name: str) -> None:
 
 def test_source_lines_reach_through_helpers(file: Path) -> None:
     built = schedir.build(file, ranks=2, microbatches=1)
-    places = {
-        str(action): built.source_of(0, index) for index, action in enumerate(built.actions[0])
-    }
+    places = {str(action): built.source_of(0, index) for index, action in enumerate(built.flat[0])}
     assert places["0F0"] == schedir.Source("mine.py", 5)
     assert places["0SEND_ACT0"] == schedir.Source("mine.py", 5)  # of what it sends
     assert places["0B0"] == schedir.Source("mine.py", 6)

@@ -52,7 +52,7 @@ def broken(seed: int) -> Schedule:
         base = insert_reductions(base)
     if chance.random() < 0.6:
         base = schedir.insert_communication(base)
-    lists = [list(actions) for actions in base.actions]
+    lists = [list(actions) for actions in base.flat]
     for _ in range(chance.choice((0, 1, 1, 2, 4))):
         here, there = (chance.choice(lists) for _ in range(2))
         accident = chance.choice(("drop", "double", "move", "add"))
@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Schedule], object], tuple[type[Exception], 
 
 def as_generator(schedule: Schedule) -> schedir.Generator:
     def generate(pipe: schedir.Pipeline, rank: int) -> tuple[Action, ...]:
-        return schedule.actions[rank]
+        return schedule.flat[rank]
 
     return schedir.schedule("drawn", placement=lambda _: schedule.placement)(generate)
 

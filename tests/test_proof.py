@@ -56,7 +56,7 @@ def again(schedule: Schedule) -> Schedule:
         schedule.name,
         schedule.microbatches,
         schedule.placement,
-        schedule.actions,
+        schedule.flat,
         schedule.sources,
     )
 

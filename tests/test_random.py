@@ -78,7 +78,7 @@ def has_inputs(action: Action, stages: int, done: set[Action]) -> bool:
 def scattered(complete: Schedule, chance: random.Random) -> Schedule:
     """The schedule with each receive moved ahead, and each send back, as far as chance will."""
     lists = []
-    for actions in complete.actions:
+    for actions in complete.flat:
         moved = list(actions)
         for action in actions:
             if action.kind in (Kind.RECV_ACT, Kind.RECV_GRAD) and chance.random() < 0.3:
@@ -95,7 +95,7 @@ def scattered(complete: Schedule, chance: random.Random) -> Schedule:
 def test_what_the_pass_completes_is_clean_under_every_model(seed: int) -> None:
     compute = drawn(random.Random(seed))
     complete = schedir.insert_communication(compute)
-    assert strip_communication(complete).actions == compute.actions
+    assert strip_communication(complete).actions == compute.flat
     report = schedir.check(complete)
     assert report.ok, (report.errors, schedir.dumps(compute))
     assert report.clean_channels == CHANNELS
@@ -127,7 +127,7 @@ def test_the_verdict_on_compute_alone(seed: int, channel: str, faults: int) -> N
     for finding in report.diagnostics:
         for place in finding.locations:  # as it was given
             if place.index is not None and not any("completes it" in n for n in finding.notes):
-                assert compute.actions[place.rank][place.index] == place.action
+                assert compute.flat[place.rank][place.index] == place.action
     try:
         complete = schedir.insert_communication(compute)
     except schedir.UnsoundError:

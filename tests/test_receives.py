@@ -55,7 +55,7 @@ def test_receives_move_as_far_as_the_model_and_the_buffers_allow(
     schedule = some_schedule(seed)
     ahead = schedir.advance_receives(schedule, channel, room)
     assert ahead.placement == schedule.placement
-    for listed, now in zip(schedule.actions, ahead.actions, strict=True):
+    for listed, now in zip(schedule.flat, ahead.flat, strict=True):
         for kinds in (RECEIVES, set(Kind) - RECEIVES):
             assert [a for a in listed if a.kind in kinds] == [a for a in now if a.kind in kinds]
         turns = {action: turn for turn, action in enumerate(now) if action.kind in RECEIVES}
@@ -101,10 +101,10 @@ def test_the_lines_of_python_ride_along() -> None:
     assert ahead != schedule
     lines = {
         (rank, action): schedule.source_of(rank, index)
-        for rank, actions in enumerate(schedule.actions)
+        for rank, actions in enumerate(schedule.flat)
         for index, action in enumerate(actions)
     }
-    for rank, actions in enumerate(ahead.actions):
+    for rank, actions in enumerate(ahead.flat):
         for index, action in enumerate(actions):
             assert ahead.source_of(rank, index) == lines[rank, action]
 
@@ -115,7 +115,7 @@ def test_compute_alone_gets_its_communication_first() -> None:
         "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n"
     )
     ahead = schedir.advance_receives(compute)
-    assert [*map(str, ahead.actions[1])][:3] == ["1RECV_ACT0", "1RECV_ACT1", "1F0"]
+    assert [*map(str, ahead.flat[1])][:3] == ["1RECV_ACT0", "1RECV_ACT1", "1F0"]
 
 
 def test_bad_terms_are_refused() -> None:

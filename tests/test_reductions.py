@@ -20,7 +20,7 @@ def test_every_step_has_its_sum_and_the_proof_holds(
     found = insert_reductions(plain)
     assert insert_reductions(found) == found
     assert schedir.check(found, "host").ok
-    for with_sums, without in zip(found.actions, plain.actions, strict=True):
+    for with_sums, without in zip(found.flat, plain.flat, strict=True):
         assert tuple(a for a in with_sums if a.kind is not Kind.REDUCE_GRAD) == without
         open_: set[int] = set()
         for action in with_sums:

@@ -110,7 +110,7 @@ def labels_of(line: Timeline) -> list[list[str]]:
 def deadlock_report(channel: str = "pair") -> Report:
     schedule = schedir.loads(DEADLOCK)
     lines = tuple(Source("my_1f1b.py", 28 + index) for index in range(9))
-    sources = Sources(lines, np.concatenate([np.arange(len(a)) for a in schedule.actions]))
+    sources = Sources(lines, np.concatenate([np.arange(len(a)) for a in schedule.flat]))
     return schedir.check(attrs.evolve(schedule, sources=sources), channel)
 
 

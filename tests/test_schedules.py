@@ -28,7 +28,7 @@ INTERLEAVED = """
 def compute(schedule: Schedule) -> list[list[str]]:
     """The forwards and backwards of every rank."""
     wanted = (Kind.FORWARD, Kind.BACKWARD)
-    return [[str(a) for a in actions if a.kind in wanted] for actions in schedule.actions]
+    return [[str(a) for a in actions if a.kind in wanted] for actions in schedule.flat]
 
 
 def table(text: str) -> list[list[str]]:
@@ -47,7 +47,7 @@ def test_interleaved_is_megatrons_order() -> None:
 
 def test_interleaved_groups_as_megatrons_docstring_says() -> None:
     built = schedir.build("interleaved-1f1b", ranks=1, microbatches=5, chunks=2, group_size=3)
-    forwards = [a for a in built.actions[0] if a.kind is Kind.FORWARD]
+    forwards = [a for a in built.flat[0] if a.kind is Kind.FORWARD]
     assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
     assert [a.stage for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
 
@@ -96,7 +96,7 @@ PIPEDREAM_VERSIONS = {
 def versions(schedule: Schedule, stage: int) -> list[int]:
     """The version that each forward of the stage reads: named, or the updates listed before it."""
     read, newest = [], 0
-    for action in schedule.actions[stage]:
+    for action in schedule.flat[stage]:
         if action.kind is Kind.FORWARD:
             read.append(newest if action.version is None else action.version)
         newest += action.kind is Kind.OPTIM_STEP
@@ -172,7 +172,7 @@ def test_published_makespans() -> None:
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_synchronous_schedules_end_with_their_optim_steps(name: str) -> None:
     built = schedir.build(name, ranks=3, microbatches=4)
-    for rank, actions in enumerate(built.actions):
+    for rank, actions in enumerate(built.flat):
         steps = [a for a in actions if a.kind is Kind.OPTIM_STEP]
         assert list(actions[-len(steps) :]) == steps
         assert tuple(a.stage for a in steps) == built.stages_of(rank)

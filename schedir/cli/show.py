@@ -74,5 +74,5 @@ def _form(json: bool, full: bool) -> str:
 
 
 def _print_actions(schedule: Schedule) -> None:
-    for rank, actions in enumerate(schedule.actions):
-        print(f"rank {rank}:", *actions)
+    for rank, entries in enumerate(schedule.actions):
+        print(f"rank {rank}:", *entries)

@@ -41,7 +41,8 @@ from schedir.ir.schedule import (
 )
 from schedir.ir.text import dumps, loads
 from schedir.ir.ties import Ties, tied_steps, ties_of
-from schedir.ir.tokens import decode, parse_action
+from schedir.ir.together import Entry, Together, flat, together
+from schedir.ir.tokens import TokenError, decode, parse_action, parse_entry
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
 from schedir.ir.versions import StageVersions, weight_versions
 
@@ -62,6 +63,7 @@ __all__ = [
     "Bools",
     "Columns",
     "Dataflow",
+    "Entry",
     "Exchanges",
     "Ints",
     "Kind",
@@ -74,6 +76,8 @@ __all__ = [
     "Ties",
     "Time",
     "Times",
+    "Together",
+    "TokenError",
     "Transfers",
     "backward",
     "backward_input",
@@ -86,12 +90,14 @@ __all__ = [
     "expect_channel",
     "expect_schedule",
     "first_places",
+    "flat",
     "forward",
     "is_number",
     "loads",
     "loads_torch_csv",
     "optim_step",
     "parse_action",
+    "parse_entry",
     "peak_activations",
     "plan",
     "queues",
@@ -107,5 +113,6 @@ __all__ = [
     "sums_of_steps",
     "tied_steps",
     "ties_of",
+    "together",
     "weight_versions",
 ]

@@ -5,10 +5,12 @@
     stage        0    0          0     1           1
     microbatch   0    0          1     0           0       -1 for none
     version     -1   -1         -1    -1          -1       -1 for none
+    joined       .    .          .     .           .       True: of the entry of the place before
     rank         0    0          0     1           1       starts = 0 3 5
 
-A place is an index into the columns. Millions of actions take a few dozen bytes each this way, and
-whole columns are compared at once; an `Action` is made only where somebody looks at it.
+A place is an index into the columns; an entry of several actions has one for each. Millions of
+actions take a few dozen bytes each this way, and whole columns are compared at once; an `Action` is
+made only where somebody looks at it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.actions import Action, Kind
+from schedir.ir.together import Entry, Together
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -34,7 +37,8 @@ KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 class Columns:
     """Every action of every rank. `starts[rank]` is the place of the rank's first one.
 
-    All arrays are int64 of shape [actions], `starts` of shape [ranks + 1]. They are never written.
+    All arrays are int64 of shape [actions], `joined` bool, `starts` of shape [ranks + 1]. They are
+    never written.
     """
 
     starts: Ints
@@ -42,6 +46,7 @@ class Columns:
     stage: Ints
     microbatch: Ints
     version: Ints
+    joined: Bools
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -54,8 +59,8 @@ class Columns:
     def __hash__(self) -> int:
         return hash(tuple(array.tobytes() for array in self._arrays()))
 
-    def _arrays(self) -> tuple[Ints, ...]:
-        return self.starts, self.kind, self.stage, self.microbatch, self.version
+    def _arrays(self) -> tuple[Ints | Bools, ...]:
+        return self.starts, self.kind, self.stage, self.microbatch, self.version, self.joined
 
     @property
     def ranks(self) -> int:
@@ -66,6 +71,28 @@ class Columns:
     def rank(self) -> Ints:
         """The rank of every place."""
         return np.repeat(np.arange(self.ranks), np.diff(self.starts))
+
+    @cached_property
+    def together(self) -> bool:
+        """Whether any entry has several actions."""
+        return bool(self.joined.any())
+
+    @cached_property
+    def heads(self) -> Ints:
+        """The place of the first action of every entry, ascending."""
+        return np.flatnonzero(~self.joined)
+
+    @cached_property
+    def entry(self) -> Ints:
+        """The number of the entry of every place, counted over all ranks."""
+        return np.cumsum(~self.joined) - 1
+
+    @cached_property
+    def last(self) -> Ints:
+        """For every place, that of the last action of its entry."""
+        if not self.together:
+            return np.arange(len(self))
+        return np.append(self.heads[1:], len(self))[self.entry] - 1
 
     def is_kind(self, *kinds: Kind) -> Bools:
         """Where an action of one of `kinds` stands."""
@@ -78,9 +105,15 @@ class Columns:
         return np.flatnonzero(self.is_kind(*kinds))
 
     def position(self, place: int) -> tuple[int, int]:
-        """The rank of a place, and its index in the rank's list."""
+        """The rank of a place, and the index of its entry in the rank's list."""
         rank = int(np.searchsorted(self.starts, place, side="right")) - 1
-        return rank, int(place - self.starts[rank])
+        start = self.starts[rank]
+        return rank, int(self.entry[place] - self.entry[start] if self.together else place - start)
+
+    def place(self, rank: int, index: int) -> int:
+        """The place of the first action of a rank's entry."""
+        start = int(self.starts[rank])
+        return int(self.heads[self.entry[start] + index]) if self.together else start + index
 
     def before(self, place: int) -> int:
         """The place before on the same rank, -1 where there is none."""
@@ -106,37 +139,90 @@ class Columns:
             self.version[own].tolist(),
         )
 
+    def entries_of(self, rank: int) -> Iterator[Entry]:
+        """The entries of one rank, in list order."""
+        return _entries(
+            self.of_rank(rank), self.joined[self.starts[rank] : self.starts[rank + 1]].tolist()
+        )
+
     def take(self, places: Ints, starts: Ints) -> Columns:
-        """The columns with the actions at `places`, in that order; ranks as `starts` says."""
+        """The columns with the actions at `places`, in that order; ranks as `starts` says.
+
+        Actions of one entry stay one where they still follow each other in their order.
+        """
         return Columns(
             starts,
             self.kind[places],
             self.stage[places],
             self.microbatch[places],
             self.version[places],
+            self._still_joined(places, starts),
         )
 
+    def _still_joined(self, places: Ints, starts: Ints) -> Bools:
+        joined = np.zeros(len(places), np.bool_)
+        if self.together:
+            entry = self.entry[places]
+            joined[1:] = (entry[1:] == entry[:-1]) & (places[1:] > places[:-1])
+            joined[starts[starts < len(places)]] = False
+        return joined
 
-def columns_of(lists: Iterable[Iterable[Action]]) -> Columns:
-    """The columns of one list of actions per rank. Raises TypeError for what is no Action."""
+
+def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
+    """The columns of one list of entries per rank. Raises TypeError for what is no entry."""
     starts = [0]
+    joined: list[int] = []
     kinds: list[int] = []
     stages: list[int] = []
     microbatches: list[int] = []
     versions: list[int] = []
-    for rank, actions in enumerate(lists):
-        listed = tuple(actions)
-        for index, action in enumerate(listed):
-            if not isinstance(action, Action):
-                raise TypeError(f"rank {rank} #{index} is not an Action but {action!r}")
+    for rank, entries in enumerate(lists):
+        listed: list[Action] = []
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Action):
+                listed.append(entry)
+            elif isinstance(entry, Together):
+                first = len(kinds) + len(listed)
+                joined += range(first + 1, first + len(entry.actions))
+                listed += entry.actions
+            else:
+                raise TypeError(f"rank {rank} #{index} is not an Action but {entry!r}")
         kinds += [KIND_INDEX[action.kind] for action in listed]
         stages += [action.stage for action in listed]
         microbatches += [-1 if a.microbatch is None else a.microbatch for a in listed]
         versions += [-1 if action.version is None else action.version for action in listed]
         starts.append(len(kinds))
+    is_joined = np.zeros(len(kinds), np.bool_)
+    is_joined[joined] = True
     return Columns(
-        *(np.array(x, np.int64) for x in (starts, kinds, stages, microbatches, versions))
+        np.array(starts, np.int64),
+        np.array(kinds, np.int64),
+        np.array(stages, np.int64),
+        np.array(microbatches, np.int64),
+        np.array(versions, np.int64),
+        is_joined,
     )
+
+
+def summed_at_last(columns: Columns, costs: Ints) -> Ints:
+    """The costs of all places, those of an entry's actions summed up at the last of them."""
+    if not columns.together:
+        return costs
+    summed = np.zeros(len(columns), costs.dtype)
+    summed[columns.last[columns.heads]] = np.add.reduceat(costs, columns.heads)
+    return summed
+
+
+def _entries(actions: Iterable[Action], joined: Iterable[bool]) -> Iterator[Entry]:
+    """The entries of a list, whose actions belong to the one before where `joined`."""
+    entry: list[Action] = []
+    for action, goes_on in zip(actions, joined, strict=True):
+        if entry and not goes_on:
+            yield Together(entry) if len(entry) > 1 else entry[0]
+            entry = []
+        entry.append(action)
+    if entry:
+        yield Together(entry) if len(entry) > 1 else entry[0]
 
 
 def _action(kind: int, stage: int, microbatch: int, version: int) -> Action:

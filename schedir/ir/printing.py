@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from schedir.ir.actions import Action
+from schedir.ir.together import Entry
 
 FORMAT_VERSION = 1
 
@@ -13,7 +13,7 @@ def sched_text(
     name: str,
     microbatches: int,
     placement: Iterable[Iterable[int]],
-    actions: Iterable[Iterable[Action]],
+    actions: Iterable[Iterable[Entry]],
 ) -> str:
     """The text form of what makes a schedule; `schedir.ir.text` describes and parses it."""
     ranks_of_stages = " ".join(",".join(map(str, held)) for held in placement)

@@ -14,6 +14,7 @@ from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.dataflow import Dataflow, dataflow_of
 from schedir.ir.printing import sched_text
+from schedir.ir.together import Entry
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -46,7 +47,7 @@ def _ranks_of_stages(placement: Iterable[int | Iterable[int]]) -> Placement:
     return tuple(map(ranks, placement))
 
 
-def _columns(actions: Columns | Iterable[Iterable[Action]]) -> Columns:
+def _columns(actions: Columns | Iterable[Iterable[Entry]]) -> Columns:
     return actions if isinstance(actions, Columns) else columns_of(actions)
 
 
@@ -56,8 +57,9 @@ class Schedule:
     """One list of typed actions per rank: what is printed, checked, simulated and executed.
 
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
-    `actions[rank]` is a rank's list, given as any iterable of actions or as `Columns`. `sources`
-    are the lines of Python that yielded the actions; they take no part in equality or the hash.
+    `actions[rank]` is a rank's list, given as any iterable of entries (an `Action` each, or several
+    `Together`) or as `Columns`. `sources` are the lines of Python that yielded the actions; they
+    take no part in equality or the hash.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
     no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
@@ -94,8 +96,15 @@ class Schedule:
             raise ValueError("sources must have one entry for each action")
 
     @cached_property
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """`actions[rank]`: the list of a rank."""
+    def actions(self) -> tuple[tuple[Entry, ...], ...]:
+        """`actions[rank]`: the list of a rank, one entry for each index."""
+        if not self.columns.together:
+            return self.flat
+        return tuple(tuple(self.columns.entries_of(rank)) for rank in range(self.ranks))
+
+    @cached_property
+    def flat(self) -> tuple[tuple[Action, ...], ...]:
+        """`flat[rank]`: the actions of a rank's entries, one after the other."""
         return tuple(tuple(self.columns.of_rank(rank)) for rank in range(self.ranks))
 
     @cached_property
@@ -130,7 +139,7 @@ class Schedule:
         """The line of Python that yielded `actions[rank][index]`, if it is known."""
         if self.sources is None:
             return None
-        line = self.sources.line_of[self.columns.starts[rank] + index]
+        line = self.sources.line_of[self.columns.place(rank, index)]
         return None if line < 0 else self.sources.lines[line]
 
     @cached_property

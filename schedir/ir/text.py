@@ -7,7 +7,8 @@
     rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
     rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
 
-`#` starts a comment; a line that begins with a blank continues the one above. Blanks are spaces
+An entry of several actions is one word, such as (0F4;7B3) or (0SEND_ACT1;0RECV_GRAD0). `#` starts a
+comment; a line that begins with a blank continues the one above. Blanks are spaces
 and tabs, and a line ends in LF or CR LF; any other white space, such as a lone CR, is an error.
 """
 
@@ -18,10 +19,10 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from schedir.errors import ParseError
-from schedir.ir.actions import Action
 from schedir.ir.printing import FORMAT_VERSION, sched_text
 from schedir.ir.schedule import Schedule, expect_schedule
-from schedir.ir.tokens import NUMBER, clip, decode, parse_action, parts_of, position
+from schedir.ir.together import Entry
+from schedir.ir.tokens import NUMBER, TokenError, clip, decode, parse_entry, parts_of, position
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
@@ -65,7 +66,7 @@ class _Parser:
         self.name = ""
         self.microbatches = 0
         self.placement: list[tuple[int, ...]] = []
-        self.ranks: dict[int, tuple[Action, ...]] = {}
+        self.ranks: dict[int, tuple[Entry, ...]] = {}
 
     def parse(self) -> Schedule:
         for start, end in self._statements():
@@ -195,15 +196,15 @@ class _Parser:
             raise self._error(
                 f"a second line for rank {rank}; the first is line {line}", match.start()
             )
-        self.ranks[rank] = tuple(self._actions(match.end(), end))
+        self.ranks[rank] = tuple(self._entries(match.end(), end))
 
-    def _actions(self, start: int, end: int) -> Iterator[Action]:
+    def _entries(self, start: int, end: int) -> Iterator[Entry]:
         for word in self._words(start, end):
             try:
-                action = parse_action(word[0])
-            except ValueError as error:
-                raise self._error(str(error), word.start()) from None
-            yield action
+                entry = parse_entry(word[0])
+            except TokenError as error:
+                raise self._error(str(error), word.start() + error.offset) from None
+            yield entry
 
     def _start_of(self, rank: int) -> int:
         """Where the line of a rank starts."""

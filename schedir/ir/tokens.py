@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from schedir.errors import ParseError
 from schedir.ir.actions import STAGE_WIDE, Action, Kind
+from schedir.ir.together import Entry, Together
 
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
@@ -38,6 +39,52 @@ def parse_action(token: str) -> Action:
         None if microbatch is None else int(microbatch),
         None if version is None else int(version),
     )
+
+
+class TokenError(ValueError):
+    """A token that names no entry; `offset` is where in it the fault is."""
+
+    def __init__(self, message: str, offset: int = 0) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+def parse_entry(token: str) -> Entry:
+    """The entry that a token names: an action, or several such as `(0F4;7B3)`.
+
+    Raises TokenError with the reason.
+    """
+    if token.startswith("("):
+        return _parse_together(token)
+    try:
+        return parse_action(token)
+    except ValueError as error:
+        raise TokenError(str(error)) from None
+
+
+def _parse_together(token: str) -> Together:
+    end = token.find(")")
+    if end < 0:
+        raise TokenError(
+            f"{clip(token)} lacks its ')': actions that run together are one word without blanks, "
+            "such as (0F4;7B3)"
+        )
+    if token[end + 1 :]:
+        raise TokenError(f"{clip(token[end + 1 :])} can't follow the ')' of an entry", end + 1)
+    actions: list[Action] = []
+    for part, offset in parts_of(token[1:end], ";", 1):
+        if not part:
+            raise TokenError("an empty part; actions that run together read (0F4;7B3)", offset)
+        if part.startswith("("):
+            raise TokenError("entries of several actions can't be nested", offset)
+        try:
+            actions.append(parse_action(part))
+        except ValueError as error:
+            raise TokenError(str(error), offset) from None
+    try:
+        return Together(tuple(actions))
+    except ValueError as error:
+        raise TokenError(str(error)) from None
 
 
 def decode(text: str | bytes, file: str) -> str:

@@ -3,8 +3,8 @@
 It has two dialects, compute only and with communication. Its tokens differ from schedir's in
 SEND_F/RECV_F/SEND_B/RECV_B, and it has no OPTIM_STEP and no weight versions. UNSHARD and RESHARD
 (FSDP's gathering of parameters) are nothing that schedir models; reading names them in a warning
-and leaves them out. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is read as its parts, in order; one
-that could never start is an error. Around a cell there may be spaces and tabs, and a row ends in LF
+and leaves them out. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry of two actions; batches
+of sends and receives have no form. Around a cell there may be spaces and tabs, and a row ends in LF
 or CR LF.
 """
 
@@ -13,15 +13,15 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import PurePath
 from typing import TypeAlias
 
 from schedir.errors import ParseError
-from schedir.ir.actions import MAX_NUMBER, STAGE_WIDE, Action, Kind
-from schedir.ir.pairs import never_starts
+from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, STAGE_WIDE, Action, Kind
 from schedir.ir.schedule import Schedule
+from schedir.ir.together import Entry, Together, flat
 from schedir.ir.tokens import NUMBER, clip, decode, parts_of, position
 
 logger = logging.getLogger("schedir")
@@ -39,7 +39,6 @@ _TO_TORCH = {
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
 _NOT_MODELLED = ("UNSHARD", "RESHARD")
-_PAIRED = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.BACKWARD_INPUT})
 
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -53,21 +52,34 @@ _Held: TypeAlias = tuple[int, ...] | list[int]
 def dumps_torch_csv(schedule: Schedule) -> tuple[str, list[str]]:
     """The schedule in torch's CSV, and what that format could not hold, one sentence each."""
     dropped: Counter[str] = Counter()
-    rows = []
-    for actions in schedule.actions:
-        cells = []
-        for action in actions:
-            token = _TO_TORCH.get(action.kind)
-            if token is None:
-                dropped[f"{action} is left out: torch has no {action.kind}"] += 1
-                continue
-            if action.version is not None:
-                dropped[f"{action} loses its weight version: torch has none"] += 1
-            microbatch = "" if action.microbatch is None else action.microbatch
-            cells.append(f"{action.stage}{token}{microbatch}")
-        rows.append(",".join(cells))
-    lost = [text if count == 1 else f"{text} ({count} times)" for text, count in dropped.items()]
-    return "\n".join(rows) + "\n", lost
+    rows = (
+        ",".join(cell for entry in entries for cell in _cells(entry, dropped))
+        for entries in schedule.actions
+    )
+    text = "\n".join(rows) + "\n"
+    lost = [what if count == 1 else f"{what} ({count} times)" for what, count in dropped.items()]
+    return text, lost
+
+
+def _cells(entry: Entry, dropped: Counter[str]) -> list[str]:
+    """The cells of an entry; what they can't hold is counted in `dropped`."""
+    actions = entry.actions if isinstance(entry, Together) else (entry,)
+    cells = []
+    for action in actions:
+        token = _TO_TORCH.get(action.kind)
+        if token is None:
+            dropped[f"{action} is left out: torch has no {action.kind}"] += 1
+            continue
+        if action.version is not None:
+            dropped[f"{action} loses its weight version: torch has none"] += 1
+        microbatch = "" if action.microbatch is None else action.microbatch
+        cells.append(f"{action.stage}{token}{microbatch}")
+    if len(actions) == 1:
+        return cells
+    if actions[0].kind in COMMUNICATION:
+        dropped[f"{entry} is taken apart: torch has no batch of sends and receives"] += 1
+        return cells
+    return [f"({';'.join(cells)})OVERLAP_F_B"]
 
 
 def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
@@ -84,8 +96,6 @@ class _Reader:
         self.file = file
         self.left_out: dict[str, int] = {}  # how many, by kind
         self.left_out_names: dict[str, None] = {}
-        self.places = 0  # how many actions are read
-        self.pairs: dict[int, int] = {}  # by the place of the first part: where each stands
 
     def read(self) -> Schedule:
         if not re.search(r"[^, \t\r\n]", self.text):
@@ -95,24 +105,14 @@ class _Reader:
         if self.left_out:
             self._warn()
         microbatches = 1 + max(
-            (a.microbatch for actions in ranks for a in actions if a.microbatch is not None),
+            (a.microbatch for row in ranks for a in flat(row) if a.microbatch is not None),
             default=-1,
         )
         if microbatches == 0:
             raise self._error("the file holds no action of any microbatch", 0)
         stem = PurePath(self.file).stem
         name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip() or "torch-csv"
-        schedule = Schedule(name, microbatches, self._placement(ranks), ranks)
-        stuck = never_starts(schedule, self.pairs) if self.pairs else None
-        if stuck is not None:
-            place, why = stuck
-            one, other = (schedule.columns.action(part) for part in (place, place + 1))
-            raise self._error(
-                f"({one};{other})OVERLAP_F_B of rank {schedule.columns.rank[place]} can never "
-                f"start, as it waits for the inputs of both its parts: {why}",
-                self.pairs[place],
-            )
-        return schedule
+        return Schedule(name, microbatches, self._placement(ranks), ranks)
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """Where each row starts and ends."""
@@ -125,47 +125,37 @@ class _Reader:
             yield start, end - self.text.endswith("\r", start, end)
             start = end + 1
 
-    def _row(self, start: int, end: int) -> Iterator[Action]:
+    def _row(self, start: int, end: int) -> Iterator[Entry]:
         for match in _CELL.finditer(self.text, start, end):
             cell = match[0].rstrip(_BLANKS)
-            if cell.startswith("("):
-                self.pairs[self.places] = match.start()
-                read: Iterable[Action | None] = self._pair(cell, match.start())
-            else:
-                read = (self._action(cell, match.start()),)
-            for action in read:
-                if action is not None:
-                    self.places += 1
-                    yield action
+            read = self._pair if cell.startswith("(") else self._action
+            entry = read(cell, match.start())
+            if entry is not None:
+                yield entry
 
-    def _pair(self, cell: str, offset: int) -> tuple[Action, Action]:
-        """The parts of an overlapped pair."""
+    def _pair(self, cell: str, offset: int) -> Together:
+        """An overlapped pair."""
         match = _OVERLAP.fullmatch(cell)
         if match is None:
             raise self._error(
                 f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
             )
-        parts: list[Action | None] = []
+        parts: list[Action] = []
         for part, place in parts_of(match[1], ";", offset + 1):
             token = part.strip(_BLANKS)
             if not token:
                 raise self._error("an empty part in a composite action", place)
-            parts.append(self._action(token, place + part.index(token[0])))
+            at = place + part.index(token[0])
+            action = self._action(token, at)
+            if action is None or action.kind in COMMUNICATION:
+                raise self._error(f"{clip(token)} can't be a part of an overlapped pair", at)
+            parts.append(action)
             if len(parts) > 2:
                 break
-        found = [action for action in parts if action is not None]
-        if len(parts) > 2 or {action.kind for action in found} not in _PAIRED:
-            raise self._error(
-                f"{clip(cell)} is no overlapped pair, which has one forward (F) and one backward "
-                "(B or I)",
-                offset,
-            )
-        one, other = found
-        if (one.stage, one.microbatch) == (other.stage, other.microbatch):
-            raise self._error(
-                f"{clip(cell)} can never start: its backward needs its forward", offset
-            )
-        return one, other
+        try:
+            return Together(tuple(parts))
+        except ValueError as error:
+            raise self._error(f"{clip(cell)}: {error}", offset) from None
 
     def _action(self, token: str, offset: int) -> Action | None:
         """The action of a token; None for one that schedir does not model."""
@@ -191,22 +181,22 @@ class _Reader:
             more,
         )
 
-    def _placement(self, ranks: list[tuple[Action, ...]]) -> list[_Held]:
+    def _placement(self, ranks: list[tuple[Entry, ...]]) -> list[_Held]:
         """The ranks that run each stage's FORWARD; those that name it, where none does."""
-        highest = max(action.stage for actions in ranks for action in actions)
+        highest = max(action.stage for entries in ranks for action in flat(entries))
         # So many entries are enough to miss one: a single huge stage number must not cost memory.
-        seen = bytearray(1 + min(highest, sum(map(len, ranks))))
-        for actions in ranks:
-            for action in actions:
+        seen = bytearray(1 + min(highest, sum(1 for entries in ranks for _ in flat(entries))))
+        for entries in ranks:
+            for action in flat(entries):
                 if action.stage < len(seen):
                     seen[action.stage] |= _RUN if action.kind is Kind.FORWARD else _NAMED
         missing = seen.find(0)
         if missing >= 0:
             raise self._error(f"stage {missing} is on no rank, though stage {highest} is on one", 0)
         placement: list[_Held] = [()] * (1 + highest)
-        for rank, actions in enumerate(ranks):
+        for rank, entries in enumerate(ranks):
             alone = (rank,)  # shared, as most stages live on one rank
-            for action in actions:
+            for action in flat(entries):
                 if action.kind is not Kind.FORWARD and seen[action.stage] & _RUN:
                     continue
                 held = placement[action.stage]

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import attrs
 
 from schedir.errors import LoadError
-from schedir.ir import Action, Placement, stages_by_rank
+from schedir.ir import Entry, Placement, stages_by_rank
 
 Parameter: TypeAlias = str | int | bool | None
 
-GeneratorFunction: TypeAlias = Callable[..., Iterable[Action]]
-"""What an author writes: `(pipe, rank, **parameters)` → the actions of one rank."""
+GeneratorFunction: TypeAlias = Callable[..., Iterable[Entry]]
+"""What an author writes: `(pipe, rank, **parameters)` → the list of one rank."""
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -56,8 +56,8 @@ class Generator:
     placement: PlacementFunction | None = None
     chunks: int = 1
 
-    def __call__(self, pipe: Pipeline, rank: int, /, **parameters: Any) -> Iterable[Action]:
-        """The actions of `rank`."""
+    def __call__(self, pipe: Pipeline, rank: int, /, **parameters: Any) -> Iterable[Entry]:
+        """The list of `rank`."""
         return self.function(pipe, rank, **parameters)
 
     @property

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from schedir.errors import LoadError
-from schedir.ir import Action, Schedule, Source, Sources, columns_of
+from schedir.ir import Action, Entry, Schedule, Source, Sources, Together, columns_of
 from schedir.library.authoring import Generator, Parameter, Pipeline
 from schedir.library.blame import (
     blamed_line,
@@ -39,7 +39,7 @@ def generate(
     lines = _Lines()
     drive = _Drive(generator, pipe, parameters, lines)
     try:
-        columns = columns_of(drive.actions_of(rank) for rank in range(pipe.ranks))
+        columns = columns_of(drive.entries_of(rank) for rank in range(pipe.ranks))
         return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, lines.sources())
     except ValueError as error:
         raise LoadError(f"{generator.name}: {error}") from error
@@ -101,8 +101,8 @@ class _Drive:
         """Nothing sensible is longer: eight kinds of action per (stage, microbatch)."""
         return 16 * (self.pipe.stages + 1) * (self.pipe.microbatches + 1)
 
-    def actions_of(self, rank: int) -> list[Action]:
-        """One rank's actions. Raises LoadError, with the line, for whatever goes wrong."""
+    def entries_of(self, rank: int) -> list[Entry]:
+        """One rank's list. Raises LoadError, with the line, for whatever goes wrong."""
         try:
             return self._collect(rank)
         except LoadError:
@@ -110,7 +110,7 @@ class _Drive:
         except (Exception, SystemExit) as error:
             raise self._failure(rank, error) from error
 
-    def _collect(self, rank: int) -> list[Action]:
+    def _collect(self, rank: int) -> list[Entry]:
         generator, lines, limit = self.generator, self.lines, self.limit
         produced = generator(self.pipe, rank, **self.parameters)
         if not isinstance(produced, Iterable):
@@ -118,31 +118,37 @@ class _Drive:
                 f"{blamed_line(None, generator)}: the generator must yield actions, "
                 f"not return {describe_value(produced)}"
             )
-        actions: list[Action] = []
+        entries: list[Entry] = []
+        yielded = 0
         iterator = iter(produced)
         # By code and instruction, which are cheaper to tell than the line.
         numbers: dict[tuple[int, int] | None, int] = {}
-        for action in iterator:
+        for entry in iterator:
             frame = yielding_frame(iterator)
             key = None if frame is None else (id(frame.f_code), frame.f_lasti)
             number = numbers.get(key)
             if number is None:
                 number = numbers[key] = lines.number(source_of(frame))
-            lines.line_of.append(number)
-            if not isinstance(action, Action):
+            if isinstance(entry, Action):
+                yielded += 1
+                lines.line_of.append(number)
+            elif isinstance(entry, Together):
+                yielded += len(entry.actions)
+                lines.line_of.extend([number] * len(entry.actions))
+            else:
                 raise LoadError(
                     f"{blamed_line(source_of(frame), generator)}: rank {rank} yielded "
-                    f"{describe_value(action)}; a generator yields actions, such as "
+                    f"{describe_value(entry)}; a generator yields actions, such as "
                     "forward(stage, microbatch)"
                 )
-            actions.append(action)
-            if len(actions) > limit:
+            entries.append(entry)
+            if yielded > limit:
                 raise LoadError(
                     f"{blamed_line(source_of(frame), generator)}: rank {rank} yielded more than "
                     f"{limit} actions, far beyond {self.pipe.microbatches} microbatches; "
                     "does it end?"
                 )
-        return actions
+        return entries
 
     def _failure(self, rank: int, error: BaseException) -> LoadError:
         """What to raise where the generator raised `error`: it may just have no such chunks."""

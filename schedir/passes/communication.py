@@ -16,16 +16,21 @@ That order keeps the REDUCE_GRADs of a stage together too: each waits for its tu
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.errors import UnsoundError
 from schedir.ir.actions import COMMUNICATION, COUNTERPARTS, Kind
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, run
 from schedir.ir.collectives import collective_turns
-from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints
+from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
 from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
+
+T = TypeVar("T", np.int64, np.bool_)
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -55,7 +60,7 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
     """When each action is done, each rank in list order, at the textbook costs."""
     columns = schedule.columns
     needs = schedule.dataflow.arrivals.copy()
-    posts: list[tuple[int, ...]] = list(zip(transfers.maker.tolist(), strict=True))
+    posts: list[tuple[int, ...]] = list(zip(columns.last[transfers.maker].tolist(), strict=True))
     ends = _run(columns, needs, posts)
     turns = [places for places in collective_turns(schedule) if len(places) > 1]
     if turns:
@@ -72,12 +77,13 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
             f"communication can't be inserted: rank {rank} #{index} {columns.action(place)} never "
             "gets its input"
         )
-    return np.array(ends, np.int64)
+    return np.array(ends, np.int64)[columns.last]
 
 
 def _run(columns: Columns, needs: Ints, posts: list[tuple[int, ...]]) -> list[Time]:
+    """When each action ends; of an overlapped pair, only the last part's is right."""
     exchanges = Exchanges(posts, (), [0] * len(posts))
-    costs = TEXTBOOK[columns.kind].tolist()
+    costs = summed_at_last(columns, TEXTBOOK[columns.kind]).tolist()
     return run(columns.starts.tolist(), costs, needs.tolist(), exchanges).ends
 
 
@@ -90,9 +96,9 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
     order = np.lexsort((transfers.stage, sender, transfers.microbatch, made))
     is_act = (sender < transfers.stage)[order]
 
-    def ends_of(sends: Ints, receives: Ints) -> Ints:
+    def ends_of(sends: NDArray[T], receives: NDArray[T]) -> NDArray[T]:
         """Both ends of every transfer, in that order."""
-        both: Ints = np.stack((sends, receives), axis=1).ravel()
+        both: NDArray[T] = np.stack((sends, receives), axis=1).ravel()
         return both
 
     # At one time: what takes time and ends there, then transfers, then what takes none.
@@ -101,14 +107,14 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
     rank = np.concatenate((columns.rank, ends_of(transfers.source[order], transfers.target[order])))
     merged = np.argsort(rank * (moment.max() + 1) + moment, kind="stable")
 
-    def entries(compute: Ints, sends: Ints, receives: Ints) -> Ints:
-        both: Ints = np.concatenate((compute, ends_of(sends, receives)))[merged]
+    def entries(compute: NDArray[T], sends: NDArray[T], receives: NDArray[T]) -> NDArray[T]:
+        both: NDArray[T] = np.concatenate((compute, ends_of(sends, receives)))[merged]
         return both
 
     sends = Kind.SEND_ACT, Kind.SEND_GRAD
     receives = (COUNTERPARTS[kind][0] for kind in sends)
     microbatch = transfers.microbatch[order]
-    none = np.full(len(order), -1)
+    none, alone = np.full(len(order), -1), np.zeros(len(order), np.bool_)
     complete = Columns(
         starts_of(rank[merged], schedule.ranks),
         entries(
@@ -119,6 +125,7 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
         entries(columns.stage, sender[order], transfers.stage[order]),
         entries(columns.microbatch, microbatch, microbatch),
         entries(columns.version, none, none),
+        entries(columns.joined, alone, alone),
     )
     if sources is not None:
         line = sources.line_of[transfers.maker[order]]

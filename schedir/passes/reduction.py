@@ -36,7 +36,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
     # from its gradient's entry, for the stage and the line of Python.
     number = len(columns)
     origin = np.concatenate((np.arange(number), np.array(completed, np.int64)))
-    stands_at = np.concatenate((np.arange(number), _last_posts(columns)[completed]))
+    stands_at = np.concatenate((np.arange(number), _last_posts(columns)[columns.last[completed]]))
     order = np.argsort(stands_at, kind="stable")
     new, origin = order >= number, origin[order]
     taken = schedule.take(origin, starts_of(columns.rank[origin], schedule.ranks))
@@ -48,6 +48,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
             taken.columns.stage,
             np.where(new, -1, taken.columns.microbatch),
             np.where(new, -1, taken.columns.version),
+            taken.columns.joined,
         ),
     )
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -85,20 +86,20 @@ def check_stepping(
                 f"{schedule.name} steps stage {stage} {number} times a call, so it needs an "
                 "optimizer"
             )
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if action.version is not None:
-                raise ExecutionError(
-                    "a named weight version needs an optimizer",
-                    rank=rank,
-                    index=index,
-                    action=action,
-                )
+    named = np.flatnonzero(schedule.columns.version >= 0)
+    if len(named):
+        rank, index = schedule.columns.position(named[0])
+        raise ExecutionError(
+            "a named weight version needs an optimizer",
+            rank=rank,
+            index=index,
+            action=schedule.columns.action(named[0]),
+        )
 
 
 def check_clipping(schedule: Schedule) -> None:
     """The norm of all gradients is known only where no rank goes on after its first step."""
-    for rank, actions in enumerate(schedule.actions):
+    for rank, actions in enumerate(schedule.flat):
         steps = [i for i, action in enumerate(actions) if action.kind is Kind.OPTIM_STEP]
         if steps and len(actions) - steps[0] > len(steps):
             index = next(i for i in range(steps[0], len(actions)) if i not in steps)

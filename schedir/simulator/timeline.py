@@ -17,6 +17,7 @@ from schedir.ir import (
     Bools,
     Kind,
     Schedule,
+    flat,
     peak_activations,
     weight_versions,
 )
@@ -147,8 +148,12 @@ class Timeline:
         """`spans[rank]`: the entries of the rank's list with their times."""
         times = iter(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
         return tuple(
-            tuple(Span(index, action, *next(times)) for index, action in enumerate(actions))
-            for actions in self.schedule.actions
+            tuple(
+                Span(index, action, *next(times))
+                for index, entry in enumerate(entries)
+                for action in flat([entry])
+            )
+            for entries in self.schedule.actions
         )
 
 

@@ -70,7 +70,7 @@ def last_backwards(schedule: schedir.Schedule) -> list[int]:
     (rank,) = schedule.placement[last]
     return [
         action.microbatch
-        for action in schedule.actions[rank]
+        for action in schedule.flat[rank]
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         and action.stage == last
         and action.microbatch is not None

@@ -84,7 +84,7 @@ def test_positions_that_are_added_to_the_input(target: str) -> None:
     with Executor(schedule, stages, MSE, in_process=True) as executor:
         found = executor.schedule
         assert found.ranks == 1
-        if any(action.kind is schedir.Kind.OPTIM_STEP for action in found.actions[0]):
+        if any(action.kind is schedir.Kind.OPTIM_STEP for action in found.flat[0]):
             executor.step(x, target=y, update=False)
         else:
             executor.step(x, target=y)

@@ -25,11 +25,11 @@ def test_a_send_has_arrived_when_something_made_of_it_has_come_back(seed: int) -
     for rank in range(schedule.ranks):
         for user, sends in arrivals(schedule, rank).items():
             for send in sends:
-                action = schedule.actions[rank][send]
+                action = schedule.flat[rank][send]
                 peer = schedule.dataflow.peer(action)
                 assert peer is not None
                 assert line.spans[rank][send].end <= line.spans[rank][user].start
-                assert schedule.actions[rank][user].kind is not Kind.OPTIM_STEP
+                assert schedule.flat[rank][user].kind is not Kind.OPTIM_STEP
 
 
 @settings(max_examples=50)

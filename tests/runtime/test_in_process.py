@@ -366,5 +366,5 @@ def test_a_profile_names_the_actions() -> None:
             executor.step(x, target=y)
     named = {event.key for event in profile.key_averages()}
     assert {
-        str(a) for actions in schedule.actions for a in actions if a.microbatch is not None
+        str(a) for actions in schedule.flat for a in actions if a.microbatch is not None
     } <= named

@@ -50,7 +50,7 @@ def test_an_observer_can_time_every_entry_of_every_rank(
     for _ in range(2):  # the first agrees on shapes, the second knows them
         spans.clear()
         step(executor)
-        actions = executor.schedule.actions
+        actions = executor.schedule.flat
         assert set(spans) == {(r, i) for r, own in enumerate(actions) for i in range(len(own))}
         for rank, own in enumerate(actions):
             compute = [i for i, a in enumerate(own) if a.kind in (Kind.FORWARD, Kind.BACKWARD)]

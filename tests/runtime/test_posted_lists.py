@@ -66,7 +66,7 @@ def test_the_executors_schedule_is_the_list_that_ran(
         for _ in range(2):
             ran.clear()
             executor.step(torch.randn(rows, width), target=torch.randn(rows, width))
-            assert by_rank(ran, 3) == [[*actions] for actions in executor.schedule.actions]
+            assert by_rank(ran, 3) == [[*actions] for actions in executor.schedule.flat]
         assert (executor.schedule == needed) == (width == 1024)
     assert needed == schedir.advance_receives(schedule, "async")
     if width == 3:
@@ -85,8 +85,8 @@ def test_on_ranks_too(rank: int) -> None:
             for _ in range(3):
                 ran.clear()
                 executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
-                taken = ran if rank == 0 else ran[-len(executor.schedule.actions[rank]) :]
-                assert [action for *_, action in taken] == [*executor.schedule.actions[rank]]
+                taken = ran if rank == 0 else ran[-len(executor.schedule.flat[rank]) :]
+                assert [action for *_, action in taken] == [*executor.schedule.flat[rank]]
             assert executor.schedule == schedir.advance_receives(schedule, "async", 10**6)
 
 
@@ -117,7 +117,7 @@ def test_a_list_that_needs_more_than_its_transport_gives_is_refused() -> None:
 def test_forwards_alone_run_too_with_their_receives_ahead(name: str, channel: str) -> None:
     forwards = forward_only(schedir.build(name, ranks=3, microbatches=5))
     ahead = posted(forwards, channel, (), 10**6)
-    assert sorted(map(str, ahead.actions[1])) == sorted(map(str, forwards.actions[1]))
+    assert sorted(map(str, ahead.flat[1])) == sorted(map(str, forwards.flat[1]))
 
 
 def test_a_pass_that_breaks_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

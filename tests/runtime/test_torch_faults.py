@@ -129,7 +129,7 @@ def test_what_is_printed_is_what_runs(name: str) -> None:
 
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         executor.step(x, target=x + 1)
-    for rank, actions in enumerate(schedule.actions):
+    for rank, actions in enumerate(schedule.flat):
         own = set(schedule.stages_of(rank))
         listed = [
             str(a).partition("@")[0] for a in actions if a.kind.name in ("FORWARD", "BACKWARD")

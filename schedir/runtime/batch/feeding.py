@@ -156,7 +156,7 @@ def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
     accumulated: dict[int, list[int]] = {}
     for rank in schedule.placement[last]:
         steps = 0
-        for action in schedule.actions[rank]:
+        for action in schedule.flat[rank]:
             if action.stage != last:
                 continue
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):

@@ -160,7 +160,7 @@ class Shared:
 
     def barriers(self, clipping: Clipping | None) -> Barriers:
         """What the ranks here wait for before they step."""
-        placement, actions = self._schedule.placement, self._schedule.actions
+        placement, actions = self._schedule.placement, self._schedule.flat
         local_ranks = self._plan.local_ranks
         tied = []
         for number, (tie, held) in enumerate(self._plan.tied):

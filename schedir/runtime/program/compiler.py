@@ -66,7 +66,7 @@ class Compiler:
 
         `listed_at` has the place of each in the list before its receives were moved.
         """
-        actions = schedule.actions[rank]
+        actions = schedule.flat[rank]
         arrived = arrivals(schedule, rank)
         versions = weight_versions(schedule.columns, rank)
         program = []
@@ -109,7 +109,7 @@ class Compiler:
         """The step, and before the first of a rank's consecutive ones what they wait for."""
         if self.barriers is None:
             return
-        actions, index = place.schedule.actions[place.rank], place.index
+        actions, index = place.schedule.flat[place.rank], place.index
         if not index or actions[index - 1].kind is not Kind.OPTIM_STEP:
             following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[index:])
             stages = [action.stage for action in following]

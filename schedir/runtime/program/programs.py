@@ -93,7 +93,7 @@ class Programs:
                 schedule,
                 rank,
                 transport,
-                _listed_at(self._listed.actions[rank], schedule.actions[rank]),
+                _listed_at(self._listed.flat[rank], schedule.flat[rank]),
             )
             for rank, transport in self._transports.items()
         ]
@@ -101,7 +101,7 @@ class Programs:
             return Program(schedule, lists)
         # Ranks of the first stage see the input, and so know what the call is.
         early = {
-            rank: [*takewhile(lambda action: action.kind in RECEIVES, schedule.actions[rank])]
+            rank: [*takewhile(lambda a: a.kind in RECEIVES, schedule.flat[rank])]
             for rank in range(schedule.ranks)
             if rank not in schedule.placement[0]
         }
