@@ -29,7 +29,8 @@ from typing import TypeAlias
 import attrs
 
 from schedir import Action, Kind, Schedule
-from schedir.ir import COMPUTE, CONSUMES, SENDS, Ties
+from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS, Ties
+from schedir.ir.together import Entry, flat
 
 Meeting: TypeAlias = tuple[Hashable, int, int]
 """What kernels of several ranks run together for, the j-th of a channel or a group; how many."""
@@ -85,6 +86,7 @@ class Host:
         self._first_queue = self._chance.randrange(adversary.queues)
         self._posts: list[Post] = []
         self._turns: Counter[Hashable] = Counter()
+        self._last: dict[Hashable, Kernel] = {}
         self._computed: Kernel | None = None
         self._received: dict[tuple[Kind, int, int | None], Kernel] = {}
         self._sums: dict[int, list[Kernel]] = {}
@@ -92,19 +94,21 @@ class Host:
 
     def posts(self) -> list[Post]:
         """All of it."""
-        actions = self._schedule.actions[self._rank]
+        entries = self._schedule.actions[self._rank]
         self._queue("compute")
-        for index, action in enumerate(actions):
+        for index, entry in enumerate(entries):
             if self._chance.random() < self._adversary.frees:
                 self._posts.append(None)
-            if action.kind in COMPUTE:
-                if action.kind is Kind.OPTIM_STEP and not _steps(actions[index - 1 : index]):
-                    self._meet([a.stage for a in takewhile(_is_step, actions[index:])])
-                self._compute(action)
-            elif action.kind is Kind.REDUCE_GRAD:
-                self._reduce(action.stage)
+            actions = tuple(flat([entry]))
+            kind = actions[0].kind
+            if kind is Kind.OPTIM_STEP and not any(map(_is_step, entries[index - 1 : index])):
+                self._meet([step.stage for step in flat(takewhile(_is_step, entries[index:]))])
+            if kind in COMPUTE:
+                self._compute(actions)
+            elif kind is Kind.REDUCE_GRAD:
+                self._reduce(actions[0].stage)
             else:
-                self._transfer(action)
+                self._transfer(actions)
         return self._posts
 
     def _queue(self, stream: Hashable) -> int:
@@ -115,31 +119,45 @@ class Host:
         queue = self._queue(stream)
         self._posts += [(queue, Wait(event)) for event in after if event is not None]
         self._posts.append((queue, kernel))
+        self._last[stream] = kernel
         return kernel
 
     def _meeting(self, whose: Hashable, parties: int) -> Meeting:
         self._turns[whose] += 1
         return whose, self._turns[whose], parties
 
-    def _compute(self, action: Action) -> None:
-        """After what it consumes; its stream keeps it after all compute before."""
-        key = (action.kind, action.stage)
-        if self._adversary.lazy and key not in self._loaded:
-            self._loaded.add(key)
-            self._posts.append(None)
-        needed = CONSUMES.get(action.kind, action.kind)
-        received = self._received.get((needed, action.stage, action.microbatch))
-        self._computed = self._post("compute", Kernel(), received)
+    def _compute(self, actions: Sequence[Action]) -> None:
+        """After what they consume; its stream keeps it after all compute before. The parts of a
+        pair start together."""
+        for action in actions:
+            if self._adversary.lazy and (action.kind, action.stage) not in self._loaded:
+                self._loaded.add((action.kind, action.stage))
+                self._posts.append(None)
+        received = [
+            self._received.get((CONSUMES.get(a.kind, a.kind), a.stage, a.microbatch))
+            for a in actions
+        ]
+        self._computed = self._post("compute", Kernel(), *received)
 
-    def _transfer(self, action: Action) -> None:
-        """After all compute before, on the stream of its channel."""
+    def _transfer(self, actions: Sequence[Action]) -> None:
+        """After all compute before, on the streams of the channels: those of a batch are joined,
+        as it is one kernel."""
+        channels = [self._channel(action) for action in actions]
+        first, *others = dict.fromkeys(channels)
+        before = [self._last.get(channel) for channel in others]
+        meetings = [self._meeting(channel, 2) for channel in channels]
+        posted = self._post(first, Kernel(meetings), self._computed, *before)
+        for channel in others:
+            self._posts.append((self._queue(channel), Wait(posted)))
+            self._last[channel] = posted
+        for action in actions:
+            if action.kind in RECEIVES:
+                self._received[action.kind, action.stage, action.microbatch] = posted
+
+    def _channel(self, action: Action) -> tuple[int, int]:
         peer = self._schedule.dataflow.peer(action)
         assert peer is not None
-        sends = action.kind in SENDS
-        channel = (self._rank, peer) if sends else (peer, self._rank)
-        posted = self._post(channel, Kernel([self._meeting(channel, 2)]), self._computed)
-        if not sends:
-            self._received[action.kind, action.stage, action.microbatch] = posted
+        return (self._rank, peer) if action.kind in SENDS else (peer, self._rank)
 
     def _reduce(self, stage: int) -> None:
         ranks = self._schedule.placement[stage]
@@ -163,12 +181,8 @@ class Host:
                 self._posts.append((self._queue("compute"), Wait(done)))
 
 
-def _is_step(action: Action) -> bool:
-    return action.kind is Kind.OPTIM_STEP
-
-
-def _steps(actions: Iterable[Action]) -> bool:
-    return any(map(_is_step, actions))
+def _is_step(entry: Entry) -> bool:
+    return isinstance(entry, Action) and entry.kind is Kind.OPTIM_STEP
 
 
 def _holders(schedule: Schedule, stages: Iterable[int]) -> set[int]:

@@ -10,6 +10,7 @@ import pytest
 
 import schedir
 from schedir import Schedule
+from schedir.ir.together import flat
 from tests.built_in import NAMES, variants
 from tests.hardware import HARSHEST, KINDEST, Adversary, comes_through
 from tests.literals import listed
@@ -89,3 +90,30 @@ def test_the_verdict_on_random_schedules(part: int) -> None:
             assert comes_through(posted, some) or "rank" not in clean, (some, schedir.dumps(posted))
     assert seen[schedir.CHANNELS] > 300
     assert all(seen[clean] > 1 for clean in ((), ("edge", "async"), ("pair", "edge", "async")))
+
+
+def test_a_batch_is_one_kernel() -> None:
+    """As Megatron and most hand-written code have it: one by one its parts block."""
+    send_first = listed(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
+    )
+    assert comes_through(send_first, HARSHEST)
+    assert all(comes_through(send_first, adversary) for adversary in adversaries(0))
+    one_by_one = Schedule(
+        "one by one", 2, send_first.placement, [list(flat(own)) for own in send_first.actions]
+    )
+    assert not comes_through(one_by_one, HARSHEST)
+
+
+def test_a_pair_starts_once_the_inputs_of_both_parts_are_there() -> None:
+    first = "0F0 0SEND_ACT0 0RECV_GRAD0 {} 0RECV_GRAD1 0B1"
+    in_turn = "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1"
+    in_groups = "1RECV_ACT0 1F0 1RECV_ACT1 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1"
+    pair, apart = first.format("(0F1;0B0) 0SEND_ACT1"), first.format("0F1 0SEND_ACT1 0B0")
+    assert comes_through(listed(2, "0 1", pair, in_turn), HARSHEST)
+    # 0B0 comes after 1F1, which needs 0F1.
+    assert not comes_through(listed(2, "0 1", pair, in_groups), KINDEST)
+    assert comes_through(listed(2, "0 1", apart, in_groups), KINDEST)

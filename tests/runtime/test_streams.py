@@ -20,6 +20,7 @@ from torch import nn
 
 import schedir
 from schedir import Action, Kind, Schedule
+from schedir.ir.together import flat
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
 from schedir.runtime.transports.in_process import End
@@ -47,7 +48,8 @@ def one_thread() -> Iterator[None]:
 def split(schedule: Schedule) -> Schedule:
     """Each B as an I, and a W once the rank has nothing to send."""
     lists = []
-    for actions in strip_communication(schedule).actions:
+    for entries in strip_communication(schedule).actions:
+        actions = list(flat(entries))
         steps = [a for a in actions if a.kind is Kind.OPTIM_STEP]
         weights: list[Action] = []
         listed: list[Action] = []
