@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from socket import gethostname
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -90,6 +91,19 @@ class Accelerator:
         """Have the host wait for all that is queued."""
         self._module.synchronize(self.device)
 
+    @property
+    def name(self) -> str:
+        """What no other device is called, and the host that it is in."""
+        # A part of a GPU (MIG) has a uuid of its own. Other accelerators have none to tell.
+        uuid = getattr(self._module.get_device_properties(self.device), "uuid", None)
+        return "" if uuid is None else f"{uuid} of {gethostname()}"
+
+    @property
+    def processors(self) -> int:
+        """How many kernels can run at once."""
+        properties = self._module.get_device_properties(self.device)
+        return int(getattr(properties, "multi_processor_count", 1))  # as CUDA and ROCm call it
+
     def generators(self) -> Iterable[torch.Generator]:
         """The default generators that a forward here may draw from, besides the CPU's."""
         return (self._module.default_generators[self.device.index or 0],)
@@ -140,6 +154,16 @@ class Host(Accelerator):
 
     def synchronize(self) -> None:
         """Nothing is queued."""
+
+    @property
+    def name(self) -> str:
+        """Processes may share it."""
+        return ""
+
+    @property
+    def processors(self) -> int:
+        """It runs what it is told."""
+        return 1
 
     def generators(self) -> Iterable[torch.Generator]:
         """None but its own."""

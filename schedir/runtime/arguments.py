@@ -41,6 +41,7 @@ class Arguments:
     seed: int
     step: int
     timeout: float | timedelta | None
+    channel: str | None
     in_process: bool
 
 

@@ -23,6 +23,7 @@ from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
 from schedir.runtime.program.runner import Runner
+from schedir.runtime.program.trail import Trail
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
@@ -48,6 +49,7 @@ class Parts:
     drift: Drift
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
+    trail: Trail
     clock: BusyClock = attrs.field(factory=BusyClock)
     under_way: list[Work] = attrs.field(factory=list)
 
@@ -62,7 +64,7 @@ class Parts:
         drafter = Drafter(plan, trains, replayed)
         agreements = Agreements(plan, self.control, drafter, self._stepped())
         barriers = self.barriers if plan.updates else None
-        compiler = Compiler(self.stages, cells, barriers, [self.clock])
+        compiler = Compiler(self.stages, cells, barriers, [self.clock, self.trail])
         programs = Programs(plan, schedule, compiler, transports, self.control)
         opening = Opening(self.announcements, agreements, programs, cells)
         return Runner(plan, schedule, cells, opening, self.under_way)
@@ -83,7 +85,7 @@ def assemble(plan: Plan, world: World) -> Parts:
     """
     shared = Shared(plan, world)
     announcements = Announcements(plan, world.control)
-    transports = world.transports()
+    transports = world.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
     clipping = shared.clipping()
     barriers = shared.barriers(clipping)
@@ -101,6 +103,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         drift,
         optimizers,
         _stages(plan, reductions, optimizers),
+        Trail(world.groups.patience, plan.accelerator, follows=plan.transport.queues),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
@@ -20,6 +21,7 @@ from schedir.runtime.call import CLOSE, Call, Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.runner import Runner
+from schedir.runtime.program.trail import Trail
 from schedir.runtime.result import StepResult
 from schedir.runtime.stage.autocast import suspended
 from schedir.runtime.stage.rng import SavedRng
@@ -41,15 +43,18 @@ class Engine:
         self._plan = plan
         self.steps = plan.arguments.step
         self._calls = 0
-        self._world = World(plan)
-        with self._world.together("making the executor"):
-            self.parts = assemble(plan, self._world)
+        with plan.accelerator.chosen():
+            self._world = World(plan)
+            with self._world.together("making the executor"):
+                self.parts = assemble(plan, self._world)
+            self._feeder = Feeder(plan, self._world.control)
+            self._losses = Losses(plan, self._world.control)
+            self.training = self.parts.runner(trains=True)
+            self.evaluation = self.parts.runner(trains=False)
         # Without a close, too, the process must not end before its last sends have arrived.
-        weakref.finalize(self, _arrive, self.parts.under_way)
-        self._feeder = Feeder(plan, self._world.control)
-        self._losses = Losses(plan, self._world.control)
-        self.training = self.parts.runner(trains=True)
-        self.evaluation = self.parts.runner(trains=False)
+        self._leave = weakref.finalize(
+            self, _arrive, self.parts.under_way, self.parts.trail, plan.accelerator
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -61,16 +66,17 @@ class Engine:
 
         Raises ExecutionError, which names the action that failed, or what the ranks differ in.
         """
-        if not request.trains:
-            with evaluating(self.parts.stages.values()):
-                return self._call(request, given, keeps_outputs)
-        if torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "step trains, which torch.inference_mode() rules out; leave it, or call evaluate "
-                "or infer"
-            )
-        with torch.enable_grad():
-            result = self._call(request, given, keeps_outputs)
+        with self._plan.accelerator.chosen():
+            if not request.trains:
+                with evaluating(self.parts.stages.values()):
+                    return self._call(request, given, keeps_outputs)
+            if torch.is_inference_mode_enabled():
+                raise ExecutionError(
+                    "step trains, which torch.inference_mode() rules out; leave it, or call "
+                    "evaluate or infer"
+                )
+            with torch.enable_grad():
+                result = self._call(request, given, keeps_outputs)
         self.steps += 1
         return result
 
@@ -108,6 +114,7 @@ class Engine:
     ) -> tuple[Callable[[], float] | None, list[Any] | None]:
         """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
         request, cells = call.request, runner.cells
+        self.parts.trail.begin()
         exchange = self._losses.expect() if request.has_loss else None
         opened = runner.opening.open(call, inputs, feed)
         cells.share_loss(self._feeder.shares(feed.counts, request))
@@ -124,6 +131,7 @@ class Engine:
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
             loss = self._awaited(self._losses.share(exchange, feed.counts, ran), call)
+        self.parts.trail.end()
         # Of a short batch the last microbatches were copies.
         return loss, cells.results(opened.rows) if call.keeps_outputs else None
 
@@ -147,6 +155,7 @@ class Engine:
 
         def fetched() -> float:
             try:
+                self.parts.trail.settle()
                 return fetch()
             except WaitError as stalled:
                 raise self._failed(stalled, f"the loss of {call}") from None
@@ -158,14 +167,20 @@ class Engine:
         for runner in (self.training, self.evaluation):
             runner.reset()
         self.parts.barriers.reset()
-        return self._world.failure(error, where)
+        self.parts.trail.drop()
+        failure = self._world.failure(error, where)
+        if self._world.broken is not None:
+            self._leave.detach()  # what is under way will not arrive
+        return failure
 
     def close(self) -> None:
         """Give back the process groups that were made for this; safe to call twice."""
-        with self._world.closing() as still_works:
+        with self._plan.accelerator.chosen(), self._world.closing() as still_works:
             if still_works:
                 # End what is under way, and say that there is no other call.
+                self._leave.detach()
                 wait_for(self.parts.under_way)
+                self.parts.trail.settle()
                 self.parts.announcements.last(Call(CLOSE, self._calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
@@ -173,6 +188,8 @@ class Engine:
                 self._world.leave(self._calls)
 
 
-def _arrive(works: list[Work]) -> None:
+def _arrive(works: list[Work], trail: Trail, accelerator: Accelerator) -> None:
     with suppress(WaitError):  # the other side may be gone
         wait_for(works)
+        trail.settle()
+        accelerator.synchronize()

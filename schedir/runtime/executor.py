@@ -41,11 +41,13 @@ class Executor:
     `seed` seeds every forward, with the number of the step; see `schedir.runtime.rng`. `step` is
     that of the first call of `step`: where a resumed training goes on. `timeout`, in seconds or a
     timedelta, is how long a rank waits for another; by default as long as the default process
-    group does.
+    group does. `channel` is the channel model that the list is proved and posted under, where that
+    is not to be the transport's own: gloo's is "async", NCCL's "rank". A stricter one is always
+    right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
     Of these a rank needs `loss_fn`, `count`, `boundaries` and `recompute` for its own stages only;
-    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, and whether there is an optimizer, are
-    compared.
+    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, and whether there is an optimizer,
+    are compared.
 
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
     position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
@@ -94,6 +96,7 @@ class Executor:
         seed: int = 0,
         step: int = 0,
         timeout: float | timedelta | None = None,
+        channel: str | None = None,
         in_process: bool = False,
     ) -> None:
         given = Arguments(
@@ -110,6 +113,7 @@ class Executor:
             seed,
             step,
             timeout,
+            channel,
             in_process,
         )
         plan = plan_of(given)
@@ -120,7 +124,7 @@ class Executor:
     @property
     def schedule(self) -> Schedule:
         """The very list that is carried out: complete, and its receives listed as far ahead as the
-        transport's channel model and the buffers allow, under which it is proved. How large those
+        channel model and the buffers allow, under which it is proved. How large those
         are is known after the first step of an input shape; small ones go further ahead."""
         return self._engine.schedule
 

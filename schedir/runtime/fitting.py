@@ -22,18 +22,32 @@ from schedir.passes import advance_receives
 from schedir.runtime.arguments import TieOf
 
 
-def proved(schedule: Schedule, channel: str, ties: Iterable[Iterable[int]]) -> Schedule:
-    """The complete schedule, proved under a channel model; no process group is touched before."""
+def proved(
+    schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], laxest: str | None = None
+) -> Schedule:
+    """The complete schedule, proved under a channel model; no process group is touched before.
+
+    `laxest` is the model that the user may ask for instead.
+    """
     try:
         report = prove(schedule, channel, ties=ties)
     except ValueError as error:
         raise ExecutionError(str(error)) from error
-    if report.schedule is None:
-        if os.environ.get("RANK", "0") == "0":
-            report.raise_if_errors()
+    if report.schedule is not None:
+        return report.schedule
+    if os.environ.get("RANK", "0") != "0":
         # Rank 0 says what is wrong; the others need not repeat it.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
-    return report.schedule
+    try:
+        return report.proved()
+    except ScheduleError as error:
+        if laxest not in report.clean_channels:
+            raise
+        raise ScheduleError(
+            f"{error}. That is under {channel}; the list is clean under {laxest}, and "
+            f'Executor(channel="{laxest}") has it run so all the same, at your own risk',
+            error.diagnostics,
+        ) from None
 
 
 def posted(

@@ -27,15 +27,15 @@ from schedir.runtime.fitting import (
     tied_copies,
 )
 from schedir.runtime.processes.grid import Grid, grid
-from schedir.runtime.transports.choice import transport_for
+from schedir.runtime.transports.choice import Choice, channel_for, transport_for
 
 
 @attrs.frozen(eq=False)
 class Plan:
     """The proved list, and what runs it in this process, which runs the ranks `local_ranks`.
 
-    `schedule` is the list as it was given, complete, and clean under the transport's channel model;
-    `posted` is the one that is carried out.
+    `schedule` is the list as it was given, complete, and clean under the channel model `channel`:
+    that of the `transport`, unless the user wants another. `posted` is the one that is carried out.
     `trained` are the stages' modules with all that is trained with them: the last one's holds the
     loss as well, where that is a module. `tied` are the ties with the copies that are here.
     """
@@ -49,19 +49,16 @@ class Plan:
     recomputed: Collection[int]
     tied: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]]
     timeout: timedelta | None
+    transport: Choice
+    channel: str
 
     @property
     def device(self) -> torch.device:
         """Where the stages here are."""
         return self.accelerator.device
 
-    @property
-    def channel(self) -> str:
-        """The channel model of the transport."""
-        return transport_for(self.grid.alone, self.device).channel
-
     def posted(self, schedule: Schedule, room: int | None = None) -> Schedule:
-        """A list with its receives as far ahead as the transport allows, and `room` for buffers."""
+        """A list with its receives as far ahead as `channel` allows, and `room` for buffers."""
         return posted(schedule, self.channel, _stages_of(self.arguments.ties), room)
 
     @property
@@ -90,6 +87,7 @@ class Plan:
             "mesh": self.grid.processes,
             "seed": given.seed,
             "step": given.step,
+            "channel": given.channel,
         }
 
     def versions(self, schedule: Schedule) -> dict[int, StageVersions]:
@@ -129,10 +127,11 @@ def plan_of(given: Arguments) -> Plan:
     trained = _trained(given, schedule.stages - 1)
     check_modules(trained)
     accelerator = accelerator_of(device_of(trained))
-    channel = transport_for(place.alone, accelerator.device).channel
+    transport = transport_for(place.alone, accelerator.device)
+    channel = channel_for(transport, given.channel, warns=place.rank == place.pipeline == 0)
     return Plan(
         given,
-        proved(schedule, channel, ties),
+        proved(schedule, channel, ties, transport.laxest),
         place,
         local_ranks,
         trained,
@@ -140,6 +139,8 @@ def plan_of(given: Arguments) -> Plan:
         recomputed_stages(given.recompute, schedule.stages),
         tied_copies(schedule, given.stages, given.ties),
         timeout,
+        transport,
+        channel,
     )
 
 

@@ -5,7 +5,8 @@ A world of one process has the same parts: its `control` answers itself, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -22,7 +23,7 @@ from schedir.runtime.processes.failure import (
     record,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
-from schedir.runtime.transports.choice import transport_for
+from schedir.runtime.transports.communicators import communicators, ranks_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
@@ -51,6 +52,7 @@ class World:
         grid = plan.grid
         self.grid, self.accelerator, self.device = grid, plan.accelerator, plan.device
         self._schedule, self._ranks = plan.schedule, plan.local_ranks
+        self._transport = plan.transport
         self.broken: str | None = None
         self.closed = False
         self._made_group = not grid.alone and not dist.is_initialized()
@@ -63,13 +65,17 @@ class World:
         with self.together("making the executor"):
             self.control.connect(self.groups)
 
-    def transports(self) -> Transports:
-        """How each rank here sends to others and receives."""
-        choice = transport_for(self.grid.alone, self.device)
+    def transports(self, sums: Sequence[Collection[int]], processors: int) -> Transports:
+        """How each rank here sends to others and receives.
+
+        `sums` are the processes of each group for sums, which is made after this. `processors` are
+        those of the smallest GPU.
+        """
+        choice, device, rank = self._transport, self.device, self.grid.rank
         if choice is Endpoint:
             hub = {rank: self._hub.of(rank) for rank in self._ranks}
             return Transports(hub, hub)
-        processes, rank = self.grid.processes[self.grid.pipeline], self.grid.rank
+        processes = self.grid.processes[self.grid.pipeline]
         if choice is GlooTransport:
             gloo = GlooTransport(processes, rank, self.groups)
             return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
@@ -77,7 +83,12 @@ class World:
             raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
         transfers = self._schedule.dataflow.transfers
         pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
-        nccl = {rank: NcclTransport(processes, rank, set(pairs), self.device, self.groups)}
+        found = communicators(pairs, ())
+        # In every pipeline the ranks are in as many as in this one.
+        held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
+        held.update(process for members in sums for process in members)
+        self.groups.share_gpu(processors, most=max(held.values(), default=1))
+        nccl = {rank: NcclTransport(processes, rank, found, device, self.groups)}
         return Transports(nccl, nccl)
 
     @contextmanager

@@ -4,6 +4,7 @@ tied stages. All copies start equal, get equal gradients, and so stay equal.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +16,13 @@ from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.barriers import Barrier, Barriers
 from schedir.runtime.gradients.clipping import Clipping, NormExchange
 from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.partners import partners
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.claims import Claim, compare, compare_schedules, digest
 from schedir.runtime.processes.groups import Group
+from schedir.runtime.processes.rounds import in_turn
 from schedir.runtime.world import World
 
 
@@ -34,6 +37,19 @@ class Shared:
         self._plan, self._schedule, self._stages = plan, plan.schedule, plan.trained
         self._grid, self._control, self._groups = world.grid, world.control, world.groups
         self._device = world.device
+        self._own = self._grid.processes[self._grid.pipeline][self._grid.rank]
+        # The stages whose sums share a group, and the group's processes.
+        self._summed = [
+            (stages, processes)
+            for stages in partners(self._schedule)
+            if len(processes := self._processes(stages[0])) > 1
+        ]
+        row = self._grid.processes[self._grid.pipeline]
+        # Of each tie, in this pipeline.
+        self._tied = [
+            tuple(sorted({row[self._schedule.placement[stage][0]] for stage, _ in tie}))
+            for tie, _ in plan.tied
+        ]
         self._fixed: dict[int, tuple[list[nn.Parameter], list[bool]]] = {}
         for _, held in plan.tied:
             for stage in held:
@@ -49,6 +65,8 @@ class Shared:
         own = Claim(
             self._schedule.content_hash,
             world.device.type,
+            "" if "NCCL_HOSTID" in os.environ else world.accelerator.name,
+            world.accelerator.processors,
             plan.compared,
             self._digests(),
             sizes,
@@ -58,6 +76,7 @@ class Shared:
         if any(claim.schedule != own.schedule for claim in claims):
             compare_schedules(list(map(loads, world.control.gather(dumps(self._schedule)))))
         compare(claims)
+        self.processors = min(claim.processors for claim in claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
         self._norm_type = torch.float64 if any(c.doubles for c in claims) else torch.float32
 
@@ -90,21 +109,32 @@ class Shared:
             if p.requires_grad and p not in self._skipped
         ]
 
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The processes of every group for sums that takes in a part of this pipeline."""
+        tied = [processes for processes in self._tied if len(processes) > 1]
+        return [*(processes for _, processes in self._summed), *tied]
+
     def reductions(self) -> dict[int, Reduction]:
         """The sums that REDUCE_GRADs are, of the stages that several processes run."""
-        found = ((stage, self._reduction(stage)) for stage in self._stages)
-        return {stage: reduction for stage, reduction in found if reduction is not None}
-
-    def _reduction(self, stage: int) -> Reduction | None:
-        processes = self._processes(stage)
-        parameters = [p for p in self._stages[stage].parameters() if p.requires_grad]
-        if len(processes) == 1 or not parameters:
-            return None
-        # A group for each stage: two stages' replicas may reach their sums in another order.
-        self._fix_trained(stage)
-        group = self._groups.make(f"stage/{stage}", processes, self._device)
-        keeps_earlier = not self._plan.updates
-        return Reduction(parameters, group, f"stage {stage}'s", keeps_earlier)
+        found: dict[int, Reduction] = {}
+        for number in in_turn([processes for _, processes in self._summed], self._own):
+            stages, processes = self._summed[number]
+            trained = {
+                stage: [p for p in self._stages[stage].parameters() if p.requires_grad]
+                for stage in stages
+            }
+            if not any(trained.values()):
+                continue
+            purpose = f"stages/{','.join(map(str, stages))}"
+            group = self._groups.make(purpose, processes, self._device)
+            group.warm_up(self._device)
+            for stage, parameters in trained.items():
+                if parameters:
+                    self._fix_trained(stage)
+                    whose, keeps_earlier = f"stage {stage}'s", not self._plan.updates
+                    found[stage] = Reduction(parameters, group, whose, keeps_earlier)
+        return found
 
     def drift(self) -> Drift:
         """The copies here that exist elsewhere, or here, as well: to be compared now and then."""
@@ -162,12 +192,13 @@ class Shared:
         """What the ranks here wait for before they step."""
         placement, actions = self._schedule.placement, self._schedule.flat
         local_ranks = self._plan.local_ranks
+        groups = self._groups_of_ties()
         tied = []
         for number, (tie, held) in enumerate(self._plan.tied):
             if not held:
                 continue
             ranks = {placement[stage][0] for stage, _ in tie}
-            action = Tie(list(held.values()), self._group_of_tie(number, ranks)).sum
+            action = Tie(list(held.values()), groups.get(number)).sum
             barrier = Barrier(len(ranks.intersection(local_ranks)), action)
             tied.append(({stage for stage, _ in tie}, barrier))
         common = []
@@ -176,13 +207,16 @@ class Shared:
             common.append(Barrier(sum(steps), clipping.clip))
         return Barriers(tied, common)
 
-    def _group_of_tie(self, number: int, ranks: set[int]) -> Group | None:
-        """The group in which the copies of a tie are summed; None where all are here."""
-        row = self._grid.processes[self._grid.pipeline]
-        processes = sorted({row[rank] for rank in ranks})
-        if len(processes) == 1:
-            return None
-        return self._groups.make(f"tie/{number}/{processes}", processes, self._device)
+    def _groups_of_ties(self) -> dict[int, Group]:
+        """By the number of the tie, the group in which its copies are summed; none where all of
+        them are here."""
+        found: dict[int, Group] = {}
+        for number in in_turn(self._tied, self._own):
+            if len(processes := self._tied[number]) > 1:
+                purpose = f"tie/{number}/{','.join(map(str, processes))}"
+                found[number] = self._groups.make(purpose, processes, self._device)
+                found[number].warm_up(self._device)
+        return found
 
 
 def _label(tie: TieOf) -> str:

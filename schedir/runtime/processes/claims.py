@@ -20,11 +20,15 @@ class Claim:
 
     `arguments` are those that every process must be given alike, by name. `copies` are digests of
     what must be equal wherever it is held, by what it is called; `sizes` says how many gradients
-    each stage here has, `doubles` whether any is of double precision.
+    each stage here has, `doubles` whether any is of double precision. `gpu` is what no other GPU is
+    called, and the host that it is in; empty where it doesn't matter. `processors` are how many
+    kernels run there at once.
     """
 
     schedule: str
     device: str
+    gpu: str
+    processors: int
     arguments: Mapping[str, object]
     copies: Mapping[str, tuple[int, ...]]
     sizes: Mapping[int, int]
@@ -45,6 +49,7 @@ def compare(claims: Sequence[Claim]) -> None:
         raise ExecutionError(
             f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
         )
+    _compare_gpus([claim.gpu for claim in claims])
     first: dict[str, int] = {}
     for process, found in enumerate(claims):
         for label, digests in found.copies.items():
@@ -54,6 +59,17 @@ def compare(claims: Sequence[Claim]) -> None:
                     f"{label} differs between processes {other} and {process}; load the same "
                     "values, or seed alike, before the executor is made"
                 )
+
+
+def _compare_gpus(gpus: Sequence[str]) -> None:
+    for process, gpu in enumerate(gpus):
+        if gpu and (other := gpus.index(gpu)) != process:
+            raise ExecutionError(
+                f"processes {other} and {process} have their stages on one GPU, {gpu}, which NCCL "
+                'takes for a mistake; move those of each to torch.device("cuda", '
+                'int(os.environ["LOCAL_RANK"])), or, if it is meant, set NCCL_HOSTID to another '
+                "value for each process"
+            )
 
 
 def compare_schedules(schedules: Sequence[Schedule]) -> None:

@@ -71,6 +71,12 @@ class Board:
             return self._store.compare_set(_ROOT, "", reason).decode() == reason
         return True
 
+    def has_failed(self) -> bool:
+        """Whether some process has."""
+        with suppress(RuntimeError):
+            return bool(self._store.check([_ROOT]))
+        return True  # the store is gone, and with it the process that holds it
+
     def leave(self, number: int, calls: int) -> None:
         """Write down that a process has closed its executor, after so many calls."""
         with suppress(RuntimeError):

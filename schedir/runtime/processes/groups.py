@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, ClassVar
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,24 +23,36 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.failure import Board, WaitError
+from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
+from schedir.runtime.processes.patience import Patience
 
-_CPU = torch.device("cpu")
+_MAKING = "all ranks to make their executors"
+
+
+@attrs.frozen(eq=False)
+class Post:
+    """One end of a transfer: a tensor to send to a peer, or to receive into from it."""
+
+    tensor: Tensor
+    peer: int
+    sends: bool
 
 
 class Group:
-    """A process group of gloo or NCCL, for one purpose; ranks are positions in its processes.
+    """A process group for one purpose; ranks are positions in its processes.
 
-    Once closed its connections end, as soon as nothing under way holds them any more.
+    Of gloo, which connects them when it is made. Once closed its connections end, as soon as
+    nothing under way holds them any more.
     """
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a send. Raises WaitError where the other side is gone."""
         try:
-            work: dist.Work = _unseen(self._backend.send)(tensors, rank, tag)
+            work: dist.Work = _unseen(self.backend.send)(tensors, rank, tag)
         except RuntimeError as error:
             raise WaitError(error) from error
         return work
@@ -47,24 +60,52 @@ class Group:
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a receive. Raises WaitError where the other side is gone."""
         try:
-            work: dist.Work = _unseen(self._backend.recv)(tensors, rank, tag)
+            work: dist.Work = _unseen(self.backend.recv)(tensors, rank, tag)
         except RuntimeError as error:
             raise WaitError(error) from error
         return work
 
+    def post(self, post: Post, tag: int = 0) -> dist.Work:
+        """Post one end of a transfer."""
+        return (self.send if post.sends else self.recv)([post.tensor], post.peer, tag)
+
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group."""
-        work: dist.Work = _unseen(self._backend.allreduce)(tensors)
+        work: dist.Work = _unseen(self.backend.allreduce)(tensors)
         return work
 
-    def close(self, abort: bool) -> None:
-        """Let the connections go; NCCL's communicators too, which would outlive the group."""
-        if isinstance(self._backend, dist.ProcessGroupGloo):
-            self._backend = None
-        elif abort:
-            self._backend.abort()
-        else:
-            self._backend.shutdown()
+    def warm_up(self, device: torch.device) -> None:
+        """Sum for the first time, before any sum matters."""
+
+
+class NcclGroup(Group):
+    """A process group of NCCL, which makes its communicator with what is posted first.
+
+    So that is done when the group is made, and waited for with `patience`.
+    """
+
+    def __init__(self, backend: Any, patience: Patience) -> None:
+        super().__init__(backend)
+        self._patience = patience
+
+    def together(self, posts: Iterable[Post]) -> dist.Work:
+        """Post several as one, which no order among them can block."""
+        self.backend._start_coalescing()
+        try:
+            for post in posts:
+                self.post(post)
+        finally:
+            work: dist.Work = self.backend._end_coalescing()
+        return work
+
+    def warm_up(self, device: torch.device) -> None:
+        """Sum for the first time, before any sum matters."""
+        self.settle(self.allreduce([torch.zeros(1, device=device)]))
+
+    def settle(self, work: dist.Work) -> None:
+        """Have the host wait for a work."""
+        self._patience.until(work.is_completed, lambda: _MAKING)
+        work.wait()
 
 
 def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,15 +139,19 @@ class Groups:
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
         # All members have made as many executors together, so they find the same keys.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
+        self._name = f"schedir/{attempt}/{everyone}/{Groups._made[everyone]}"
         Groups._made[everyone] += 1
         alone = len(everyone) == 1
-        self.store = PrefixStore(name, HashStore() if alone else _get_default_store())
+        self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
+        self.patience = Patience(self.timeout, Board(self.store).has_failed)
+        self.settings = Settings(self.timeout)
         self._groups: list[Group] = []
 
-    def make(self, purpose: str, processes: Sequence[int], device: torch.device = _CPU) -> Group:
-        """A group for a purpose that no other one has: of gloo, or of NCCL for a GPU.
+    def make(
+        self, purpose: str, processes: Sequence[int], device: torch.device | None = None
+    ) -> Group:
+        """A group for a purpose that no other one has, for tensors on a device; None: the hosts'.
 
         That of one process alone is never used. Raises WaitError where the other processes don't
         make it in time.
@@ -115,23 +160,37 @@ class Groups:
             return Group(None)
         store = PrefixStore(purpose, self.store)
         position, size = processes.index(dist.get_rank()), len(processes)
-        backend: Any
+        group: Group
         try:
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self.timeout
-                backend = dist.ProcessGroupNCCL(store, position, size, options)
+            if goes_over_nccl(device):
+                name = f"{self._name}/{purpose}"
+                backend = nccl_backend(store, position, processes, name, self.settings)
+                group = NcclGroup(backend, self.patience)
             else:
-                backend = dist.ProcessGroupGloo(store, position, size, self.timeout)
+                group = Group(dist.ProcessGroupGloo(store, position, size, self.timeout))
         except RuntimeError as error:
-            raise WaitError(error, "all ranks to make their executors") from error
-        self._groups.append(Group(backend))
-        return self._groups[-1]
+            raise WaitError(error, _MAKING) from error
+        self._groups.append(group)
+        return group
+
+    def share_gpu(self, processors: int, most: int) -> None:
+        """Let the kernels of all communicators fit on a GPU at once; a process has up to `most`.
+
+        All processes say the same: both ends of a channel must take as many multiprocessors.
+        """
+        self.settings = Settings(self.timeout, shares(processors, most))
 
     def close(self, abort: bool = False) -> None:
-        """Let all groups go."""
-        while self._groups:
-            self._groups.pop().close(abort)
+        """Let all groups go; the latest first, as all processes do."""
+        groups, self._groups = self._groups[::-1], []
+        end([group.backend for group in groups if isinstance(group, NcclGroup)], abort)
+        for group in groups:
+            group.backend = None
+
+
+def goes_over_nccl(device: torch.device | None) -> bool:
+    """Whether what lies on a device is sent by NCCL; all else is by gloo."""
+    return device is not None and device.type == "cuda"
 
 
 def _timeout_of_user() -> timedelta:

@@ -1,14 +1,19 @@
-"""Which transport an executor uses, and so which channel model its list is proved under."""
+"""Which transport an executor uses, and which channel model its list is proved under for it."""
 
 from __future__ import annotations
 
+import logging
 from typing import TypeAlias
 
 import torch
 
+from schedir.errors import ExecutionError
+from schedir.ir import CHANNELS, expect_channel
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.nccl import NcclTransport
+
+logger = logging.getLogger("schedir")
 
 Choice: TypeAlias = type[Endpoint] | type[GlooTransport] | type[NcclTransport]
 
@@ -19,3 +24,33 @@ def transport_for(alone: bool, device: torch.device) -> Choice:
     if alone:
         return Endpoint
     return GlooTransport if device.type == "cpu" else NcclTransport
+
+
+def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
+    """The channel model to prove lists under: the transport's own, or the one that the user wants.
+
+    A stricter one is always right. One that is laxer goes by what the transport does at its best:
+    one process `warns` of that. Raises ExecutionError for one that is laxer still.
+    """
+    if wanted is None:
+        return transport.channel
+    try:
+        expect_channel(wanted)
+    except ValueError as error:
+        raise ExecutionError(f"channel: {error}") from None
+    if CHANNELS.index(wanted) > CHANNELS.index(transport.laxest):
+        raise ExecutionError(
+            f"channel={wanted!r}: on NCCL a receive that is posted is a kernel that holds up what "
+            f"its channel posts after it, so the laxest model there is {transport.laxest!r}"
+        )
+    if CHANNELS.index(wanted) > CHANNELS.index(transport.channel) and warns:
+        logger.warning(
+            "channel=%r: the list is proved for streams that progress each on its own, which "
+            "CUDA does not promise. It relies on CUDA_DEVICE_MAX_CONNECTIONS=32 and "
+            "CUDA_MODULE_LOADING=EAGER, set before the processes start, and on a warm-up: "
+            "run every kernel and shape once, under a list that is clean under %r, before the "
+            "first step. Else a step may hang",
+            wanted,
+            transport.channel,
+        )
+    return wanted

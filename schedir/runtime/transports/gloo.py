@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from schedir.runtime.processes.groups import Groups
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.processes.groups import Groups, Post
+from schedir.runtime.transports.transport import Work, one_by_one
 
 
 class GlooTransport:
@@ -24,7 +24,9 @@ class GlooTransport:
     """
 
     channel: ClassVar[str] = "async"
+    laxest: ClassVar[str] = "async"
     early: ClassVar[bool] = True
+    queues: ClassVar[bool] = False
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:
         ordered = tuple(sorted(processes))
@@ -47,3 +49,7 @@ class GlooTransport:
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self._from[peer].recv([buffer], self._numbers[peer], self._tag)
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several: none of them can block another."""
+        return one_by_one(self, posts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.processes.groups import Post
+from schedir.runtime.transports.transport import Transport, Work, one_by_one
 
 
 @attrs.define(eq=False)
@@ -90,7 +92,9 @@ class Endpoint:
     """One rank's side of the transfers within a process."""
 
     channel: ClassVar[str] = "async"
+    laxest: ClassVar[str] = "async"
     early: ClassVar[bool] = False
+    queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport
     rank: int
 
@@ -101,3 +105,7 @@ class Endpoint:
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.hub.post((peer, self.rank), buffer, sends=False)
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several: none of them can block another."""
+        return one_by_one(self, posts)

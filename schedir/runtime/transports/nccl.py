@@ -1,63 +1,117 @@
 """Moves tensors between GPUs: one communicator and one stream for each directed pair of ranks.
 
 NCCL has no tags and matches what two ranks post in order; both directions of a pair on one
-communicator would deadlock past an undefined size. A transfer waits on the GPU for the compute
-that was queued before it, and compute waits for it by an event: the host never does.
+communicator would deadlock past an undefined size, unless they are posted as one. A transfer waits
+on the GPU for the compute that was queued before it, and compute waits for it by an event: the host
+never does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.processes.groups import Group, Groups
+from schedir.runtime.processes.groups import Groups, NcclGroup, Post
+from schedir.runtime.processes.rounds import in_turn
+from schedir.runtime.transports.communicators import Channel, ranks_of
 from schedir.runtime.transports.transport import Work
+
+_TAKEN = frozenset(
+    {
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+"""What every GPU's NCCL takes; of the newer ones' some take float8 as well."""
 
 
 class NcclTransport:
     """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
 
-    `channels` are the pairs (source, target) of ranks that send to each other.
+    `communicators` has the channels of each communicator: all in which ranks send to each other.
+    What goes over one of several channels is posted as if in a batch, even where it is alone: other
+    ranks may post their end of it in one.
     """
 
     channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
+    laxest: ClassVar[str] = "edge"
     early: ClassVar[bool] = False  # the host would have to wait for what it then learns
+    queues: ClassVar[bool] = True
 
     def __init__(
         self,
         processes: Sequence[int],
         rank: int,
-        channels: Iterable[tuple[int, int]],
+        communicators: Sequence[Sequence[Channel]],
         device: torch.device,
         groups: Groups,
     ) -> None:
-        self._groups: dict[tuple[int, int], Group] = {}
         self._rank = rank
-        self._number = {peer: processes[peer] > processes[rank] for peer in range(len(processes))}
-        # In one order on all ranks: communicators that are made in another one wait on each other.
-        for source, target in sorted(channels):
-            if rank not in (source, target):
-                continue
-            pair = sorted((processes[source], processes[target]))
-            purpose = f"channel/{processes[source]}-{processes[target]}"
-            self._groups[source, target] = groups.make(purpose, pair, device)
-            # The first transfer makes the communicator.
-            warm = torch.zeros(1, device=device)
-            if rank == source:
-                self.send(warm, target).wait()
-            else:
-                self.receive(warm, source).wait()
-            torch.cuda.synchronize(device)
+        self._lanes: dict[Channel, _Lane] = {}
+        held = list(map(ranks_of, communicators))
+        for number in in_turn(held, rank):
+            channels, ranks = communicators[number], held[number]
+            members = sorted(processes[rank] for rank in ranks)
+            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
+            group = groups.make(f"channel/{listed}", members, device)
+            assert isinstance(group, NcclGroup)  # of two members at least, on a GPU
+            positions = {rank: members.index(processes[rank]) for rank in ranks}
+            lane = _Lane(group, positions, as_one=len(channels) > 1)
+            self._lanes.update(dict.fromkeys(channels, lane))
+            # What is posted first makes the communicator, and connects the ends of the channels.
+            posts = [
+                Post(torch.zeros(1, device=device), target if sends else source, sends)
+                for source, target in channels
+                for sends in (True, False)
+                if rank == (source if sends else target)
+            ]
+            for work in lane.post(posts):
+                group.settle(work)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send, after the compute that is queued."""
-        work: Work = self._groups[self._rank, peer].send([tensor], int(self._number[peer]), 0)
-        return work
+        return self._lanes[self._rank, peer].post([Post(tensor, peer, sends=True)])[0]
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive; waiting for it has the compute that is queued next wait."""
-        work: Work = self._groups[peer, self._rank].recv([buffer], int(self._number[peer]), 0)
-        return work
+        return self._lanes[peer, self._rank].post([Post(buffer, peer, sends=False)])[0]
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several as one, on the communicator that their channels share."""
+        (lane,) = {self._lane(post) for post in posts}
+        return [*lane.post(posts)]
+
+    def _lane(self, post: Post) -> _Lane:
+        return self._lanes[(self._rank, post.peer) if post.sends else (post.peer, self._rank)]
+
+
+@attrs.frozen(eq=False)
+class _Lane:
+    """A communicator, with the `positions` of ranks in it."""
+
+    group: NcclGroup
+    positions: dict[int, int]
+    as_one: bool
+
+    def post(self, posts: Sequence[Post]) -> Sequence[dist.Work]:
+        own = [Post(_carried(p.tensor), self.positions[p.peer], p.sends) for p in posts]
+        if self.as_one:  # one work of all, which may be waited for more than once
+            return [self.group.together(own)] * len(own)
+        return [self.group.post(post) for post in own]  # in the order that both ends keep
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """The tensor as NCCL takes it: the same memory, as bytes where it does not know the type."""
+    return tensor if tensor.dtype in _TAKEN else tensor.reshape(-1).view(torch.uint8)

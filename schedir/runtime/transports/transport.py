@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.groups import Post
 
 
 class Work(Protocol):
@@ -23,18 +25,34 @@ class Transport(Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model that lists are proved under for it: how much of their order it
-    keeps. `early` where receives may be posted before it is known what the call is; see
-    `schedir.runtime.program.opening`.
+    keeps; `laxest` the one that keeps least of it which it may be trusted with at the user's risk.
+    `early` where receives may be posted before it is known what the call is; see
+    `schedir.runtime.program.opening`. `queues` where waiting for a work has the device wait, and
+    not the host.
     """
 
     channel: ClassVar[str]
+    laxest: ClassVar[str]
     early: ClassVar[bool]
+    queues: ClassVar[bool]
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several sends and receives as one, which no order among them can block; the work of
+        each."""
+
+
+def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:
+    """Post several sends and receives where none can block another."""
+    return [
+        (transport.send if post.sends else transport.receive)(post.tensor, post.peer)
+        for post in posts
+    ]
 
 
 def wait_for(works: list[Work]) -> None:

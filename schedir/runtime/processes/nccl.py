@@ -1,0 +1,79 @@
+"""Process groups of NCCL: all that is said to torch's ProcessGroupNCCL is said here.
+
+What they do is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which this builds on:
+
+- `pointToPoint`: a send or receive alone goes over a communicator of its two ranks, those within
+  `startCoalescing` and `endCoalescing` over one of the whole group, as collectives do; each has a
+  stream of its own. So one group uses one of the two ways alone. Inside, no call returns a work;
+  the one at the end is of all (`batch_isend_irecv` and `_coalescing_manager`, which do that for
+  torch's own groups, are in torch/distributed/distributed_c10d.py).
+- A work's `wait` has the current stream wait, not the host.
+- `shutdown` waits for what is under way, `abort` does not; several are aborted within one group of
+  NCCL's calls, or they wait on each other (`_abort_process_group` in distributed_c10d.py).
+- The watchdog ends the process where a work is not done in time, counted from its post.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
+
+
+@attrs.frozen
+class Settings:
+    """What the process groups of an executor have in common.
+
+    A kernel of one communicator takes at most `max_ctas` of a GPU's multiprocessors; see `shares`.
+    """
+
+    timeout: timedelta
+    max_ctas: int | None = None
+
+
+def shares(processors: int, communicators: int) -> int:
+    """How many of a GPU's multiprocessors each of its communicators may take.
+
+    The kernels of all of them run at once, for a receive is a kernel that runs until its data has
+    come; half of the GPU is left to compute, which they wait for. Of 132 multiprocessors, ten
+    communicators may take 6 each.
+    """
+    return max(1, processors // 2 // communicators)
+
+
+def nccl_backend(
+    store: Store, position: int, processes: Sequence[int], name: str, settings: Settings
+) -> Any:
+    """A process group of NCCL of some processes, by their ranks in the default process group."""
+    # Of high priority: what has been computed goes on its way before more is computed.
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # Ours comes first, and says where the rank stands; the watchdog is there for a host that hangs.
+    options._timeout = 2 * settings.timeout
+    # By these the flight recorder names its files, and what is in them.
+    options.group_name = name
+    options.global_ranks_in_group = list(processes)
+    if settings.max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
+        options.config.max_ctas = settings.max_ctas
+    return dist.ProcessGroupNCCL(store, position, len(processes), options)
+
+
+def end(backends: Iterable[Any], abort: bool) -> None:
+    """Let communicators go, which would outlive their groups: once what is under way is done, or
+    at once."""
+    own = list(backends)
+    if not own:
+        return
+    if not abort:
+        for backend in own:
+            backend.shutdown()
+        return
+    own[0]._group_start()
+    for backend in own:
+        with suppress(RuntimeError):  # it has failed already
+            backend.abort()
+    own[0]._group_end()

@@ -1,0 +1,98 @@
+"""What this process has posted and does not know to be done, where no wait of its host tells.
+
+A device that queues waits for transfers itself, and the host goes on; where what a transfer waits
+for never comes, the device stands still, and nothing says where. So everything that is posted is
+kept in list order, and where the host comes to wait for the device, it looks at that first:
+
+    host      call 3: posts 0RECV_GRAD0, 0SEND_ACT1 …   call 4: posts …   .loss: waits
+    device    call 3: … 0RECV_GRAD0 never comes
+                        └─ the first that is not done: where the rank stands, and for whom it waits
+
+The host is at most one call ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+from schedir.ir import RECEIVES
+from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.call import Call
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.patience import Patience
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.transfer import Transfer
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """One thing that is under way: what an instruction has posted, or, without one, a call."""
+
+    is_done: Callable[[], bool]
+    instruction: Instruction | None = None
+
+    def awaited(self) -> str:
+        """What it waits for, in words."""
+        if self.instruction is None:
+            return "the device to come to the end of a call"
+        action, operation = self.instruction.action, self.instruction.operation
+        if not isinstance(operation, Transfer):
+            return f"{action} of all that run the stage"
+        return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
+
+
+class Trail:
+    """What the latest two calls have posted; an observer of instructions, where it `follows`."""
+
+    def __init__(self, patience: Patience, accelerator: Accelerator, follows: bool) -> None:
+        self._patience, self._accelerator, self._follows = patience, accelerator, follows
+        self._before: deque[_Step] = deque()
+        self._latest: deque[_Step] = deque()
+
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        if not self._follows:
+            return instruction
+        run, latest, under_way = instruction.run, self._latest, instruction.operation.under_way
+
+        def followed(call: Call) -> None:
+            run(call)
+            latest.extend(_Step(work.is_completed, instruction) for work in under_way())
+
+        return attrs.evolve(instruction, run=followed)
+
+    def begin(self) -> None:
+        """A call begins: the one before the latest has to be done."""
+        self._wait_for(self._before)
+        self._before.extend(self._latest)
+        self._latest.clear()
+
+    def end(self) -> None:
+        """A call has ended here, but not on the device."""
+        if self._follows:
+            self._latest.append(_Step(self._accelerator.mark().query))
+
+    def settle(self) -> None:
+        """Wait until all is done. Raises WaitError, with the place in the list, where that is in
+        vain."""
+        self._wait_for(self._before)
+        self._wait_for(self._latest)
+
+    def _wait_for(self, posted: deque[_Step]) -> None:
+        while posted:
+            first = posted[0]
+            try:
+                self._patience.until(first.is_done, first.awaited)
+            except WaitError as stalled:
+                if (at := first.instruction) is not None:
+                    stalled.at(at.rank, at.listed_at, at.action)
+                raise
+            posted.popleft()
+
+    def drop(self) -> None:
+        """A call has failed: nothing of it will be done."""
+        self._before.clear()
+        self._latest.clear()

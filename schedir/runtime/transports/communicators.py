@@ -1,0 +1,47 @@
+"""Which channels share a communicator of NCCL.
+
+What is posted as one goes over one communicator, and a channel over the same one at both of its
+ends. So channels that go together somewhere, in a batch, have one over all of their ranks; each of
+the others has one of its own, and so a stream that nothing else holds up.
+
+    together (0→1, 1→0)            ranks 0, 1      0→1  1→0
+    together (1→2)                 ranks 1, 2      1→2
+                                   ranks 1, 2      2→1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TypeAlias
+
+Channel: TypeAlias = tuple[int, int]
+"""The ranks that it leads from and to."""
+
+
+def communicators(
+    channels: Iterable[Channel], together: Iterable[Collection[Channel]]
+) -> list[tuple[Channel, ...]]:
+    """The channels of each communicator; `together` are those that are posted as one somewhere.
+
+    In an order that all processes find. Both directions between two ranks are next to each other.
+    """
+    first: dict[Channel, Channel] = {channel: channel for channel in channels}
+
+    def root(channel: Channel) -> Channel:
+        while first[channel] != channel:
+            first[channel] = channel = first[first[channel]]
+        return channel
+
+    for joined in together:
+        roots = {root(channel) for channel in joined}
+        for other in roots:
+            first[other] = min(roots)
+    found: dict[Channel, list[Channel]] = {}
+    for channel in sorted(first, key=lambda channel: (sorted(channel), channel)):
+        found.setdefault(root(channel), []).append(channel)
+    return [tuple(shared) for shared in found.values()]
+
+
+def ranks_of(channels: Iterable[Channel]) -> tuple[int, ...]:
+    """The ranks at the ends of channels, in order."""
+    return tuple(sorted({rank for channel in channels for rank in channel}))

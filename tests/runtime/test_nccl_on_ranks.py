@@ -1,0 +1,211 @@
+"""All of the path over NCCL but NCCL itself, which `nccl_over_gloo` stands for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import schedir
+from schedir.runtime import Executor
+from schedir.runtime.processes.groups import Groups, Post
+from schedir.runtime.transports.nccl import NcclTransport
+from tests.built_in import NAMES
+from tests.runtime.kit import (
+    MSE,
+    everyone,
+    linear_stages,
+    message_of,
+    random_batch,
+    random_batches,
+    sgd,
+    train_on_rank,
+)
+from tests.runtime.nccl_over_gloo import NcclOverGloo, Work, nccl_over_gloo
+from tests.runtime.on_ranks import on_ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_over_nccl(name: str, rank: int) -> None:
+    schedule = schedir.build(name, ranks=2, microbatches=4)
+    stage = {s: nn.Linear(4, 4) for s in schedule.stages_of(rank)}
+    with nccl_over_gloo() as log, Executor(schedule, stage, MSE, sgd) as executor:
+        assert executor.schedule == schedir.advance_receives(schedule, "rank")
+        made = [*log]
+        for x, y in random_batches(3):
+            executor.step(x, target=y)
+        executor.evaluate(x, target=y)
+        assert executor.schedule == schedir.advance_receives(schedule, "rank", 10**6)
+        assert log == made
+    assert made
+
+
+@on_ranks(2)
+def test_over_nccl_it_is_training_in_one_process(rank: int) -> None:
+    with nccl_over_gloo():
+        train_on_rank(rank, linear_stages(), random_batches(3), clip_grad_norm=None)
+
+
+class Widened(nn.Module):
+    """Sends numbers of many types beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        whole = (100 * x.detach()).abs()
+        others = [whole.to(dtype) for dtype in (torch.int16, torch.uint16, torch.bool)]
+        return y, torch.complex(y, 2 * y), *others, whole.sum().to(torch.complex128)
+
+
+class Narrowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, z: Tensor, *others: Tensor) -> Tensor:
+        mixed: Tensor = self.linear(x + z.real - 3 * z.imag)
+        return mixed * sum(other.to(torch.float32).mean() for other in others[:3]) + others[3].real
+
+
+@on_ranks(2)
+def test_what_nccl_does_not_take_travels_as_bytes(rank: int) -> None:
+    torch.manual_seed(3)
+    with nccl_over_gloo():
+        train_on_rank(rank, [Widened(), Narrowed()], random_batches(2))
+
+
+@on_ranks(4)
+def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
+    """Channels first, then sums, then ties; on all ranks of both pipelines."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    own = mesh.get_local_rank("pp")
+    stages = linear_stages(4)
+    schedule = schedir.build("interleaved-1f1b", ranks=2, microbatches=4)
+    local = {s: stages[s] for s in schedule.stages_of(own)}
+    ties = [[(0, "0.weight"), (3, "0.weight")]]
+    stages[3].load_state_dict(stages[0].state_dict())
+    with nccl_over_gloo() as log:
+        with Executor(schedule, local, MSE, sgd, mesh=mesh, ties=ties) as executor:
+            made = [*log]
+            executor.step(*random_batch(8, seed=rank // 2)[:1], target=random_batch(8)[1])
+            assert log == made
+        assert log[len(made) :] == [f"shutdown {entry.split()[1]}" for entry in reversed(made)]
+    a, b = (0, 1) if rank < 2 else (2, 3)
+    summed = "stages/0,2" if own == 0 else "stages/1,3"
+    assert made == [
+        f"make channel/{a}-{b} alone 0:1",
+        f"make channel/{b}-{a} alone 0:1",
+        f"make {summed} whole",
+        f"make tie/0/{a},{b} whole",
+    ]
+
+
+@on_ranks(3)
+def test_channels_that_go_together_go_over_one_communicator(rank: int) -> None:
+    """Alone or in a batch, each in its own order; ranks may differ in which is which."""
+    groups = Groups((0, 1, 2), None)
+    own = {
+        0: ([(1, True), (1, False)], [(1, True)]),
+        1: ([(0, True), (2, False)], [(0, False), (2, True)], [(0, False)]),
+        2: ([(1, True)], [(1, False)]),
+    }
+    channels = ((0, 1), (1, 0), (1, 2), (2, 1))
+    with nccl_over_gloo() as log:
+        transport = NcclTransport((0, 1, 2), rank, [channels], torch.device("cpu"), groups)
+        assert log == ["make channel/0-1,1-0,1-2,2-1 whole"]
+        posted: Counter[tuple[int, bool]] = Counter()
+        for batch in own[rank]:
+            posts = [Post(torch.zeros(3), peer, sends) for peer, sends in batch]
+            values = []
+            for post in posts:
+                posted[post.peer, post.sends] += 1
+                source, target = (rank, post.peer) if post.sends else (post.peer, rank)
+                values.append(100 * source + 10 * target + posted[post.peer, post.sends])
+                if post.sends:
+                    post.tensor.fill_(values[-1])
+            if len(posts) == 1:
+                post_one = transport.send if posts[0].sends else transport.receive
+                works = [post_one(posts[0].tensor, posts[0].peer)]
+            else:
+                works = transport.together(posts)
+            assert len(works) == len(posts)
+            for work in works:
+                work.wait()
+            assert [post.tensor.tolist() for post in posts] == [[value] * 3 for value in values]
+        assert len(log) == 1
+    everyone(rank)
+    groups.close()
+
+
+@on_ranks(2)
+def test_a_failure_aborts_all_groups_at_once(rank: int) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    with nccl_over_gloo() as log:
+        executor = Executor(schedule, stage, MSE, sgd)
+        made = [*log]
+        message = message_of(executor.step, x, target=y)
+        assert "rank 1 #1 1F0: ValueError: on purpose" in message
+        names = [entry.split()[1] for entry in reversed(made)]
+        ended = ["group start", *(f"abort {name}" for name in names), "group end"]
+        assert log[len(made) :] == ended
+        assert "broken" in message_of(executor.step, x, target=y)
+        executor.close()
+        assert log[len(made) :] == ended
+
+
+class Stuck:
+    """A work that the device never comes to the end of, as far as the host can see."""
+
+    def __init__(self, work: Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> bool:
+        return self._work is not None and self._work.wait()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("waits", ["loss", "close", "step"])
+def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
+    """The host never waits inside a step, so it looks where it comes to wait for the device."""
+    stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    x, y = random_batch(6)
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        executor = Executor(schedule, stage, MSE, sgd, timeout=3)
+        if rank == 0:
+            receive = NcclOverGloo.recv
+            monkeypatch.setattr(NcclOverGloo, "recv", lambda *given: Stuck(receive(*given)))
+        result = executor.step(x, target=y)
+        message = ""
+        if waits == "loss":
+            message = message_of(lambda: result.loss)
+        elif waits == "close":
+            message = message_of(executor.close)
+        else:
+            executor.step(x, target=y)  # the host is at most one call ahead
+            message = message_of(executor.step, x, target=y)
+        if rank == 0:
+            index = schedule.actions[0].index(schedir.recv_grad(0, 0))
+            assert f"rank 0 #{index} 0RECV_GRAD0: " in message
+            assert "waited 3 s in vain for 0RECV_GRAD0 from rank 1" in message
+            again = message_of(executor.step, x, target=y)
+            assert ("closed" if waits == "close" else "broken") in again
+        elif waits == "step":
+            assert "the first to fail was rank 0" in message
+        everyone(rank)
