@@ -132,6 +132,16 @@ class FakeDevice(Accelerator):
         for stream in self._streams:
             self.settle(stream.clock)
 
+    @property
+    def name(self) -> str:
+        """Nobody else has it."""
+        return ""
+
+    @property
+    def processors(self) -> int:
+        """It runs what it is told."""
+        return 1
+
     def generators(self) -> Iterable[torch.Generator]:
         """None but the CPU's."""
         return ()

@@ -14,12 +14,15 @@ holds it last. A rank's turn ends where its data is not there yet; that orders n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from schedir.runtime.processes.groups import Post
+from schedir.runtime.transports.transport import Work, one_by_one
 from tests.runtime.streams.clocks import FakeDevice, Mark, Stream, advance
 
 
@@ -43,6 +46,21 @@ class Posted:
     def is_completed(self) -> bool:
         """Whether the data is there, for the ranks that come after."""
         return self.done is not None
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """Ends of transfers that were posted as one: done once all of them are."""
+
+    posted: Sequence[Work]
+
+    def wait(self) -> bool:
+        """Have the current stream wait for all."""
+        return all(posted.wait() for posted in self.posted)
+
+    def is_completed(self) -> bool:
+        """Whether all data is there."""
+        return all(posted.is_completed() for posted in self.posted)
 
 
 class Communicators:
@@ -99,7 +117,9 @@ class Communicator:
     """One rank's side."""
 
     channel: ClassVar[str] = "rank"
+    laxest: ClassVar[str] = "rank"
     early: ClassVar[bool] = False
+    queues: ClassVar[bool] = True
     hub: Communicators
     rank: int
 
@@ -110,3 +130,8 @@ class Communicator:
     def receive(self, buffer: Tensor, peer: int) -> Posted:
         """Post a receive."""
         return self.hub.post(peer, self.rank, buffer, sends=False)
+
+    def together(self, posts: Sequence[Post]) -> list[Batch]:
+        """Post several as one."""
+        batch = Batch(one_by_one(self, posts))
+        return [batch] * len(posts)
