@@ -131,7 +131,7 @@ class Communicator:
         """Post a receive."""
         return self.hub.post(peer, self.rank, buffer, sends=False)
 
-    def together(self, posts: Sequence[Post]) -> list[Batch]:
+    def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several as one."""
-        batch = Batch(one_by_one(self, posts))
+        batch: Work = Batch(one_by_one(self, posts))
         return [batch] * len(posts)
