@@ -31,7 +31,12 @@ from schedir.ir import (
     together,
 )
 from schedir.library import Generator, Pipeline, build, schedule
-from schedir.passes import advance_receives, insert_communication
+from schedir.passes import (
+    advance_receives,
+    append_steps,
+    batch_communication,
+    insert_communication,
+)
 from schedir.simulator import CostModel, Timeline, simulate
 
 __version__ = "0.1.0"
@@ -58,9 +63,11 @@ __all__ = [
     "UnsoundError",
     "__version__",
     "advance_receives",
+    "append_steps",
     "backward",
     "backward_input",
     "backward_weight",
+    "batch_communication",
     "build",
     "check",
     "dumps",

@@ -67,16 +67,21 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
     return planned.run(posts + planned.posts[len(posts) :])
 
 
-def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
+def late_receives(
+    schedule: Schedule, posted: Posting, most: Ints | None = None
+) -> Iterator[Faults]:
     """One finding for all, at the receive that is posted the latest after its send.
 
     Where sends are late, a receive in step with them may come before its send or long after it:
-    so they are judged as if no send were.
+    so they are judged as if no send were. `most` says, by transfer, how late a receive is at most
+    where a channel model holds up sends: it is not late for what could not go yet.
     """
     transfers, before = schedule.dataflow.transfers, posted.planned.last_before
     # A last entry for the -1 of what comes before all compute.
     ends = np.array([*posted.prompt.ends, 0], np.int64)
     late = ends[before[transfers.receive]] - ends[posted.together]
+    if most is not None:
+        late = np.minimum(late, most)
     at_once = before[transfers.receive] == before[transfers.user]
     found = np.flatnonzero((late > 0) & at_once)
     if len(found):
@@ -86,7 +91,7 @@ def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
         finding = rules.LateReceive.at(
             schedule, receive, user, late=float(late[found[0]]), receives=len(found)
         )
-        moves = ahead(schedule, receive, compute, "post").moves(schedule.columns)
+        moves = ahead(schedule, receive, compute, "post").moves()
         yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
 
 
@@ -123,11 +128,12 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
 
 
 def _critical(posted: Posting) -> list[int]:
-    """The late sends on a critical path, those that come latest first. A move regains something
-    only if it is that of one of them."""
+    """The late sends on a critical path, those that come latest first: one at least, where sends
+    that are late make the step longer. A move regains something only if it is that of one of
+    them."""
     planned, times = posted.planned, posted.listed
     needs, firsts = planned.needs.tolist(), set(planned.bounds.tolist())
-    late = posted.sent - posted.alone
+    late = posted.sent > posted.together
     ends = [*times.ends, 0]
     found: dict[int, Time] = {}
     at = int(np.argmax(times.ends))
@@ -141,8 +147,10 @@ def _critical(posted: Posting) -> list[int]:
             break
         posts = planned.posts[need]
         at = next(post for post in posts if ends[post] == start)
-        if need < len(late) and posts[0] == at and late[need] > 0:
-            found[need] = start - ends[int(posted.alone[need])]
+        if need < len(late) and posts[0] == at and late[need]:
+            while posted.sent[need] == posted.alone[need]:  # late for the one before on its channel
+                need = int(planned.before[need])
+            found.setdefault(need, start - ends[int(posted.alone[need])])
     return sorted(found, key=lambda transfer: -found[transfer])
 
 

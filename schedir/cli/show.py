@@ -11,7 +11,7 @@ from schedir.cli.terminal import is_terminal, page_for, refuse, write
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
-from schedir.simulator import simulate
+from schedir.simulator import CHANNEL, simulate
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
     schedule = load_target(args)
-    report = prove(schedule)
+    report = prove(schedule, CHANNEL)
     if report.schedule is None:
         return refuse(report, subject_of(args, schedule))
     schedule = report.schedule

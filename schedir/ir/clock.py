@@ -5,13 +5,16 @@
                 ↘    ↘                      before it is done; it begins when all its ends are
     rank 1        1F0  1B0------ 1F1        posted and the one before it on its channel is over
 
-One pass over all compute, each rank as far as it gets until it waits.
+One pass over all compute, each rank as far as it gets until it waits. Two parts that start together
+are two numbers in a row: the first takes no time, and the second, once it has its input as well,
+the time of both.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import attrs
@@ -33,12 +36,13 @@ class Exchanges:
 
     `posts[e]` names the compute (its number, -1 for none) after which each end of exchange e is
     posted; `before[e]` is the exchange that must be over first, -1 for none, with `before` empty
-    where none must; `durations[e]` is how long it takes.
+    where none must; `durations[e]` is how long it takes. Where several must, `also` has the others.
     """
 
     posts: Sequence[tuple[int, ...]]
     before: Sequence[int]
     durations: Sequence[Time]
+    also: Mapping[int, Sequence[int]] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -57,10 +61,11 @@ def run(
 
     `needs[c]` is the exchange that compute c waits for, -1 for none.
     """
-    posts, before, lengths = exchanges.posts, exchanges.before, exchanges.durations
+    posts, lengths = exchanges.posts, exchanges.durations
     starts: list[Time] = [-1] * len(durations)
     ends = starts.copy()
     begins: list[Time] = [-1] * len(posts)
+    ordered = _in_order(exchanges, ends, begins)
     reached = list(bounds[:-1])
     clock: list[Time] = [0] * len(reached)
     waiting: dict[int, list[int]] = {}
@@ -72,10 +77,7 @@ def run(
             need = needs[compute]
             if need >= 0:
                 if begins[need] < 0:
-                    if before:
-                        held = _begin_in_order(need, exchanges, ends, begins)
-                    else:
-                        held = _begin(need, posts, ends, begins)
+                    held = ordered(need) if ordered else _begin(need, posts, ends, begins)
                     if held >= 0:
                         waiting.setdefault(held, []).append(rank)
                         reached[rank] = compute
@@ -91,8 +93,13 @@ def run(
         clock[rank] = time
     if not waiting:
         for exchange, begin in enumerate(begins):
-            if begin < 0:  # no compute needs it
-                _begin_in_order(exchange, exchanges, ends, begins)
+            if begin >= 0:
+                continue
+            # No compute needs it.
+            if ordered:
+                ordered(exchange)
+            else:
+                _begin(exchange, posts, ends, begins)
     return Times(starts, ends, begins)
 
 
@@ -113,19 +120,71 @@ def _begin(
     return -1
 
 
+def _in_order(
+    exchanges: Exchanges, ends: list[Time], begins: list[Time]
+) -> Callable[[int], int] | None:
+    """What does the same for exchanges that wait for others; None where none does."""
+    if exchanges.also:
+        left = {e: [other] for e, other in enumerate(exchanges.before) if other >= 0}
+        for exchange, others in exchanges.also.items():
+            left.setdefault(exchange, []).extend(others)
+        return _InTurns(exchanges, ends, begins, left)
+    if exchanges.before:
+        return partial(_begin_in_order, exchanges, ends, begins)
+    return None
+
+
 def _begin_in_order(
-    exchange: int, exchanges: Exchanges, ends: list[Time], begins: list[Time]
+    exchanges: Exchanges, ends: list[Time], begins: list[Time], exchange: int
 ) -> int:
-    """The same for one that waits for those before it on its channel."""
+    """Find when an exchange begins that waits for the one before it on its channel."""
     before, lengths = exchanges.before, exchanges.durations
     chain = [exchange]
-    while before and before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
+    while before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
         chain.append(before[chain[-1]])
     for current in reversed(chain):
         held = _begin(current, exchanges.posts, ends, begins)
         if held >= 0:
             return held
-        if before and before[current] >= 0:
+        if before[current] >= 0:
             over = begins[before[current]] + lengths[before[current]]
             begins[current] = max(begins[current], over)
     return -1
+
+
+@attrs.frozen(eq=False)
+class _InTurns:
+    """Does the same for exchanges that wait for several.
+
+    `left[e]` are those that exchange e waits for and that have not been seen to be over, `over[e]`
+    is when the last of the others was.
+    """
+
+    exchanges: Exchanges
+    ends: list[Time]
+    begins: list[Time]
+    left: dict[int, list[int]]
+    over: dict[int, Time] = attrs.field(factory=dict)
+
+    def __call__(self, exchange: int) -> int:
+        begins, lengths, over = self.begins, self.exchanges.durations, self.over
+        chain = [exchange]  # each waits for the next
+        chained = {exchange}
+        while chain:
+            current = chain[-1]
+            left = self.left.get(current, [])
+            while left and begins[left[-1]] >= 0:
+                other = left.pop()
+                over[current] = max(over.get(current, 0), begins[other] + lengths[other])
+            if left:
+                if left[-1] in chained:
+                    return len(self.ends)  # it waits for itself: for ever, as for no compute
+                chain.append(left[-1])
+                chained.add(left[-1])
+                continue
+            held = _begin(current, self.exchanges.posts, self.ends, begins)
+            if held >= 0:
+                return held
+            begins[current] = max(begins[current], over.get(current, 0))
+            chain.pop()
+        return -1

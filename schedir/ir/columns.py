@@ -88,6 +88,13 @@ class Columns:
         return np.cumsum(~self.joined) - 1
 
     @cached_property
+    def shared(self) -> Bools:
+        """Where an action is one of several of its entry."""
+        shared = self.joined.copy()
+        shared[:-1] |= self.joined[1:]
+        return shared
+
+    @cached_property
     def last(self) -> Ints:
         """For every place, that of the last action of its entry."""
         if not self.together:

@@ -2,46 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMPUTE
-from schedir.ir.clock import TEXTBOOK, Exchanges, Times, run
+from schedir.ir.actions import COMMUNICATION, COMPUTE
+from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
 from schedir.ir.columns import Ints
+from schedir.ir.dataflow import Transfers
 from schedir.ir.schedule import Schedule
 
 
 # Not slotted, so that the run at the textbook costs can be kept beside the fields.
 @attrs.frozen(eq=False, slots=False)
 class Plan:
-    """The arguments of `clock.run`, with the textbook's costs as `durations`.
+    """What the clock runs, with the textbook's costs as `durations`.
 
-    `compute` holds the places of all compute, `bounds` the number of each rank's first. The
-    exchanges are the transfers of the dataflow, then `collectives`, the places of REDUCE_GRADs that
-    belong together. `last_before[place]` is the number of the compute before a place, -1 for none.
+    `compute` holds the places of all compute, `bounds` the number of each rank's first, `last` the
+    number of the last part of each one's entry: a part of an overlapped pair starts and ends when
+    that does. The exchanges are the `transfers` of the dataflow; then the `collectives`, the places
+    of REDUCE_GRADs that belong together; then the end of each batch, which waits for its transfers.
+    `last_before[place]` is the number of the compute before a place, -1 for none.
     """
 
     compute: Ints
     bounds: Ints
+    last: Ints
     durations: Ints
     needs: Ints
     posts: list[tuple[int, ...]]
     before: Ints
+    also: dict[int, list[int]]
+    transfers: int
     collectives: list[tuple[int, ...]]
     last_before: Ints
 
     def run(self, posts: list[tuple[int, ...]]) -> Times:
         """When all runs at the textbook costs, its exchanges posted so."""
-        exchanges = Exchanges(posts, (), [0] * len(posts))
-        return run(self.bounds.tolist(), self.durations.tolist(), self.needs.tolist(), exchanges)
+        return self._run(posts, self.durations.tolist(), 0, 0)
+
+    def priced(self, durations: Sequence[Time], transfer: Time, collective: Time) -> Times:
+        """When all runs at other costs; each transfer takes as long, and each collective."""
+        return self._run(self.posts, durations, transfer, collective)
 
     @cached_property
     def textbook(self) -> Times:
         """When all runs at the textbook costs, as it is listed."""
         return self.run(self.posts)
+
+    def _run(
+        self,
+        posts: list[tuple[int, ...]],
+        durations: Sequence[Time],
+        transfer: Time,
+        collective: Time,
+    ) -> Times:
+        durations = list(durations)
+        for first in np.flatnonzero(self.last > np.arange(len(self.last))).tolist():
+            durations[first + 1] += durations[first]
+            durations[first] = 0
+        collectives = len(self.collectives)
+        lengths = [transfer] * self.transfers + [collective] * collectives
+        lengths += [0] * (len(posts) - len(lengths))
+        # What takes no time never holds up the next one of its channel or stage.
+        timed = transfer or (collectives and collective)
+        before = self.before.tolist() if timed or self.also else ()
+        exchanges = Exchanges(posts, before, lengths, self.also)
+        return run(self.bounds.tolist(), durations, self.needs.tolist(), exchanges)
 
 
 def plan(schedule: Schedule) -> Plan:
@@ -82,13 +112,65 @@ def _plan(schedule: Schedule) -> Plan:
         for turn, stage in enumerate(stages)
     ]
     before = np.concatenate((before, np.array(turn_before, np.int64)))
-    return Plan(
+    planned = Plan(
         compute=compute,
         bounds=bounds,
+        last=number[columns.last[compute]],
         durations=TEXTBOOK[columns.kind[compute]],
         needs=needs,
         posts=posts,
         before=before,
+        also={},
+        transfers=len(transfers),
         collectives=collectives,
         last_before=last_before,
     )
+    return _with_batches(schedule, planned) if columns.together else planned
+
+
+def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
+    """The plan with an exchange for the end of each batch: what is queued behind a part of it, and
+    compute that consumes one, wait for that."""
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    batched = columns.joined & columns.is_kind(*COMMUNICATION)
+    batches = np.unique(columns.entry[batched])
+    end_of = np.full(int(columns.entry[-1]) + 1, -1)  # of an entry: the exchange
+    end_of[batches] = len(planned.posts) + np.arange(len(batches))
+    sent, received = columns.entry[transfers.send], columns.entry[transfers.receive]
+
+    also: dict[int, list[int]] = {end: [] for end in end_of[batches].tolist()}
+    for entries in (sent, received):
+        for transfer, end in enumerate(end_of[entries].tolist()):
+            if end >= 0:
+                also[end].append(transfer)
+    before = np.concatenate((planned.before, np.full(len(batches), -1)))
+    before[: len(transfers)] = _queued_behind(transfers, sent, end_of)
+    waits = _queued_behind(transfers, received, end_of)
+    for transfer in np.flatnonzero((waits >= 0) & (waits != before[: len(transfers)])).tolist():
+        also[transfer] = [int(waits[transfer])]
+
+    needs = planned.needs.copy()
+    received_in = end_of[received]
+    consumed = np.flatnonzero(received_in >= 0)
+    needs[np.searchsorted(planned.compute, transfers.user[consumed])] = received_in[consumed]
+    posts: list[tuple[int, ...]] = [*planned.posts, *[()] * len(batches)]
+    return attrs.evolve(planned, needs=needs, posts=posts, before=before, also=also)
+
+
+def _queued_behind(transfers: Transfers, entries: Ints, end_of: Ints) -> Ints:
+    """For each transfer, the exchange before it in the queue of one of its ends, -1 for none.
+
+    `entries` are those of that end; `end_of` the exchange that ends each entry, -1 for no batch.
+    """
+    order, follows = transfers.by_channel
+    own = entries[order]
+    turns = np.arange(len(order))
+    # Parts of one batch don't wait for each other: for what is queued before the first of them.
+    goes_on = follows.copy()
+    goes_on[1:] &= own[1:] == own[:-1]
+    first = np.maximum.accumulate(np.where(goes_on, 0, turns))
+    last = np.where(follows[first], first - 1, -1)
+    end = end_of[own[last]]
+    found = np.full(len(transfers), -1)
+    found[order] = np.where(last < 0, -1, np.where(end < 0, order[last], end))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.dataflow import Dataflow, dataflow_of
 from schedir.ir.printing import sched_text
 from schedir.ir.together import Entry
+from schedir.ir.tokens import TokenError, clip, parse_entry
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -49,6 +50,19 @@ def _ranks_of_stages(placement: Iterable[int | Iterable[int]]) -> Placement:
 
 def _columns(actions: Columns | Iterable[Iterable[Entry]]) -> Columns:
     return actions if isinstance(actions, Columns) else columns_of(actions)
+
+
+def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
+    """The entries of a rank's list, its tokens parsed."""
+    given = entries.split() if isinstance(entries, str) else entries
+    for index, entry in enumerate(given):
+        if isinstance(entry, str):
+            try:
+                yield parse_entry(entry)
+            except TokenError as error:
+                raise ValueError(f"rank {rank} #{index} {clip(entry)}: {error}") from None
+        else:
+            yield entry
 
 
 # Not slotted, so that derived values can be cached beside the fields.
@@ -94,6 +108,33 @@ class Schedule:
                 )
         if self.sources is not None and len(self.sources.line_of) != len(self.columns):
             raise ValueError("sources must have one entry for each action")
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Iterable[int | Iterable[int]],
+        lists: Iterable[str | Iterable[str | Entry]],
+        microbatches: int | None = None,
+    ) -> Schedule:
+        """The schedule with these lists, one for each rank, in the tokens of the text form.
+
+            Schedule.of("mine", [0, 1], ["0F0 0F1 0B0 0B1", "1F0 1B0 (1F1;1B1) ..."])
+
+        A list is a string of tokens, or an iterable of tokens and entries. Without `microbatches`,
+        there are as many as the highest one named says.
+
+        Raises ValueError, with the place in the lists, for what is no token, and what `Schedule`
+        raises.
+        """
+        if isinstance(lists, str):
+            raise TypeError("lists must hold one list for each rank, not be a str")
+        columns = columns_of(_parsed(rank, entries) for rank, entries in enumerate(lists))
+        if microbatches is None:
+            microbatches = 1 + int(columns.microbatch.max(initial=-1))
+            if not microbatches:
+                raise ValueError("the lists name no microbatch; say how many there are")
+        return cls(name, microbatches, placement, columns)
 
     @cached_property
     def actions(self) -> tuple[tuple[Entry, ...], ...]:

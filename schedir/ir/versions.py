@@ -19,9 +19,9 @@ from schedir.ir.columns import KIND_INDEX, Columns, Ints
 class StageVersions:
     """The weight versions of one stage on one rank.
 
-    `reads[microbatch]` is the version that its FORWARD reads; `steps[v]` the index of the
-    OPTIM_STEP that ends version v's time as the newest; `last_read[v]` the index of the last
-    action that reads version v.
+    `reads[microbatch]` is the version that its FORWARD reads; `steps[v]` the place of the
+    OPTIM_STEP that ends version v's time as the newest; `last_read[v]` that of the last action that
+    reads version v. Places are counted from the start of the rank's list, in actions.
     """
 
     reads: dict[int, int] = attrs.field(factory=dict)
@@ -33,7 +33,7 @@ class StageVersions:
         return version < len(self.steps) and self.last_read.get(version, -1) > self.steps[version]
 
     def peak(self) -> tuple[int, int | None]:
-        """The most versions alive at once, the newest included, and the index of the OPTIM_STEP
+        """The most versions alive at once, the newest included, and the place of the OPTIM_STEP
         that makes the last of them (None where there is never more than one).
 
         An OPTIM_STEP whose old version nobody reads any more updates in place and adds none.

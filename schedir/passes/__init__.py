@@ -1,12 +1,16 @@
 """Passes: Schedule → Schedule. Valid in, valid out."""
 
+from schedir.passes.batches import batch_communication
 from schedir.passes.communication import insert_communication, strip_communication
 from schedir.passes.forward import forward_only
 from schedir.passes.receives import advance_receives
 from schedir.passes.reduction import insert_reductions
+from schedir.passes.steps import append_steps
 
 __all__ = [
     "advance_receives",
+    "append_steps",
+    "batch_communication",
     "forward_only",
     "insert_communication",
     "insert_reductions",

@@ -8,8 +8,9 @@ ahead only as far as the list itself needs buffers at its peak, or as there is r
     ahead     RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        3 buffers at the peak
 
 What holds a receive back is the order that the channel model keeps: under `rank` all communication
-stays in order, so that a receive moves over compute alone; under `async` over anything. To move
-ahead takes waits away and adds none, so that what is clean under the model stays clean.
+stays in order, so that a receive moves over compute alone; under `async` over anything. A batch is
+left as a whole where it is, and a receive is not moved over one that receives too. To move ahead
+takes waits away and adds none, so that what is clean under the model stays clean.
 """
 
 from __future__ import annotations
@@ -43,31 +44,48 @@ def advance_receives(
     complete = insert_communication(schedule)
     columns = complete.columns
     receives = columns.is_kind(*RECEIVES)
-    held_by = _held_by(queues(channel, complete), receives).tolist()
+    moves = receives & ~columns.shared
+    held_by = _held_by(queues(channel, complete), moves)
+    if columns.together:
+        # A whole batch holds back what a part of it does, and receives keep their order.
+        held_by = np.maximum(held_by, _held_by(np.where(receives, columns.rank, -1), moves))
+        held_by = np.where(held_by < 0, -1, columns.last[held_by])
+    held = held_by.tolist()
     freed = _freed(complete)
-    starts = columns.starts.tolist()
     order: list[int] = []
-    for start, end in pairwise(starts):
-        is_receive, frees = receives[start:end], freed[start:end]
-        buffers = max(_peak(is_receive, frees), room or 0)
-        order += _advanced(start, is_receive.tolist(), held_by, frees.tolist(), buffers)
+    for start, end in pairwise(columns.starts.tolist()):
+        own = slice(start, end)
+        buffers = max(_peak(receives[own], freed[own]), room or 0)
+        gained = freed[own] - (receives[own] & ~moves[own])
+        joined = columns.joined[own].tolist()
+        order += _advanced(start, moves[own].tolist(), joined, held, gained.tolist(), buffers)
     return complete.take(np.array(order, np.int64), columns.starts)
 
 
 def _advanced(
-    start: int, is_receive: list[bool], held_by: list[int], freed: list[int], buffers: int
+    start: int,
+    moves: list[bool],
+    joined: list[bool],
+    held_by: list[int],
+    gained: list[int],
+    buffers: int,
 ) -> list[int]:
     """The places of a rank, which begin at `start`, in their new order.
 
-    `held_by` has the place that each receive stays after, `freed` the buffers that each place of
-    the rank gives back.
+    `moves` says which are receives that move, `joined` which belong to the entry of the one before;
+    `held_by` has the place that each receive stays after, `gained` the buffers that each place of
+    the rank gives back, less one that it takes where it is.
     """
     order: list[int] = []
-    receives = (place for place, receive in enumerate(is_receive, start) if receive)
+    receives = (place for place, receive in enumerate(moves, start) if receive)
     pending = next(receives, -1)
-    for place, (receive, back) in enumerate(zip(is_receive, freed, strict=True), start):
+    for place, (receive, goes_on, back) in enumerate(
+        zip(moves, joined, gained, strict=True), start
+    ):
         # One that has come to its own place is posted in any case: that is within the peak.
-        while pending >= 0 and (pending == place or (buffers > 0 and held_by[pending] < place)):
+        while pending >= 0 and (
+            pending == place or (buffers > 0 and held_by[pending] < place and not goes_on)
+        ):
             order.append(pending)
             buffers -= 1
             pending = next(receives, -1)
@@ -78,7 +96,7 @@ def _advanced(
 
 
 def _held_by(queue: Ints, receives: Bools) -> Ints:
-    """For every place, the last before it in its queue that is no receive; -1 for none."""
+    """For every place, the last before it in its queue that is none of `receives`; -1 for none."""
     held = np.full(len(queue), -1)
     order = np.argsort(queue, kind="stable")
     order = order[queue[order] >= 0]

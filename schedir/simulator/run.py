@@ -15,7 +15,6 @@ import numpy as np
 from schedir.checker import prove
 from schedir.ir import (
     KINDS,
-    Exchanges,
     Kind,
     Plan,
     Schedule,
@@ -23,21 +22,24 @@ from schedir.ir import (
     Times,
     expect_schedule,
     plan,
-    run,
 )
 from schedir.simulator.costs import CostModel
 from schedir.simulator.timeline import Timeline
+
+CHANNEL = "edge"
+"""The channel model that schedules are simulated under, and proved for it."""
 
 
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where the schedule is wrong, TypeError for what is no Schedule.
+    `schedir.check` finds under `edge`, where the schedule is wrong there, and TypeError for what is
+    no Schedule.
     """
     expect_schedule(schedule)
     price = (costs or CostModel()).by_kind()
-    complete = prove(schedule).proved()
+    complete = prove(schedule, CHANNEL).proved()
     planned = plan(complete)
     textbook = price == {kind: kind.traits.cost for kind in Kind}
     times = planned.textbook if textbook else _run(complete, planned, price)
@@ -46,14 +48,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
 
 def _run(schedule: Schedule, planned: Plan, price: dict[Kind, Time]) -> Times:
     durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
-    collectives = len(planned.collectives)
-    transfers = len(planned.posts) - collectives
-    lengths = [price[Kind.SEND_ACT]] * transfers + [price[Kind.REDUCE_GRAD]] * collectives
-    # What takes no time never holds up the next one of its channel or stage.
-    timed = price[Kind.SEND_ACT] or (collectives and price[Kind.REDUCE_GRAD])
-    before = planned.before.tolist() if timed else ()
-    exchanges = Exchanges(planned.posts, before, lengths)
-    return run(planned.bounds.tolist(), durations, planned.needs.tolist(), exchanges)
+    return planned.priced(durations, price[Kind.SEND_ACT], price[Kind.REDUCE_GRAD])
 
 
 def _timeline(schedule: Schedule, planned: Plan, times: Times, price: dict[Kind, Time]) -> Timeline:
@@ -61,12 +56,13 @@ def _timeline(schedule: Schedule, planned: Plan, times: Times, price: dict[Kind,
     whole = all(isinstance(cost, int) for cost in price.values())
     starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
     ends = np.zeros_like(starts)
-    starts[planned.compute], ends[planned.compute] = times.starts, times.ends
+    starts[planned.compute] = np.array(times.starts, starts.dtype)[planned.last]
+    ends[planned.compute] = np.array(times.ends, ends.dtype)[planned.last]
     transfers = schedule.dataflow.transfers
     begins = np.array(times.begins[: len(transfers)], starts.dtype)
     for side in (transfers.send, transfers.receive):
         starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
-    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=True):
+    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=False):
         starts[list(places)] = begin
         ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
     return Timeline(schedule, starts, ends)
