@@ -103,7 +103,12 @@ def assemble(plan: Plan, world: World) -> Parts:
         drift,
         optimizers,
         _stages(plan, reductions, optimizers),
-        Trail(world.groups.patience, plan.accelerator, follows=plan.transport.queues),
+        Trail(
+            world.groups.patience,
+            world.groups.posted,
+            plan.accelerator,
+            follows=plan.transport.queues,
+        ),
     )
 
 

@@ -159,7 +159,7 @@ def check_modules(modules: Mapping[int, nn.Module]) -> None:
     """Each can be run and trained by itself."""
     owner: dict[nn.Parameter, int] = {}
     for stage, module in sorted(modules.items()):
-        _check_tensors(stage, module)
+        _check_tensors(stage, module, modules)
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 raise ExecutionError(
@@ -184,7 +184,19 @@ def check_modules(modules: Mapping[int, nn.Module]) -> None:
                 )
 
 
-def _check_tensors(stage: int, module: nn.Module) -> None:
+def _home(modules: Mapping[int, nn.Module]) -> torch.device:
+    """Where the stages of this process belong: where some of them are, else on its GPU, if any."""
+    for module in modules.values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                return tensor.device
+    own = torch.accelerator.current_accelerator(check_available=True)
+    if own is None:
+        return torch.device("cpu")
+    return torch.device(own.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Module]) -> None:
     """Parameters and buffers exist, and can be trained."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -195,7 +207,7 @@ def _check_tensors(stage: int, module: nn.Module) -> None:
         if tensor.is_meta:
             raise ExecutionError(
                 f"stage {stage}: {name} is on the device meta, without values; call "
-                'module.to_empty(device="cpu"), or another device, and load or initialise it'
+                f'module.to_empty(device="{_home(modules)}"), and load or initialise it'
             )
         if tensor.is_inference():
             raise ExecutionError(

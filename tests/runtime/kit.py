@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.literals import listed
 from tests.runtime.reference import Loss, Optimizer, accumulate
+
+# Both ranks send before they receive: no order of all communication lets them meet.
+CROSSING = listed(
+    2,
+    "0 1",
+    "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP",
+    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+)
 
 MSE = nn.functional.mse_loss
 

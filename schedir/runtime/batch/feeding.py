@@ -19,6 +19,7 @@ from schedir.runtime.batch.microbatches import (
     loss_shares,
     samples,
 )
+from schedir.runtime.batch.placing import placed
 from schedir.runtime.call import Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, Control
@@ -66,7 +67,7 @@ class Feeder:
         self._last = plan.last_stage
         self._local = plan.local_stages
         self._count = plan.arguments.count
-        self._grid, self._control = plan.grid, control
+        self._grid, self._control, self._device = plan.grid, control, plan.device
         self._accumulated = _accumulated_by_step(schedule)
         # One rank alone has nobody to compare with; others don't read what they are given.
         alone = {*schedule.placement[0], *schedule.placement[-1]} == {plan.grid.rank}
@@ -92,8 +93,7 @@ class Feeder:
 
         inputs = read(given.inputs, "inputs") if 0 in self._local else []
         extras = {
-            stage: read(batch, f"stage_inputs[{stage}]")
-            for stage, batch in self._known(given.stage_inputs)
+            stage: read(batch, _extra(stage)) for stage, batch in self._known(given.stage_inputs)
         }
         targets = read(given.target, "target") if self._last in self._local else []
         keywords = read(given.loss_kwargs, "loss_kwargs") if targets else []
@@ -107,6 +107,11 @@ class Feeder:
         counts = [samples(self._count, target) for target in targets]
         if rows is not None:  # what stands in for missing microbatches counts for nothing
             counts[rows:] = [0.0] * len(counts[rows:])
+        # Counted where they were given: the host need not wait for what is on the CPU.
+        inputs = placed(inputs, self._device, "inputs")
+        extras = {s: placed(given, self._device, _extra(s)) for s, given in extras.items()}
+        targets = placed(targets, self._device, "target")
+        keywords = placed(keywords, self._device, "loss_kwargs")
         fingerprints = (fingerprint.NOTHING, fingerprint.NOTHING)
         if self._compares:
             fingerprints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
@@ -147,6 +152,10 @@ class Feeder:
         received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
         found: list[float] = torch.stack(received).sum(0).tolist()
         return found
+
+
+def _extra(stage: int) -> str:
+    return f"stage_inputs[{stage}]"
 
 
 def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:

@@ -66,11 +66,6 @@ class Reduction:
             )
             self._under_way.append((self._sum(flat), flat, bucket))
 
-    @property
-    def works(self) -> list[dist.Work]:
-        """The sums under way."""
-        return [work for work, _, _ in self._under_way]
-
     def _sum(self, tensor: Tensor) -> dist.Work:
         return self._group.allreduce([tensor])
 

@@ -128,7 +128,6 @@ class Shared:
                 continue
             purpose = f"stages/{','.join(map(str, stages))}"
             group = self._groups.make(purpose, processes, self._device)
-            group.warm_up(self._device)
             for stage, parameters in trained.items():
                 if parameters:
                     self._fix_trained(stage)
@@ -215,7 +214,6 @@ class Shared:
             if len(processes := self._tied[number]) > 1:
                 purpose = f"tie/{number}/{','.join(map(str, processes))}"
                 found[number] = self._groups.make(purpose, processes, self._device)
-                found[number].warm_up(self._device)
         return found
 
 

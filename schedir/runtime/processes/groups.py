@@ -18,6 +18,7 @@ from torch._C._autograd import _enable_record_function
 from torch.distributed import (  # type: ignore[attr-defined]  # public, unlisted
     HashStore,
     PrefixStore,
+    Store,
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
@@ -65,47 +66,46 @@ class Group:
             raise WaitError(error) from error
         return work
 
-    def post(self, post: Post, tag: int = 0) -> dist.Work:
-        """Post one end of a transfer."""
-        return (self.send if post.sends else self.recv)([post.tensor], post.peer, tag)
-
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group."""
         work: dist.Work = _unseen(self.backend.allreduce)(tensors)
         return work
 
-    def warm_up(self, device: torch.device) -> None:
-        """Sum for the first time, before any sum matters."""
-
 
 class NcclGroup(Group):
     """A process group of NCCL, which makes its communicator with what is posted first.
 
-    So that is done when the group is made, and waited for with `patience`.
+    What is posted is noted in `posted`, as waiting for it has the device wait, and not the host.
     """
 
-    def __init__(self, backend: Any, patience: Patience) -> None:
+    def __init__(self, backend: Any, posted: list[dist.Work]) -> None:
         super().__init__(backend)
-        self._patience = patience
+        self._posted = posted
+
+    def post(self, post: Post) -> dist.Work:
+        """Post one end of a transfer."""
+        return self._noted(self._post(post))
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, which no order among them can block."""
         self.backend._start_coalescing()
         try:
             for post in posts:
-                self.post(post)
+                self._post(post)
         finally:
             work: dist.Work = self.backend._end_coalescing()
+        return self._noted(work)
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
+        """Post a sum over all of the group."""
+        return self._noted(super().allreduce(tensors))
+
+    def _post(self, post: Post) -> dist.Work:
+        return (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
+
+    def _noted(self, work: dist.Work) -> dist.Work:
+        self._posted.append(work)
         return work
-
-    def warm_up(self, device: torch.device) -> None:
-        """Sum for the first time, before any sum matters."""
-        self.settle(self.allreduce([torch.zeros(1, device=device)]))
-
-    def settle(self, work: dist.Work) -> None:
-        """Have the host wait for a work."""
-        self._patience.until(work.is_completed, lambda: _MAKING)
-        work.wait()
 
 
 def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,32 +146,52 @@ class Groups:
         self.timeout = _timeout_of_user() if timeout is None else timeout
         self.patience = Patience(self.timeout, Board(self.store).has_failed)
         self.settings = Settings(self.timeout)
+        self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
         self._groups: list[Group] = []
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
     ) -> Group:
-        """A group for a purpose that no other one has, for tensors on a device; None: the hosts'.
+        """A group for a purpose that no other one has, between hosts, or for sums on a device.
 
         That of one process alone is never used. Raises WaitError where the other processes don't
         make it in time.
         """
         if len(processes) == 1:
             return Group(None)
-        store = PrefixStore(purpose, self.store)
-        position, size = processes.index(dist.get_rank()), len(processes)
-        group: Group
+        if goes_over_nccl(device):
+            group = self.make_nccl(purpose, processes)
+            self.settle([group.allreduce([torch.zeros(1, device=device)])])
+            return group
+        store, position = self._place(purpose, processes)
         try:
-            if goes_over_nccl(device):
-                name = f"{self._name}/{purpose}"
-                backend = nccl_backend(store, position, processes, name, self.settings)
-                group = NcclGroup(backend, self.patience)
-            else:
-                group = Group(dist.ProcessGroupGloo(store, position, size, self.timeout))
+            backend = dist.ProcessGroupGloo(store, position, len(processes), self.timeout)
         except RuntimeError as error:
             raise WaitError(error, _MAKING) from error
+        self._groups.append(Group(backend))
+        return self._groups[-1]
+
+    def make_nccl(self, purpose: str, processes: Sequence[int]) -> NcclGroup:
+        """One of NCCL, which has to be warmed up by what it is for, on all processes at once."""
+        store, position = self._place(purpose, processes)
+        name = f"{self._name}/{purpose}"
+        try:
+            backend = nccl_backend(store, position, processes, name, self.settings)
+        except RuntimeError as error:
+            raise WaitError(error, _MAKING) from error
+        group = NcclGroup(backend, self.posted)
         self._groups.append(group)
         return group
+
+    def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
+        return PrefixStore(purpose, self.store), processes.index(dist.get_rank())
+
+    def settle(self, works: Iterable[dist.Work]) -> None:
+        """Wait for works that warm a group up, host and device."""
+        for work in works:
+            self.patience.until(work.is_completed, lambda: _MAKING)
+            work.wait()
+        self.posted.clear()
 
     def share_gpu(self, processors: int, most: int) -> None:
         """Let the kernels of all communicators fit on a GPU at once; a process has up to `most`.

@@ -28,10 +28,6 @@ class Operation:
         """Empty at all times but for compute that consumes what another rank sends."""
         return []
 
-    def under_way(self) -> Sequence[Work]:
-        """What it has posted: nothing, but for transfers and sums."""
-        return ()
-
     def run(self, call: Call) -> None:
         """Do it; what it waits for has been waited for."""
         raise NotImplementedError

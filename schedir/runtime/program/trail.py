@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 import attrs
+import torch.distributed as dist
 
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
@@ -40,15 +41,21 @@ class _Step:
             return "the device to come to the end of a call"
         action, operation = self.instruction.action, self.instruction.operation
         if not isinstance(operation, Transfer):
-            return f"{action} of all that run the stage"
+            return f"all that take part in {action}"
         return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
 
 
 class Trail:
-    """What the latest two calls have posted; an observer of instructions, where it `follows`."""
+    """What the latest two calls have posted: an observer of instructions, where it `follows`.
 
-    def __init__(self, patience: Patience, accelerator: Accelerator, follows: bool) -> None:
-        self._patience, self._accelerator, self._follows = patience, accelerator, follows
+    `posted` is where works are noted as they are posted.
+    """
+
+    def __init__(
+        self, patience: Patience, posted: list[dist.Work], accelerator: Accelerator, follows: bool
+    ) -> None:
+        self._patience, self._posted = patience, posted
+        self._accelerator, self._follows = accelerator, follows
         self._before: deque[_Step] = deque()
         self._latest: deque[_Step] = deque()
 
@@ -56,13 +63,18 @@ class Trail:
         """Observe an instruction."""
         if not self._follows:
             return instruction
-        run, latest, under_way = instruction.run, self._latest, instruction.operation.under_way
+        run = instruction.run
 
         def followed(call: Call) -> None:
             run(call)
-            latest.extend(_Step(work.is_completed, instruction) for work in under_way())
+            if self._posted:
+                self._take(instruction)
 
         return attrs.evolve(instruction, run=followed)
+
+    def _take(self, instruction: Instruction | None) -> None:
+        self._latest.extend(_Step(work.is_completed, instruction) for work in self._posted)
+        self._posted.clear()
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
@@ -73,6 +85,7 @@ class Trail:
     def end(self) -> None:
         """A call has ended here, but not on the device."""
         if self._follows:
+            self._take(None)
             self._latest.append(_Step(self._accelerator.mark().query))
 
     def settle(self) -> None:
@@ -94,5 +107,6 @@ class Trail:
 
     def drop(self) -> None:
         """A call has failed: nothing of it will be done."""
+        self._posted.clear()
         self._before.clear()
         self._latest.clear()

@@ -25,10 +25,6 @@ class Transfer(Operation):
     def _works_of(cell: Cell) -> list[Work]:
         raise NotImplementedError
 
-    def under_way(self) -> Sequence[Work]:
-        """What it has posted."""
-        return self.works
-
 
 class Send(Transfer):
     """SEND_ACT or SEND_GRAD."""

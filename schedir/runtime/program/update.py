@@ -10,7 +10,6 @@ from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.transports.transport import Work
 
 
 class ReduceGrad(Operation):
@@ -18,10 +17,6 @@ class ReduceGrad(Operation):
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
-
-    def under_way(self) -> Sequence[Work]:
-        """The sums."""
-        return self.reduction.works
 
     def run(self, call: Call) -> None:
         """Run the action."""

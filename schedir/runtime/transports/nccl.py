@@ -65,8 +65,7 @@ class NcclTransport:
             channels, ranks = communicators[number], held[number]
             members = sorted(processes[rank] for rank in ranks)
             listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
-            group = groups.make(f"channel/{listed}", members, device)
-            assert isinstance(group, NcclGroup)  # of two members at least, on a GPU
+            group = groups.make_nccl(f"channel/{listed}", members)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
             lane = _Lane(group, positions, as_one=len(channels) > 1)
             self._lanes.update(dict.fromkeys(channels, lane))
@@ -77,8 +76,7 @@ class NcclTransport:
                 for sends in (True, False)
                 if rank == (source if sends else target)
             ]
-            for work in lane.post(posts):
-                group.settle(work)
+            groups.settle(lane.post(posts))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send, after the compute that is queued."""

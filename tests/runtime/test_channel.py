@@ -1,0 +1,200 @@
+"""`Executor(channel=...)`: the model that a list is proved and posted under, and what is posted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.ir import COMMUNICATION, RECEIVES
+from schedir.runtime import Executor, plan
+from schedir.runtime.call import Call
+from schedir.runtime.program import opening
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.transports.choice import channel_for
+from schedir.runtime.transports.gloo import GlooTransport
+from schedir.runtime.transports.in_process import Endpoint
+from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.transport import Work
+from tests.built_in import NAMES
+from tests.runtime.kit import (
+    CROSSING,
+    MSE,
+    linear_stages,
+    message_of,
+    random_batches,
+    sgd,
+    train_on_rank,
+)
+from tests.runtime.nccl_over_gloo import nccl_over_gloo
+from tests.runtime.on_ranks import on_ranks
+
+
+@pytest.mark.parametrize("channel", schedir.CHANNELS)
+def test_gloo_and_one_process_take_every_model(channel: str) -> None:
+    for transport in (GlooTransport, Endpoint):
+        assert channel_for(transport, channel, warns=True) == channel
+
+
+def test_nccl_takes_what_it_can_do_and_warns_of_what_it_may_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for channel in ("host", "rank"):
+        assert channel_for(NcclTransport, channel, warns=True) == channel
+    assert channel_for(NcclTransport, None, warns=True) == "rank"
+    assert channel_for(NcclTransport, "edge", warns=False) == "edge"
+    assert not caplog.records
+    for channel in ("pair", "edge"):
+        assert channel_for(NcclTransport, channel, warns=True) == channel
+        (record,) = caplog.records
+        assert (record.name, record.levelno) == ("schedir", logging.WARNING)
+        for needed in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "CUDA_MODULE_LOADING=EAGER", "warm-up"):
+            assert needed in record.getMessage()
+        caplog.clear()
+    with pytest.raises(schedir.ExecutionError, match="a receive that is posted is a kernel"):
+        channel_for(NcclTransport, "async", warns=True)
+
+
+def executor_of(schedule: schedir.Schedule, **options: Any) -> Executor:
+    torch.manual_seed(0)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(schedule.stages)}
+    return Executor(schedule, stages, MSE, sgd, in_process=True, **options)
+
+
+def test_the_list_is_proved_under_the_model_that_is_wanted() -> None:
+    with executor_of(CROSSING):
+        pass
+    with pytest.raises(schedir.ScheduleError, match=r"clean under async, and Executor\(channel="):
+        executor_of(CROSSING, channel="rank")
+    for unknown in ("ring", 3):
+        assert "unknown channel model" in message_of(executor_of, CROSSING, channel=unknown)
+
+
+def test_nccl_refuses_a_list_before_any_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says how to have it run all the same; there is no process group in this process."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
+    with pytest.raises(schedir.ScheduleError, match="S301") as refused:
+        Executor(CROSSING, {0: nn.Linear(3, 3)}, MSE, sgd)
+    assert 'Executor(channel="edge")' in str(refused.value)
+    (found,) = refused.value.diagnostics
+    assert len(found.locations) == 4
+    assert not torch.distributed.is_initialized()
+
+
+@on_ranks(2)
+def test_nccl_runs_it_where_the_user_says_so(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    with nccl_over_gloo():
+        train_on_rank(
+            rank,
+            linear_stages(),
+            random_batches(2),
+            target=CROSSING,
+            microbatches=2,
+            channel="edge",
+        )
+    assert len(caplog.records) == (rank == 0)
+
+
+@on_ranks(2)
+def test_the_channel_is_compared(rank: int) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    channel = "rank" if rank else None
+    message = message_of(Executor, schedule, {rank: nn.Linear(3, 3)}, MSE, sgd, channel=channel)
+    assert "channel is None on process 0, but rank on process 1" in message
+
+
+@attrs.define(eq=False)
+class Recorder:
+    """What transports are told to post, by rank, with the entry that is carried out by then."""
+
+    entry: schedir.Action | None = None
+    posted: dict[int, list[tuple[schedir.Action | None, bool, int]]] = attrs.field(factory=dict)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
+        """All posts of this kind of transport from here on."""
+        monkeypatch.setattr(opening, "listening", lambda: [self.observe])
+        for name, sends in (("send", True), ("receive", False)):
+            monkeypatch.setattr(transport, name, self.recording(getattr(transport, name), sends))
+
+    def observe(self, instruction: Instruction) -> Instruction:
+        def run(call: Call) -> None:
+            self.entry, self.rank = instruction.action, instruction.rank
+            instruction.run(call)
+
+        return attrs.evolve(instruction, run=run)
+
+    rank: int = 0
+
+    def recording(self, post: Any, sends: bool) -> Any:
+        def recorded(transport: Any, tensor: Tensor, peer: int) -> Work:
+            posted = self.posted.setdefault(self.rank, [])
+            posted.append((self.entry, sends, peer))
+            work: Work = post(transport, tensor, peer)
+            return work
+
+        return recorded
+
+
+def communication(
+    schedule: schedir.Schedule, rank: int
+) -> Sequence[tuple[schedir.Action, bool, int | None]]:
+    """What a rank posts, by its list: each entry, whether it sends, and to or from whom."""
+    return [
+        (action, action.kind not in RECEIVES, schedule.dataflow.peer(action))
+        for action in schedule.actions[rank]
+        if action.kind in COMMUNICATION
+    ]
+
+
+@pytest.mark.parametrize("channel", ["async", "rank"])
+@pytest.mark.parametrize("microbatches", [1, 5, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_schedule_is_what_the_transport_posted(
+    name: str, microbatches: int, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedir.build(name, ranks=3, microbatches=microbatches)
+    recorder = Recorder()
+    recorder.watch(monkeypatch, Endpoint)
+    with executor_of(schedule, channel=channel) as executor:
+        for _ in range(2):
+            recorder.posted.clear()
+            executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+            carried_out = executor.schedule
+            for rank in range(3):
+                assert recorder.posted[rank] == communication(carried_out, rank)
+            assert channel in schedir.check(carried_out).clean_channels
+            assert carried_out == schedir.advance_receives(schedule, channel, 10**6)
+
+
+def over(transport: type[Any]) -> AbstractContextManager[object]:
+    return nccl_over_gloo() if transport is NcclTransport else nullcontext()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("channel", ["async", "rank"])
+@pytest.mark.parametrize("name", NAMES)
+def test_so_it_is_on_ranks(name: str, channel: str, rank: int) -> None:
+    """NCCL's own way too: with receives ahead over compute only."""
+    schedule = schedir.build(name, ranks=2, microbatches=4)
+    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in schedule.stages_of(rank)}
+    for transport in (GlooTransport, NcclTransport)[: 1 + (channel == "rank")]:
+        recorder = Recorder()
+        with pytest.MonkeyPatch.context() as monkeypatch, over(transport):
+            recorder.watch(monkeypatch, transport)
+            with Executor(schedule, stages, MSE, sgd, channel=channel) as executor:
+                # The third call has its first receives posted early, where that is done.
+                for _ in range(3):
+                    recorder.posted.clear()
+                    executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+                    expected = communication(executor.schedule, rank)
+                    assert recorder.posted[rank][-len(expected) :] == expected
+                assert executor.schedule == schedir.advance_receives(schedule, channel, 10**6)

@@ -1,0 +1,169 @@
+"""Where stages and what they are given have to be, so far as that shows without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir.runtime import Executor
+from schedir.runtime.accelerator import Accelerator, Host
+from schedir.runtime.batch.placing import placed
+from schedir.runtime.fitting import check_modules
+from schedir.runtime.gradients import sharing
+from schedir.runtime.processes.claims import Claim, compare
+from tests.runtime.kit import MSE, message_of, random_batch, sgd
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_what_is_on_the_cpu_is_moved() -> None:
+    """To a device that has no values, for want of another one here."""
+    pieces = [(torch.ones(2), {"ids": torch.ones(3, dtype=torch.int64), "causal": True})]
+    ((x, given),) = placed(pieces, META, "inputs")
+    assert (x.device, given["ids"].device, given["ids"].dtype) == (META, META, torch.int64)
+    assert given["causal"] is True
+    assert placed(pieces, CPU, "inputs") is pieces
+    there = [torch.ones(2, device=META)]
+    assert placed(there, META, "inputs")[0] is there[0]
+
+
+def test_it_is_moved_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, Any]] = []
+
+    def note(tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        given.append((where, how))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", note)
+    placed([torch.ones(2)], torch.device("cuda", 1), "inputs")
+    assert given == [((torch.device("cuda", 1),), {"non_blocking": True})]
+
+
+def test_what_is_on_another_device_is_refused_with_the_line_that_moves_it() -> None:
+    message = message_of(placed, [torch.ones(2, device=META)], torch.device("cuda", 1), "target")
+    assert message == (
+        "target: a tensor is on meta, but the stages of this rank are on cuda:1; move it there, "
+        'tensor.to("cuda:1"), or leave it on the CPU'
+    )
+
+
+def test_samples_are_counted_before_they_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def note(pieces: list[Any], device: torch.device, what: str) -> list[Any]:
+        order.append((what, device))
+        return pieces
+
+    monkeypatch.setattr("schedir.runtime.batch.feeding.placed", note)
+    stages: dict[int, nn.Module] = {s: nn.Linear(4, 4) for s in range(2)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+
+    def count(target: torch.Tensor) -> int:
+        order.append(("count", target.device))
+        return len(target)
+
+    with Executor(schedule, stages, MSE, sgd, count=count, in_process=True) as executor:
+        x, y = random_batch()
+        executor.step(x, target=y, stage_inputs={1: None}, loss_kwargs={"reduction": "mean"})
+    names = ["count", "count", "inputs", "target", "loss_kwargs"]
+    assert order == [(name, CPU) for name in names]
+
+
+def test_the_device_of_the_stages_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the executor is made, in every call, and while it is closed."""
+    chosen: list[str] = []
+
+    @contextmanager
+    def note(host: Host) -> Iterator[None]:
+        chosen.append("on")
+        yield
+        chosen.append("off")
+
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen.append("forward")
+            return super().forward(x)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        chosen.append("optimizer")
+        return sgd(parameters)
+
+    monkeypatch.setattr(Host, "chosen", note)
+    schedule = schedir.build("1f1b", ranks=1, microbatches=1)
+    executor = Executor(schedule, {0: Noting(4, 4)}, MSE, optimizer)
+    assert chosen == ["on", "optimizer", "off"]
+    x, y = random_batch()
+    for call in (
+        lambda: executor.step(x, target=y),
+        lambda: executor.evaluate(x, target=y),
+        lambda: executor.infer(x),
+    ):
+        chosen.clear()
+        call()
+        assert (chosen[0], chosen[-1]) == ("on", "off")
+        assert set(chosen[1:-1]) == {"forward"}
+    chosen.clear()
+    executor.close()
+    assert chosen == ["on", "off"]
+
+
+def claim(gpu: str) -> Claim:
+    return Claim("the same", "cuda", gpu, 132, {}, {}, {}, False)
+
+
+def test_two_processes_on_one_gpu_are_named() -> None:
+    compare([claim("GPU-1 of here"), claim("GPU-2 of here"), claim("GPU-1 of there")])
+    compare([claim(""), claim("")])
+    with pytest.raises(schedir.ExecutionError) as refused:
+        compare([claim("GPU-1 of here"), claim("GPU-2 of here"), claim("GPU-1 of here")])
+    message = str(refused.value)
+    assert "processes 0 and 2 have their stages on one GPU, GPU-1 of here" in message
+    assert 'torch.device("cuda", int(os.environ["LOCAL_RANK"]))' in message
+    assert "NCCL_HOSTID" in message
+
+
+@pytest.mark.parametrize("meant", [False, True])
+def test_a_gpu_may_be_shared_where_it_is_meant(
+    meant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if meant:
+        monkeypatch.setenv("NCCL_HOSTID", "rank0")
+    else:
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(Host, "name", "GPU-1 of here")
+    claimed: list[Claim] = []
+    monkeypatch.setattr(sharing, "compare", claimed.extend)
+    with Executor(schedir.build("1f1b", ranks=1, microbatches=1), {0: nn.Linear(4, 4)}, MSE, sgd):
+        (own,) = claimed
+    assert own.gpu == ("" if meant else "GPU-1 of here")
+
+
+@attrs.frozen
+class Properties:
+    uuid: str = "GPU-1"
+    multi_processor_count: int = 132
+
+
+def test_a_gpu_tells_its_name_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = object.__new__(Accelerator)
+    found.device = torch.device("cuda", 0)
+    found._module = type("module", (), {"get_device_properties": lambda _: Properties()})
+    monkeypatch.setattr("schedir.runtime.accelerator.gethostname", lambda: "here")
+    assert (found.name, found.processors) == ("GPU-1 of here", 132)
+
+
+def test_modules_without_values_are_told_where_to_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = nn.Linear(2, 2, device="meta")
+    assert 'to_empty(device="cpu")' in message_of(check_modules, {0: nn.Linear(2, 2), 1: meta})
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert 'to_empty(device="cuda:3")' in message_of(check_modules, {0: meta})
+    assert 'to_empty(device="cpu")' in message_of(check_modules, {0: nn.Linear(2, 2), 1: meta})

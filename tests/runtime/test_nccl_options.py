@@ -1,0 +1,90 @@
+"""What is said to ProcessGroupNCCL when a group is made; this build of torch may have none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
+
+STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
+
+
+class Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+
+
+class Backend:
+    """Notes what it is made with, and what becomes of it."""
+
+    Options = Options
+
+    def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+        self.store, self.rank, self.size, self.options = store, rank, size, options
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+
+
+def made(max_ctas: int | None = None) -> Any:
+    settings = Settings(timedelta(seconds=40), max_ctas)
+    return nccl_backend(STORE, 1, (2, 5), "schedir/0/channel/2-5", settings)
+
+
+def test_flight_recorders_tell_processes_and_groups_apart() -> None:
+    backend = made()
+    assert (backend.store, backend.rank, backend.size) == (STORE, 1, 2)
+    assert backend.options.group_name == "schedir/0/channel/2-5"
+    assert backend.options.global_ranks_in_group == [2, 5]
+    assert backend.options.is_high_priority_stream
+
+
+def test_the_watchdog_comes_after_the_executor() -> None:
+    assert made().options._timeout == timedelta(seconds=80)
+
+
+def test_kernels_of_all_communicators_fit_beside_compute() -> None:
+    for processors in (1, 16, 108, 132):
+        for communicators in range(1, 40):
+            share = shares(processors, communicators)
+            assert share == 1 or share * communicators <= processors / 2
+    assert shares(132, 10) == 6
+    assert made(6).options.config.max_ctas == 6
+    assert not hasattr(made().options.config, "max_ctas")
+
+
+def test_a_build_without_settings_of_communicators_does_without() -> None:
+    class Older(Options):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream)
+            del self.config
+
+    Backend.Options = Older
+    try:
+        assert not hasattr(made(6).options, "config")
+    finally:
+        Backend.Options = Options
+
+
+def test_communicators_end_when_done_or_at_once() -> None:
+    done = [made() for _ in range(3)]
+    end(done, abort=False)
+    assert [backend.calls for backend in done] == [["shutdown"]] * 3
+    failed = [made() for _ in range(3)]
+    end(failed, abort=True)
+    assert Counter(call for backend in failed for call in backend.calls)["abort"] == 3
+    assert failed[0].calls == ["_group_start", "abort", "_group_end"]
+    end([], abort=True)
