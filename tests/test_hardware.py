@@ -10,11 +10,13 @@ import pytest
 
 import schedir
 from schedir import Schedule
+from schedir.ir import ties_of
 from schedir.ir.together import flat
 from tests.built_in import NAMES, variants
 from tests.hardware import HARSHEST, KINDEST, Adversary, comes_through
 from tests.literals import listed
 from tests.test_random import drawn, scattered
+from tests.test_ties import updating
 
 CROWDED = Adversary(queues=1, lazy=False)
 """All streams share a queue: the device itself waits for nothing, and yet everything does."""
@@ -90,6 +92,43 @@ def test_the_verdict_on_random_schedules(part: int) -> None:
             assert comes_through(posted, some) or "rank" not in clean, (some, schedir.dumps(posted))
     assert seen[schedir.CHANNELS] > 300
     assert all(seen[clean] > 1 for clean in ((), ("edge", "async"), ("pair", "edge", "async")))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_tied_steps_are_met_in_the_order_of_all_communication(ranks: int) -> None:
+    """A receive that is posted before the sum of tied gradients must not need what comes after."""
+    ties = ((0, ranks - 1),)
+    shape = {"ranks": ranks, "microbatches": 5, "vertical_sync": True}
+    schedule = schedir.build("pipedream", **shape)
+    ahead = schedir.advance_receives(schedule, "rank", 10**6)
+    assert not comes_through(ahead, Adversary(queues=2), ties)
+    assert schedir.check(ahead, "rank", ties=ties).clean_channels == ("pair", "edge", "async")
+    posted = schedir.advance_receives(schedule, "rank", 10**6, ties=ties)
+    assert posted not in (schedule, ahead)
+    assert "rank" in schedir.check(posted, "rank", ties=ties).clean_channels
+    for adversary in adversaries(ranks):
+        assert comes_through(posted, adversary, ties)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_the_verdict_on_random_ties(part: int) -> None:
+    seen: Counter[bool] = Counter()
+    for seed in range(part * 500, (part + 1) * 500):
+        chance = random.Random(seed)
+        compute, groups = updating(chance)
+        complete = scattered(schedir.insert_communication(compute), chance)
+        report = schedir.check(complete, "rank", ties=groups)
+        if {finding.code for finding in report.errors} - {"S301"}:
+            continue
+        ties, clean = ties_of(complete, groups), "rank" in report.clean_channels
+        seen[clean] += 1
+        room = chance.randrange(4)
+        for posted in {complete, schedir.advance_receives(complete, "rank", room, ties=groups)}:
+            again = schedir.check(posted, "rank", ties=groups).clean_channels
+            assert ("rank" in again) == clean, schedir.dumps(posted)
+            for adversary in (HARSHEST, Adversary(chance.choice([1, 2]), seed=seed)):
+                assert comes_through(posted, adversary, ties) or not clean, schedir.dumps(posted)
+    assert min(seen.values()) > 50
 
 
 def test_a_batch_is_one_kernel() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.processes.groups import Groups, NcclGroup, Post
+from schedir.runtime.processes.groups import Groups, Post
 from schedir.runtime.transports import nccl
 from schedir.runtime.transports.nccl import NcclTransport
 from tests.built_in import NAMES, variants
@@ -48,7 +48,6 @@ def test_sums_of_different_sizes_are_refused_everywhere(rank: int) -> None:
     with nccl_over_gloo():
         groups = Groups((0, 1, 2), None)
         group = groups.make("sum", (0, 1, 2), CPU)
-        group.warm_up(CPU)
         same = torch.full((3,), float(rank))
         group.allreduce([same]).wait()
         assert same.tolist() == [3.0] * 3
@@ -77,7 +76,7 @@ def test_both_directions_are_compared_apart(rank: int) -> None:
 def test_what_is_used_before_it_is_warm_is_refused(rank: int) -> None:
     with nccl_over_gloo():
         groups = Groups((0, 1), None)
-        group = groups.make("sum", (0, 1), CPU)
+        group = groups.make_nccl("sum", (0, 1))
         with pytest.raises(RefusedError, match=r"to sum 3 .* makes a communicator, in the midst"):
             group.allreduce([torch.zeros(3)])
         warm_up = group.allreduce([torch.zeros(1)])
@@ -119,7 +118,7 @@ def test_a_fault_of_the_transport_is_found(fault: str, rank: int) -> None:
     said = ""
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         if fault == "unsettled":
-            monkeypatch.setattr(NcclGroup, "settle", lambda *_: None)
+            monkeypatch.setattr(Groups, "settle", lambda *_: None)
             said = "before the communicator is known to be made"
         elif fault == "bytes":
             monkeypatch.setattr(nccl, "_carried", lambda tensor: tensor)
