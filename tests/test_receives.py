@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CHANNELS, Action, Kind, Schedule
-from schedir.ir import COMMUNICATION, RECEIVES
+from schedir.ir import COMMUNICATION, RECEIVES, Entry, flat
+from tests.joined import drawn_joined
+from tests.literals import listed as literal
 from tests.test_random import drawn, scattered
 
 SEEDS = st.integers(0, 1 << 32)
@@ -127,3 +129,82 @@ def test_bad_terms_are_refused() -> None:
             schedir.advance_receives(schedule, room=room)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a Schedule"):
         schedir.advance_receives("1f1b")  # type: ignore[arg-type]
+
+
+# Entries of several actions.
+
+
+def holds(channel: str, schedule: Schedule, first: Entry, receive: Action) -> bool:
+    """Whether a receive stays after the entry that is listed directly before it."""
+    parts = [*flat([first])]
+    if len(parts) > 1 and any(part.kind in RECEIVES for part in parts):
+        return True  # the receives of a rank keep their order
+    if channel == "edge":
+        peer = schedule.dataflow.peer
+        return any(p.kind in RECEIVES and peer(p) == peer(receive) for p in parts)
+    return any(keeps_order(channel, schedule, part, receive) for part in parts)
+
+
+@given(SEEDS, st.sampled_from(CHANNELS), ROOMS)
+def test_entries_stay_whole_and_hold_what_is_queued_behind_them(
+    seed: int, channel: str, room: int | None
+) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    ahead = schedir.advance_receives(schedule, channel, room)
+    for listed, now in zip(schedule.actions, ahead.actions, strict=True):
+        # No entry is taken apart, none made; only single receives pass anything.
+        for moves in (False, True):
+            kept = [[e for e in entries if _moves(e) == moves] for entries in (listed, now)]
+            assert kept[0] == kept[1]
+        receives = [[a for a in flat(entries) if a.kind in RECEIVES] for entries in (listed, now)]
+        assert receives[0] == receives[1]
+        buffers = max(max(live([*flat(listed)]), default=0), room or 0)
+        assert max(live([*flat(now)]), default=0) <= buffers
+        for turn, entry in enumerate(now[1:], 1):
+            if not isinstance(entry, Action) or entry.kind not in RECEIVES or _moves(now[turn - 1]):
+                continue
+            moved = [*now[: turn - 1], entry, now[turn - 1], *now[turn + 1 :]]
+            full = max(live([*flat(moved)])) > buffers
+            assert full or holds(channel, schedule, now[turn - 1], entry), (entry, now)
+    assert schedir.advance_receives(ahead, channel, room) == ahead
+
+
+def _moves(entry: Entry) -> bool:
+    return isinstance(entry, Action) and entry.kind in RECEIVES
+
+
+@pytest.mark.parametrize(
+    ("channel", "rest"),
+    [
+        ("rank", "1RECV_ACT1 1B0 1F1 1SEND_ACT1 1SEND_GRAD0 1RECV_GRAD1 1B1 1SEND_GRAD1"),
+        ("edge", "1RECV_ACT1 1RECV_GRAD1 1B0 1F1 1SEND_ACT1 1SEND_GRAD0 1B1 1SEND_GRAD1"),
+        ("async", "1RECV_ACT1 1RECV_GRAD1 1B0 1F1 1SEND_ACT1 1SEND_GRAD0 1B1 1SEND_GRAD1"),
+    ],
+)
+def test_no_receive_goes_ahead_of_a_batch_that_receives(channel: str, rest: str) -> None:
+    start = "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_GRAD0)"
+    schedule = literal(
+        2,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0F1 0SEND_ACT1 0RECV_GRAD1 0B1",
+        f"{start} 1B0 1RECV_ACT1 1F1 1SEND_ACT1 1SEND_GRAD0 1RECV_GRAD1 1B1 1SEND_GRAD1",
+        "2RECV_ACT0 2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1",
+    )
+    ahead = schedir.advance_receives(schedule, channel, room=9)
+    assert " ".join(map(str, ahead.actions[1])) == f"{start} {rest}"
+
+
+def test_nothing_comes_between_the_parts_of_an_entry() -> None:
+    # A buffer is free once 1B0 has run, which is in the middle of the pair.
+    schedule = literal(
+        3,
+        "0 1",
+        "0F0 0F1 0F2 0SEND_ACT0 0SEND_ACT1 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1RECV_ACT1 (1B0;1F1) 1B1 1RECV_ACT2 1F2 1B2 "
+        "1SEND_GRAD0 1SEND_GRAD1 1SEND_GRAD2",
+    )
+    ahead = schedir.advance_receives(schedule)
+    assert " ".join(map(str, ahead.actions[1])).startswith(
+        "1RECV_ACT0 1RECV_ACT1 1F0 (1B0;1F1) 1RECV_ACT2 1B1 1F2"
+    )

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, ParseError, Schedule, Together, backward, forward, together
-from schedir.ir import Entry, dumps_torch_csv, loads_torch_csv, parse_action, starts_of
+from schedir.ir import (
+    Entry,
+    dumps_torch_csv,
+    loads_torch_csv,
+    parse_action,
+    peak_activations,
+    starts_of,
+    weight_versions,
+)
 from schedir.library import load
 from schedir.passes import (
     forward_only,
@@ -300,3 +308,21 @@ def test_passes_keep_pairs_and_take_forwards_out_of_them() -> None:
         *("(0B0;0F1)", "0REDUCE_GRAD", "0OPTIM_STEP")
     ]
     assert [*map(str, forward_only(schedule).actions[0])] == ["0F0", "0F1"]
+
+
+def test_a_pair_holds_both_its_activations_in_either_order() -> None:
+    for pair in ("(0F1;0B0)", "(0B0;0F1)"):
+        columns = listed(2, "0", f"0F0 {pair} 0B1").columns
+        ((peak, place),) = peak_activations(columns)
+        assert (peak, str(columns.action(place))) == (2, "0F1")
+    assert peak_activations(listed(2, "0", "0F0 0B0 0F1 0B1").columns) == [(1, 0)]
+    apart = listed(3, "0 0", "0F0 (0B0;0F1) 0B1", "").columns
+    assert peak_activations(apart) == [(2, 2), (0, 0)]
+
+
+def test_versions_are_those_of_the_parts_one_after_the_other() -> None:
+    lists = "0F0 (0B0;0F1) 0OPTIM_STEP 0F2 (0F3@0;0B1) 0OPTIM_STEP 0B2 0B3 0OPTIM_STEP"
+    schedule = listed(4, "0", lists)
+    apart = Schedule("apart", 4, schedule.placement, schedule.flat)
+    assert weight_versions(schedule.columns, 0) == weight_versions(apart.columns, 0)
+    assert (schedule.dataflow.reads == apart.dataflow.reads).all()

@@ -1,5 +1,5 @@
-"""Changes that may fix a list: one entry moved, a few put in another order, or communication left
-out for schedir to insert. What runs together is moved together."""
+"""Changes that may fix a list: one entry moved, a few put in another order, sends and receives
+joined into batches, or left out for schedir to insert. What runs together is moved together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from schedir.ir import Ints, Schedule
-from schedir.passes import strip_communication
+from schedir.passes import batch_communication, strip_communication
 
 Side = Literal["before", "after"]
 Verb = Literal["move", "post"]
@@ -53,23 +53,42 @@ class Reorder:
 
 
 @attrs.frozen
-class LeaveOut:
-    """Leave the communication out; schedir inserts it. `tried` says whether moves were before."""
+class Batch:
+    """Join the sends and receives of a rank that block each other. `tried` says whether moves were
+    tried before."""
 
     tried: bool = False
 
     def __str__(self) -> str:
-        before = "none of the moves tried fixes it; " if self.tried else ""
-        return f"{before}leave the communication out, and schedir inserts it"
+        return (
+            f"{_after_moves(self.tried)}post the sends and receives that block each other as "
+            "batches, as schedir.batch_communication does"
+        )
 
 
-Change: TypeAlias = Move | Reorder | LeaveOut
+@attrs.frozen
+class LeaveOut:
+    """Leave the communication out; schedir inserts it. `tried` as of a Batch."""
+
+    tried: bool = False
+
+    def __str__(self) -> str:
+        return f"{_after_moves(self.tried)}leave the communication out, and schedir inserts it"
+
+
+def _after_moves(tried: bool) -> str:
+    return "none of the moves tried fixes it; " if tried else ""
+
+
+Change: TypeAlias = Move | Reorder | Batch | LeaveOut
 
 
 def changed(schedule: Schedule, change: Change) -> Schedule:
     """The schedule with a change made."""
     if isinstance(change, LeaveOut):
         return strip_communication(schedule)
+    if isinstance(change, Batch):
+        return batch_communication(schedule)
     columns = schedule.columns
     start, end = columns.starts[change.rank], columns.starts[change.rank + 1]
     places = np.arange(len(columns))

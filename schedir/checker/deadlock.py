@@ -120,6 +120,7 @@ def _shortest(
     """The shortest wait cycle."""
     cycle = shortest_cycle(waiting, never)
     rows = _rows(schedule.columns, cycle)
+    communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
     yield Finding(
         WaitCycle.at(
@@ -133,7 +134,8 @@ def _shortest(
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
         _breaking(schedule, given or schedule, cycle, bool(ties)),
-        of_communication=given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any()),
+        of_communication=communicates,
+        blocks=communicates,
     )
 
 

@@ -3,6 +3,7 @@
 Judged by the clock, at the textbook costs. A send may stand right after the compute that makes its
 payload, and after the send before it on its channel: what is computed in between, the rank at the
 other end may have to wait for. Which send costs most is found by running the list with each moved.
+What is part of a batch is posted with that, and neither late nor early by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     transfers = schedule.dataflow.transfers
     order, follows = transfers.by_channel
     sent = planned.last_before[transfers.send]
-    maker = np.searchsorted(planned.compute, transfers.maker)
+    maker = planned.last[np.searchsorted(planned.compute, transfers.maker)]
+    maker = np.where(schedule.columns.shared[transfers.send], sent, maker)
     after = transfers.maker.copy()
     second = np.flatnonzero(follows)
     previous = order[second - 1]
@@ -76,14 +78,16 @@ def late_receives(
     so they are judged as if no send were. `most` says, by transfer, how late a receive is at most
     where a channel model holds up sends: it is not late for what could not go yet.
     """
-    transfers, before = schedule.dataflow.transfers, posted.planned.last_before
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    before = posted.planned.last_before
     # A last entry for the -1 of what comes before all compute.
     ends = np.array([*posted.prompt.ends, 0], np.int64)
     late = ends[before[transfers.receive]] - ends[posted.together]
     if most is not None:
         late = np.minimum(late, most)
-    at_once = before[transfers.receive] == before[transfers.user]
-    found = np.flatnonzero((late > 0) & at_once)
+    user_entry = transfers.user - columns.joined[transfers.user]
+    at_once = before[transfers.receive] == before[user_entry]
+    found = np.flatnonzero((late > 0) & at_once & ~columns.shared[transfers.receive])
     if len(found):
         found = found[np.argsort(-late[found], kind="stable")]
         receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
@@ -145,13 +149,26 @@ def _critical(posted: Posting) -> list[int]:
         need = needs[at]
         if need < 0 or not start:
             break
-        posts = planned.posts[need]
-        at = next(post for post in posts if ends[post] == start)
-        if need < len(late) and posts[0] == at and late[need]:
+        need, at = _last_to_arrive(planned, times, need)
+        if need < len(late) and planned.posts[need][0] == at and late[need]:
             while posted.sent[need] == posted.alone[need]:  # late for the one before on its channel
                 need = int(planned.before[need])
             found.setdefault(need, start - ends[int(posted.alone[need])])
     return sorted(found, key=lambda transfer: -found[transfer])
+
+
+def _last_to_arrive(planned: Plan, times: Times, exchange: int) -> tuple[int, int]:
+    """Of what an exchange waits for, that or the exchange whose post comes last, and the compute
+    that this comes after."""
+    begin = times.begins[exchange]
+    while True:
+        for post in planned.posts[exchange]:
+            if post >= 0 and times.ends[post] == begin:
+                return exchange, post
+        others = planned.also.get(exchange, [])
+        if planned.before[exchange] >= 0:
+            others = [*others, int(planned.before[exchange])]
+        exchange = next(other for other in others if times.begins[other] == begin)
 
 
 def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move]:
@@ -161,5 +178,8 @@ def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move
     rank, index = columns.position(send)
     # The compute after the last one that it has to follow.
     until = int(posted.planned.compute[posted.alone[transfer] + 1])
-    for target in range(after, min(until, send)):
-        yield Move(rank, index, "after", columns.position(target)[1], "post")
+    targets = dict.fromkeys(
+        columns.position(target)[1] for target in range(after, min(until, send))
+    )
+    for target in targets:
+        yield Move(rank, index, "after", target, "post")

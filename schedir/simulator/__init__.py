@@ -1,7 +1,7 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
 from schedir.simulator.costs import CostModel
-from schedir.simulator.run import CHANNEL, simulate
+from schedir.simulator.run import simulate
 from schedir.simulator.timeline import RankStats, Span, Timeline
 
-__all__ = ["CHANNEL", "CostModel", "RankStats", "Span", "Timeline", "simulate"]
+__all__ = ["CostModel", "RankStats", "Span", "Timeline", "simulate"]

@@ -1,0 +1,228 @@
+"""The clock on pairs and batches, against hand-drawn timetables and a naive fixed point."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from check_torch import dumped
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action, Kind, Schedule
+from schedir.ir import (
+    COMPUTE,
+    CONSUMES,
+    KINDS,
+    SENDS,
+    flat,
+    loads_torch_csv,
+    peak_activations,
+    plan,
+)
+from schedir.passes import insert_communication, strip_communication
+from tests.joined import drawn_joined
+from tests.literals import listed
+
+Spans = dict[str, tuple[float, float]]
+
+
+def planned(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spans:
+    """When everything runs by schedir's clock, at the textbook costs of compute."""
+    found, columns, transfers = plan(schedule), schedule.columns, schedule.dataflow.transfers
+    durations = [KINDS[kind].traits.cost for kind in columns.kind[found.compute].tolist()]
+    times = found.priced(durations, transfer, collective)
+    spans: Spans = {}
+
+    def add(place: int, start: float, end: float) -> None:
+        spans[f"{columns.rank[place]} {columns.action(place)}"] = (start, end)
+
+    for place, last in zip(found.compute.tolist(), found.last.tolist(), strict=True):
+        add(place, times.starts[last], times.ends[last])
+    for begin, send in zip(times.begins[: found.transfers], transfers.send.tolist(), strict=True):
+        add(send, begin, begin + transfer if begin >= 0 else -1)
+    for turn, places in enumerate(found.collectives, found.transfers):
+        for place in places:
+            begin = times.begins[turn]
+            add(place, begin, begin + collective if begin >= 0 else -1)
+    return spans
+
+
+def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spans | None:
+    """The same, by the meaning of the lists: all times grow until none has to. None where they
+    never stop, as something waits for itself."""
+    ranks = [[[*flat([entry])] for entry in entries] for entries in schedule.actions]
+    lengths = {
+        kind: transfer if kind.name.startswith(("SEND", "RECV")) else kind.traits.cost
+        for kind in Kind
+    } | {Kind.REDUCE_GRAD: collective}
+    begin: dict[tuple[int, Action, int], float] = {}
+    at: dict[tuple[int, Action, int], tuple[int, int]] = {}
+    turns: Counter[tuple[int, Action]] = Counter()
+    keys: list[list[list[tuple[int, Action, int]]]] = []
+    for rank, entries in enumerate(ranks):
+        keys.append([])
+        for index, parts in enumerate(entries):
+            keys[-1].append([])
+            for action in parts:
+                key = (rank, action, turns[rank, action])
+                turns[rank, action] += 1
+                begin[key], at[key] = 0, (rank, index)
+                keys[-1][-1].append(key)
+
+    def channel(rank: int, action: Action) -> object:
+        if action.kind is Kind.REDUCE_GRAD:
+            return action.stage
+        peer = schedule.dataflow.peer(action)
+        return (rank, peer) if action.kind in SENDS else (peer, rank)
+
+    def over(rank: int, index: int) -> float:
+        """When a whole entry is."""
+        parts = keys[rank][index]
+        if parts[0][1].kind in COMPUTE:
+            return begin[parts[0]] + sum(lengths[action.kind] for _, action, _ in parts)
+        return max(begin[key] + lengths[key[1].kind] for key in parts)
+
+    def others(key: tuple[int, Action, int]) -> list[tuple[int, Action, int]]:
+        """What happens with a send, receive or sum, itself included."""
+        _, action, turn = key
+        if action.kind is Kind.REDUCE_GRAD:
+            return [(r, action, turn) for r in schedule.placement[action.stage]]
+        partner, peer = action.counterpart, schedule.dataflow.peer(action)
+        assert partner is not None
+        assert peer is not None
+        return [key, (peer, partner, turn)]
+
+    def earliest(key: tuple[int, Action, int]) -> float:
+        rank, action, _ = key
+        _, index = at[key]
+        before = ranks[rank][:index]
+        waits = [over(rank, i) for i, parts in enumerate(before) if parts[0].kind in COMPUTE]
+        if action.kind in COMPUTE:
+            for part in ranks[rank][index]:
+                consumed = (
+                    {Action(CONSUMES[part.kind], part.stage, part.microbatch)}
+                    if (part.kind in CONSUMES)
+                    else set()
+                )
+                for i, parts in enumerate(before):
+                    if consumed & set(parts):
+                        waits.append(over(rank, i))
+                    if part.kind is Kind.OPTIM_STEP and parts[0].kind is Kind.REDUCE_GRAD:
+                        waits += [over(rank, i)] * (parts[0].stage == part.stage)
+        else:
+            for i, parts in enumerate(before):
+                queued = [p for p in parts if p.kind not in COMPUTE]
+                if any(channel(rank, p) == channel(rank, action) for p in queued):
+                    waits.append(over(rank, i))
+        return max(waits, default=0)
+
+    for _ in range(2 * len(begin) + 2):
+        grown = False
+        for key in begin:
+            rank, index = at[key]
+            together = keys[rank][index] if key[1].kind in COMPUTE else others(key)
+            latest = max(earliest(other) for other in together)
+            grown |= latest > begin[key]
+            begin[key] = max(begin[key], latest)
+        if not grown:
+            break
+    else:
+        return None
+    spans: Spans = {}
+    for key, start in begin.items():
+        rank, action, _ = key
+        if action.kind in COMPUTE:
+            spans[f"{rank} {action}"] = (start, over(*at[key]))
+        elif action.kind in SENDS or action.kind is Kind.REDUCE_GRAD:
+            spans[f"{rank} {action}"] = (start, start + lengths[action.kind])
+    return spans
+
+
+def compute(spans: Spans) -> dict[str, tuple[float, float]]:
+    return {name.partition(" ")[2]: span for name, span in spans.items() if "SEND" not in name}
+
+
+def test_a_pair_waits_for_both_its_inputs_and_ends_as_one() -> None:
+    #   time    0    1    2    3    4    5    6    7    8
+    #   rank 0  0F0  0F1            0B0------ 0B1------         0B1 waits for 1B1 at 6
+    #   rank 1       1F0  (1B0;1F1)------
+    #                              1B1------                    a pair takes the time of both parts
+    schedule = insert_communication(listed(2, "0 1", "0F0 0F1 0B0 0B1", "1F0 (1B0;1F1) 1B1"))
+    expected = {
+        **{"0F0": (0, 1), "0F1": (1, 2), "0B0": (5, 7), "0B1": (7, 9)},
+        **{"1F0": (1, 2), "1B0": (2, 5), "1F1": (2, 5), "1B1": (5, 7)},
+    }
+    assert compute(planned(schedule)) == expected
+    assert naive(schedule) == planned(schedule)
+
+
+@pytest.mark.parametrize("pair", ["(1F1;1B0)", "(1B0;1F1)"])
+def test_a_pair_starts_with_its_later_input_and_hands_both_outputs_on_at_its_end(pair: str) -> None:
+    #   time    0    1    2    3    4    5    6    7    8    9   10   11   12   13   14
+    #   rank 0  0F0       2F0  2B0------ 0F1            2F1  2B1------ 0B0------ 0B1 ...
+    #   rank 1       1F0                      (1F1;1B0)------          1B1------
+    compute_only = listed(2, "0 1 0", "0F0 2F0 2B0 0F1 2F1 2B1 0B0 0B1", f"1F0 {pair} 1B1")
+    schedule = insert_communication(compute_only)
+    spans = compute(planned(schedule))
+    by_hand = {"1F1": (6, 9), "1B0": (6, 9), "2F1": (9, 10), "0B0": (12, 14), "0B1": (14, 16)}
+    assert {name: spans[name] for name in by_hand} == by_hand
+
+
+def run(first: str, second: str, transfer: float = 0) -> Spans:
+    """Two stages and two microbatches: these lists, then the backwards."""
+    schedule = listed(
+        2,
+        "0 1",
+        f"{first} 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        f"{second} 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
+    )
+    return planned(schedule, transfer)
+
+
+def test_transfers_of_a_batch_are_posted_after_the_compute_before_it() -> None:
+    #   time    0    1    2    3    4    5    6
+    #   rank 0  0F0  0F1  ════                     both sends are posted at 2, the second waits
+    #   rank 1                 1F0  ════ 1F1       for its receive, which is not posted before 4
+    lists = "0F0 0F1 (0SEND_ACT0;0SEND_ACT1)", "1RECV_ACT0 1F0 1RECV_ACT1 1F1"
+    spans = run(*lists, transfer=1)
+    assert (spans["0 0SEND_ACT0"], spans["1 1F0"]) == ((2, 3), (3, 4))
+    assert (spans["0 0SEND_ACT1"], spans["1 1F1"]) == ((4, 5), (5, 6))
+
+
+def test_a_consumer_waits_for_the_whole_batch() -> None:
+    lists = "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "(1RECV_ACT0;1RECV_ACT1) 1F0 1F1"
+    spans = run(*lists, transfer=1)
+    assert (spans["0 0SEND_ACT0"], spans["0 0SEND_ACT1"]) == ((1, 2), (2, 3))
+    assert (spans["1 1F0"], spans["1 1F1"]) == ((3, 4), (4, 5))
+    # Where nothing takes time the whole batch is waited for all the same.
+    assert run(*lists)["1 1F0"] == (2, 3)
+
+
+def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
+    lists = "0F0 0F1 (0SEND_ACT0;0SEND_ACT1)", "(1RECV_ACT0;1RECV_ACT1) 1F0 1F1"
+    spans = run(*lists, transfer=1)
+    assert spans["0 0SEND_ACT0"] == spans["0 0SEND_ACT1"] == (2, 3)
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 2]))
+def test_the_clock_against_a_naive_fixed_point(seed: int, transfer: int, collective: int) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
+    if any(found.code != "S301" for found in schedir.check(apart).errors):
+        return  # sends and receives that do not match
+    never = naive(schedule, 1, 1) is None  # what waits for itself shows where all takes time
+    found = planned(schedule, transfer, collective)
+    assert never == any(end < 0 for _, end in found.values())
+    if not never:
+        assert found == naive(schedule, transfer, collective)
+
+
+def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:
+    read = loads_torch_csv(dumped("ScheduleDualPipeV", 4, 2, 10, False))
+    complete = insert_communication(strip_communication(read))
+    assert complete.columns.together
+    assert max(plan(complete).textbook.ends) == 66
+    assert [most for most, _ in peak_activations(complete.columns)] == [9, 9, 9, 9]
