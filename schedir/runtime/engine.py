@@ -127,11 +127,12 @@ class Engine:
             for reduction in self.parts.reductions.values():
                 reduction.finish()
             self.parts.drift.step()
-        loss = None
+        fetch = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
-            loss = self._awaited(self._losses.share(exchange, feed.counts, ran), call)
-        self.parts.trail.end()
+            fetch = self._losses.share(exchange, feed.counts, ran)
+        ended = self.parts.trail.end()
+        loss = None if fetch is None else self._awaited(fetch, ended, call)
         # Of a short batch the last microbatches were copies.
         return loss, cells.results(opened.rows) if call.keeps_outputs else None
 
@@ -150,12 +151,14 @@ class Engine:
             reduction.restore()
         runner.cells.clear()
 
-    def _awaited(self, fetch: Callable[[], float], call: Call) -> Callable[[], float]:
-        """How to get the loss, which may be waited for in vain."""
+    def _awaited(
+        self, fetch: Callable[[], float], ended: Callable[[], bool], call: Call
+    ) -> Callable[[], float]:
+        """How to get the loss of a call that has `ended`, which may be waited for in vain."""
 
         def fetched() -> float:
             try:
-                self.parts.trail.settle()
+                self.parts.trail.reach(ended)
                 return fetch()
             except WaitError as stalled:
                 raise self._failed(stalled, f"the loss of {call}") from None

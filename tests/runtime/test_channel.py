@@ -155,7 +155,7 @@ def communication(
     ]
 
 
-@pytest.mark.parametrize("channel", ["async", "rank"])
+@pytest.mark.parametrize("channel", schedir.CHANNELS)
 @pytest.mark.parametrize("microbatches", [1, 5, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_schedule_is_what_the_transport_posted(

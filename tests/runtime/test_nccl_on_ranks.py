@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.processes.groups import Groups, Post
+from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from tests.built_in import NAMES
 from tests.runtime.kit import (
@@ -140,6 +141,19 @@ def test_channels_that_go_together_go_over_one_communicator(rank: int) -> None:
                 work.wait()
             assert [post.tensor.tolist() for post in posts] == [[value] * 3 for value in values]
         assert len(log) == 1
+    everyone(rank)
+    groups.close()
+
+
+@on_ranks(2)
+def test_over_gloo_nothing_that_goes_together_blocks(rank: int) -> None:
+    groups = Groups((0, 1), None)
+    transport = GlooTransport((0, 1), rank, groups)
+    posts = [Post(torch.full((2,), float(rank)), 1 - rank, sends=True) for _ in range(2)]
+    posts += [Post(torch.empty(2), 1 - rank, sends=False) for _ in range(2)]
+    for work in transport.together(posts):
+        work.wait()
+    assert [post.tensor.tolist() for post in posts[2:]] == [[1.0 - rank] * 2] * 2
     everyone(rank)
     groups.close()
 

@@ -39,8 +39,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
 
 
-def made(max_ctas: int | None = None) -> Any:
-    settings = Settings(timedelta(seconds=40), max_ctas)
+def made(max_ctas: int | None = None, seconds: int = 1800) -> Any:
+    settings = Settings(timedelta(seconds=seconds), max_ctas)
     return nccl_backend(STORE, 1, (2, 5), "schedir/0/channel/2-5", settings)
 
 
@@ -53,7 +53,8 @@ def test_flight_recorders_tell_processes_and_groups_apart() -> None:
 
 
 def test_the_watchdog_comes_after_the_executor() -> None:
-    assert made().options._timeout == timedelta(seconds=80)
+    assert made(seconds=1800).options._timeout == timedelta(seconds=3600)
+    assert made(seconds=40).options._timeout == timedelta(minutes=10)
 
 
 def test_kernels_of_all_communicators_fit_beside_compute() -> None:

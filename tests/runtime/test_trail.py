@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.patience import Patience
+from schedir.runtime.program.trail import Trail
 from tests.runtime.kit import MSE, sgd
 
+CPU = torch.device("cpu")
 SECOND = timedelta(seconds=1)
 
 
@@ -51,4 +55,50 @@ def test_leaving_waits_for_the_device(closes: bool, monkeypatch: pytest.MonkeyPa
         executor.close()
     del executor
     gc.collect()
-    assert waited == [torch.device("cpu")] * (not closes)
+    assert waited == [CPU] * (not closes)
+
+
+class Works:
+    """Works that are done when the test says so; each has been posted by an instruction."""
+
+    def __init__(self, number: int) -> None:
+        self.done = [False] * number
+        self.looked: list[int] = []
+
+    def of(self, number: int) -> Any:
+        def is_completed() -> bool:
+            self.looked.append(number)
+            return self.done[number]
+
+        return SimpleNamespace(is_completed=is_completed)
+
+
+def test_a_call_waits_for_the_one_before_the_latest_alone() -> None:
+    posted: list[Any] = []
+    trail = Trail(Patience(SECOND / 100, lambda: False), posted, Host(CPU), follows=True)
+    works = Works(2)
+    for number in range(2):
+        trail.begin()
+        posted.append(works.of(number))
+        ended = trail.end()
+    with pytest.raises(WaitError):
+        trail.begin()
+    works.done[0] = True
+    trail.begin()
+    assert 1 not in works.looked
+    trail.reach(ended)  # the device has come to the end of the latest call
+    with pytest.raises(WaitError, match="timed out"):
+        trail.settle()
+    works.done[1] = True
+    trail.settle()
+
+
+def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
+    posted = [object()]
+    trail = Trail(Patience(SECOND, lambda: False), posted, Host(CPU), follows=False)  # type: ignore[arg-type]
+    instruction: Any = object()
+    assert trail(instruction) is instruction
+    trail.begin()
+    trail.reach(trail.end())
+    trail.settle()
+    assert len(posted) == 1

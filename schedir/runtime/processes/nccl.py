@@ -24,6 +24,8 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 
+_WATCHDOG = timedelta(minutes=10)  # torch's own default
+
 
 @attrs.frozen
 class Settings:
@@ -52,8 +54,9 @@ def nccl_backend(
     """A process group of NCCL of some processes, by their ranks in the default process group."""
     # Of high priority: what has been computed goes on its way before more is computed.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # Ours comes first, and says where the rank stands; the watchdog is there for a host that hangs.
-    options._timeout = 2 * settings.timeout
+    # The watchdog counts from the post, which may be a call ahead of the device, and ends the
+    # process without a word of where it stands: it is there for a host that hangs.
+    options._timeout = max(2 * settings.timeout, _WATCHDOG)
     # By these the flight recorder names its files, and what is in them.
     options.group_name = name
     options.global_ranks_in_group = list(processes)

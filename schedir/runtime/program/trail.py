@@ -78,32 +78,43 @@ class Trail:
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
-        self._wait_for(self._before)
+        self._end(self._before)
         self._before.extend(self._latest)
         self._latest.clear()
 
-    def end(self) -> None:
-        """A call has ended here, but not on the device."""
-        if self._follows:
-            self._take(None)
-            self._latest.append(_Step(self._accelerator.mark().query))
+    def end(self) -> Callable[[], bool]:
+        """A call has ended here; the result tells whether it has on the device, for `reach`."""
+        if not self._follows:
+            return lambda: True
+        self._take(None)
+        ended = self._accelerator.mark().query
+        self._latest.append(_Step(ended))
+        return ended
+
+    def reach(self, ended: Callable[[], bool]) -> None:
+        """Wait for the end of a call. Raises WaitError, with the place in the list, where that is
+        in vain."""
+        for posted in (self._before, self._latest):
+            self._end(posted, ended)
 
     def settle(self) -> None:
-        """Wait until all is done. Raises WaitError, with the place in the list, where that is in
-        vain."""
-        self._wait_for(self._before)
-        self._wait_for(self._latest)
+        """Wait until all is done; raises as `reach` does."""
+        for posted in (self._before, self._latest):
+            self._end(posted)
 
-    def _wait_for(self, posted: deque[_Step]) -> None:
-        while posted:
+    def _end(self, posted: deque[_Step], early: Callable[[], bool] = lambda: False) -> None:
+        """Wait for one after the other, or until there is an early end; each has the timeout to
+        itself, so a step may take longer."""
+        while posted and not early():
             first = posted[0]
             try:
-                self._patience.until(first.is_done, first.awaited)
+                self._patience.until(lambda: first.is_done() or early(), first.awaited)  # noqa: B023  # called within
             except WaitError as stalled:
                 if (at := first.instruction) is not None:
                     stalled.at(at.rank, at.listed_at, at.action)
                 raise
-            posted.popleft()
+            if first.is_done():
+                posted.popleft()
 
     def drop(self) -> None:
         """A call has failed: nothing of it will be done."""
