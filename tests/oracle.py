@@ -236,8 +236,11 @@ class Oracle:
         tied = {stage}
         for _ in self.ties:
             tied |= {s for tie in self.ties if tied & set(tie) for s in tie}
+        ranks = {held for other in tied for held in self.schedule.placement[other]}
+        # A sum over ranks is communication, which some transports keep in order.
+        queued = self.channel == "host" or (self.channel == "rank" and len(ranks) > 1)
         return len(tied) == 1 or all(
-            self.reached(held, index)
+            self.reached(held, index, queued)
             for other in tied
             for held in self.schedule.placement[other]
             for index in self.steps_of(held, other)[turn : turn + 1]
@@ -250,13 +253,14 @@ class Oracle:
             if a.kind is Kind.OPTIM_STEP and a.stage == stage
         ]
 
-    def reached(self, rank: int, index: int) -> bool:
-        """Whether nothing but other steps stands before a step: its gradients are there."""
+    def reached(self, rank: int, index: int, queued: bool) -> bool:
+        """Whether nothing but other steps stands before a step: its gradients are there, and if it
+        is `queued` behind all communication, that is over."""
         me = self.ranks[rank]
         for earlier, done in zip(me.actions[:index], me.done, strict=False):
             if done or earlier.kind is Kind.OPTIM_STEP:
                 continue
-            if earlier.kind in COMPUTE or self.channel == "host":
+            if earlier.kind in COMPUTE or queued:
                 return False
             if self.consumes(me.actions[index], earlier):
                 return False

@@ -306,17 +306,17 @@ def agree(checked: Schedule, channel: str, ties: Groups, seed: int) -> None:
     assert untied.ok or not report.ok
 
 
-@given(st.integers(0, 1 << 32))
-def test_compute_that_ties_stop_is_stopped_under_every_model(seed: int) -> None:
+@given(st.integers(0, 1 << 32), st.sampled_from(["rank", "edge"]))
+def test_compute_that_ties_stop_is_stopped_under_every_model(seed: int, channel: str) -> None:
     chance = random.Random(seed)
     compute, ties = updating(chance)
-    report = schedir.check(compute, ties=ties)
+    report = schedir.check(compute, channel, ties=ties)
     try:
         complete = schedir.insert_communication(compute)
     except schedir.UnsoundError:
         assert not report.ok
         return
-    assert report.ok == (happens(complete, "edge", seed, ties) == "completes")
+    assert report.ok == (happens(complete, channel, seed, ties) == "completes")
     for finding in report.errors:
         if "under every channel model" in finding.notes:
             assert happens(complete, "async", seed, ties) == "blocks"

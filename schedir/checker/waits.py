@@ -23,7 +23,9 @@ the other. So where there are ties, OPTIM_STEPs with no compute between them (un
 nothing between them) are reached together, at the first: each waits for the compute before them and
 for its own REDUCE_GRADs, not for the other OPTIM_STEPs; and whatever is listed after them waits for
 all of them. All else stays in list order: with compute between two tied OPTIM_STEPs of a rank, or a
-REDUCE_GRAD of the second one's stage, the first could never be done, and that is a deadlock.
+REDUCE_GRAD of the second one's stage, the first could never be done, and that is a deadlock. To add
+up gradients with other ranks is communication too: under `rank` it waits for all that is listed
+before on each of them.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from schedir.ir import (
     Time,
     collective_turns,
     queues,
+    shared_steps,
     sums_of_steps,
     tied_steps,
 )
@@ -89,7 +92,7 @@ def waits(schedule: Schedule, channel: str, ties: Ties = ()) -> Waits:
     """Every wait under a channel model. A compute-only schedule has those of its compute."""
     node = _nodes(schedule, ties)
     posted, over = _points(schedule, channel, node)
-    edges = [*_order(schedule, channel, bool(ties)), *_inputs(schedule)]
+    edges = [*_order(schedule, channel, ties), *_inputs(schedule)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     waiter, awaited = posted[later], over[earlier]
     if over is not node:
@@ -177,9 +180,9 @@ def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
     return later[known], earlier[known], np.full(int(known.sum()), why)
 
 
-def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
+def _order(schedule: Schedule, channel: str, ties: Ties) -> Iterator[_Edges]:
     """The waits within each list: for the compute before, and for what is queued before."""
-    columns = schedule.columns
+    columns, tied = schedule.columns, bool(ties)
     computes = columns.is_kind(*COMPUTE)
     if channel == "host":
         # The whole list is one queue, which says all that compute's order could.
@@ -196,6 +199,18 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
     yield _edges(np.arange(len(columns)), previous_of_queue(schedule, channel), QUEUED)
     sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
+    if channel == "rank" and tied:
+        steps = np.array(shared_steps(schedule, ties), np.int64)
+        yield _edges(steps, _communication_before(columns)[steps], QUEUED)
+
+
+def _communication_before(columns: Columns) -> Ints:
+    """For every place, the last communication or sum before it on its rank; -1 for none."""
+    places = np.arange(len(columns))
+    own = columns.is_kind(*COMMUNICATION, Kind.REDUCE_GRAD)
+    last = np.maximum.accumulate(np.where(own, places, -1)) if len(places) else places
+    before = np.concatenate(([-1], last))[:-1]
+    return np.where(before >= columns.starts[columns.rank], before, -1)
 
 
 def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:

@@ -46,7 +46,7 @@ from schedir.ir.schedule import (
     starts_of,
 )
 from schedir.ir.text import dumps, loads
-from schedir.ir.ties import Ties, tied_steps, ties_of
+from schedir.ir.ties import Ties, shared_steps, tied_steps, ties_of
 from schedir.ir.together import Entry, Together, flat, together
 from schedir.ir.tokens import TokenError, decode, parse_action, parse_entry
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
@@ -116,6 +116,7 @@ __all__ = [
     "run",
     "send_act",
     "send_grad",
+    "shared_steps",
     "stages_by_rank",
     "starts_of",
     "sums_of_steps",

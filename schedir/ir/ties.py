@@ -55,6 +55,14 @@ def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
     ]
 
 
+def shared_steps(schedule: Schedule, ties: Ties) -> list[int]:
+    """The places of those of them at which ranks add up gradients with each other, so that they
+    communicate."""
+    rank = schedule.columns.rank
+    turns = tied_steps(schedule, ties)
+    return [place for turn in turns if len({*rank[list(turn)].tolist()}) > 1 for place in turn]
+
+
 def _joined(ties: Ties) -> list[list[int]]:
     """The groups of stages that are tied to each other, directly or through others."""
     groups: list[set[int]] = []

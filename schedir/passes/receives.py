@@ -15,6 +15,7 @@ takes waits away and adds none, so that what is clean under the model stays clea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -23,20 +24,27 @@ from schedir.ir.actions import RECEIVES, is_number
 from schedir.ir.channels import queues
 from schedir.ir.columns import Bools, Ints
 from schedir.ir.schedule import Schedule, expect_schedule
+from schedir.ir.ties import shared_steps, ties_of
 from schedir.passes.communication import insert_communication
 
 
 def advance_receives(
-    schedule: Schedule, channel: str = "rank", room: int | None = None
+    schedule: Schedule,
+    channel: str = "rank",
+    room: int | None = None,
+    *,
+    ties: Iterable[Iterable[int]] = (),
 ) -> Schedule:
     """The schedule with each receive as far ahead as the channel model and its buffers allow.
 
     The receives of a rank keep their order, and so does all else. `room` is the number of receive
     buffers that a rank may hold at once, where its list does not need more at its peak; None for
-    no more than the list needs. A compute-only schedule gets its communication first.
+    no more than the list needs. `ties` are the groups of stages that share parameters: where ranks
+    add up the gradients of those, they communicate. A compute-only schedule gets its communication
+    first.
 
-    Raises ValueError for an unknown channel model or a negative room, TypeError for what is no
-    Schedule, and what `insert_communication` raises.
+    Raises ValueError for an unknown channel model, a negative room or what is no tie, TypeError for
+    what is no Schedule, and what `insert_communication` raises.
     """
     expect_schedule(schedule)
     if room is not None and not is_number(room):
@@ -45,7 +53,11 @@ def advance_receives(
     columns = complete.columns
     receives = columns.is_kind(*RECEIVES)
     moves = receives & ~columns.shared
-    held_by = _held_by(queues(channel, complete), moves)
+    queue = queues(channel, complete)
+    if channel == "rank":
+        steps = shared_steps(complete, ties_of(complete, ties))
+        queue[steps] = columns.rank[steps]
+    held_by = _held_by(queue, moves)
     if columns.together:
         # A whole batch holds back what a part of it does, and receives keep their order.
         held_by = np.maximum(held_by, _held_by(np.where(receives, columns.rank, -1), moves))

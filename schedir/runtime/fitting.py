@@ -59,8 +59,9 @@ def posted(
     ExecutionError where a list that runs as it is listed does not run so, which would be a fault
     of the pass.
     """
-    ahead = advance_receives(schedule, channel, room)
-    if channel not in clean_channels(ahead, ties_of(schedule, ties)):
+    tied = ties_of(schedule, ties)
+    ahead = advance_receives(schedule, channel, room, ties=tied)
+    if channel not in clean_channels(ahead, tied):
         raise ExecutionError(
             f"{schedule.name} runs under {channel} as it is listed, but not with its receives "
             "ahead; this is a fault of schedir, please report it"

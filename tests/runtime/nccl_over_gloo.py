@@ -2,13 +2,18 @@
 
 Communicators are made by what is posted first on them, which all of their ranks have to do; what is
 posted alone has another one than what is posted as one. Each does one thing after the other, on a
-thread that stands for its stream. Types that NCCL does not take are refused, and so is memory that
-is not in one piece.
+thread that stands for its stream. Refused is
+
+- a type that NCCL does not take, and memory that is not in one piece;
+- a transfer whose ends differ in type or size, on both of its sides: NCCL would hang, or worse;
+- a communicator that is not made by a warm-up, and one that is used before the host knows that it
+  is made: others may be made in another order, or by what must not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,36 +30,104 @@ from schedir.runtime.processes import groups
 from schedir.runtime.processes.nccl import Settings
 from schedir.runtime.transports.nccl import NcclTransport
 
+_TYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 REFUSED = (torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
-@attrs.frozen(eq=False)
+class RefusedError(Exception):
+    """NCCL would not do it, or would hang."""
+
+
+@attrs.define(eq=False)
 class Work:
-    """Done once its communicator's thread has done it; the current stream is the host."""
+    """Done once its communicator's thread has done it, and `seen` once the host knows; the current
+    stream is the host."""
 
     done: Future[None]
+    seen: bool = False
 
     def is_completed(self) -> bool:
-        return self.done.done()
+        self.seen = self.done.done()
+        return self.seen
 
     def wait(self) -> bool:
         self.done.result()
+        self.seen = True
         return True
+
+
+@attrs.frozen(eq=False)
+class End:
+    """What one rank does of a transfer with a `peer`; of a sum where there is none."""
+
+    tensor: Tensor
+    peer: int | None = None
+    sends: bool = False
+
+    def __str__(self) -> str:
+        size = f"{self.tensor.numel()} of {self.tensor.dtype}"
+        if self.peer is None:
+            return f"to sum {size}"
+        return f"to {'send' if self.sends else 'receive'} {size}"
 
 
 class Communicator:
     """Some ranks, connected; does one thing after the other."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-        self._stream = ThreadPoolExecutor(1)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        self._rank, self._size = rank, size
+        self._stream, self._ends = ThreadPoolExecutor(1), ThreadPoolExecutor(16)
+        self._turns: Counter[tuple[int, bool]] = Counter()
+        self._warm_up: Work | None = None
 
-    def run(self, posts: Sequence[Callable[[Any], dist.Work]]) -> Work:
-        def carry_out() -> None:
-            for work in [post(self._gloo) for post in posts]:
-                work.wait()
+    def run(self, ends: Sequence[End]) -> Work:
+        if self._warm_up is None:
+            if any(end.tensor.numel() > 1 for end in ends):
+                raise RefusedError(f"{ends[0]} makes a communicator, in the midst of things")
+        elif not self._warm_up.seen:
+            raise RefusedError(f"{ends[0]} comes before the communicator is known to be made")
+        work = Work(self._stream.submit(self._carry_out, ends))
+        self._warm_up = self._warm_up or work
+        return work
 
-        return Work(self._stream.submit(carry_out))
+    def _carry_out(self, ends: Sequence[End]) -> None:
+        # Each goes on by itself: another rank may have the parts of a batch one after the other.
+        under_way = [self._ends.submit(self._meet, end, self._tag(end)) for end in ends]
+        for end in under_way:
+            end.result()
+
+    def _tag(self, end: End) -> int:
+        """That of the j-th transfer on its channel: NCCL has none, and matches them by order."""
+        if end.peer is None:
+            return 0
+        channel = (end.peer, end.sends)
+        self._turns[channel] += 1
+        return 4 * self._turns[channel] + 2 * (end.sends == (self._rank < end.peer))
+
+    def _meet(self, end: End, tag: int) -> None:
+        size = torch.tensor([_TYPES.index(end.tensor.dtype), end.tensor.numel()])
+        others = self._sizes(end.peer, size, tag)
+        for other in others:
+            if not torch.equal(size, other):
+                kind, number = other.tolist()
+                raise RefusedError(f"{end}, but another end is of {number} of {_TYPES[kind]}")
+        if end.peer is None:
+            self._gloo.allreduce([end.tensor]).wait()
+        else:
+            post = self._gloo.send if end.sends else self._gloo.recv
+            post([end.tensor], end.peer, tag + 1).wait()
+
+    def _sizes(self, peer: int | None, size: Tensor, tag: int) -> Sequence[Tensor]:
+        """What the other ends are of, before anything moves."""
+        if peer is None:
+            found = [torch.empty_like(size) for _ in range(self._size)]
+            self._gloo.allgather([found], [size]).wait()
+            return found
+        other = torch.empty_like(size)
+        for work in (self._gloo.send([size], peer, tag), self._gloo.recv([other], peer, tag)):
+            work.wait()
+        return [other]
 
 
 class NcclOverGloo:
@@ -73,19 +146,19 @@ class NcclOverGloo:
         self._name = name.split("/", 4)[-1]  # without what tells executors apart
         self.settings = settings
         self._communicators: dict[str, Communicator] = {}
-        self._as_one: list[Callable[[Any], dist.Work]] | None = None
+        self._as_one: list[End] | None = None
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work | None:
         (tensor,) = map(_taken, tensors)
-        return self._transfer(rank, lambda gloo, peer: gloo.send([tensor], peer, 0))
+        return self._transfer(End(tensor, rank, sends=True))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work | None:
         (tensor,) = map(_taken, tensors)
-        return self._transfer(rank, lambda gloo, peer: gloo.recv([tensor], peer, 0))
+        return self._transfer(End(tensor, rank, sends=False))
 
     def allreduce(self, tensors: list[Tensor]) -> Work:
         (tensor,) = map(_taken, tensors)
-        return self._whole().run([lambda gloo: gloo.allreduce([tensor])])
+        return self._whole().run([End(tensor)])
 
     def _start_coalescing(self) -> None:
         self._as_one = []
@@ -95,13 +168,14 @@ class NcclOverGloo:
         assert posts
         return self._whole().run(posts)
 
-    def _transfer(self, rank: int, post: Callable[[Any, int], dist.Work]) -> Work | None:
+    def _transfer(self, end: End) -> Work | None:
+        assert end.peer is not None
         if self._as_one is not None:
-            self._as_one.append(lambda gloo: post(gloo, rank))
+            self._as_one.append(end)
             return None
-        low, high = sorted((self._position, rank))
+        low, high = sorted((self._position, end.peer))
         pair = self._of(f"alone {low}:{high}", int(self._position == high), 2)
-        return pair.run([lambda gloo: post(gloo, int(rank == high))])
+        return pair.run([attrs.evolve(end, peer=int(end.peer == high))])
 
     def _whole(self) -> Communicator:
         return self._of("whole", self._position, self._size)

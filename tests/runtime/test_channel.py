@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir.ir import COMMUNICATION, RECEIVES
+from schedir.ir import COMMUNICATION, RECEIVES, flat
 from schedir.runtime import Executor, plan
 from schedir.runtime.call import Call
 from schedir.runtime.program import opening
@@ -150,7 +150,7 @@ def communication(
     """What a rank posts, by its list: each entry, whether it sends, and to or from whom."""
     return [
         (action, action.kind not in RECEIVES, schedule.dataflow.peer(action))
-        for action in schedule.actions[rank]
+        for action in flat(schedule.actions[rank])
         if action.kind in COMMUNICATION
     ]
 

@@ -1,0 +1,74 @@
+"""Ranks that wait, before some computations, for all that they have posted.
+
+So does a GPU where a kernel is loaded for the first time, or memory is returned; see
+`tests/hardware.py`. Here the host does it in its stead, over whatever moves the tensors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import attrs
+import pytest
+from torch import Tensor
+
+from schedir.runtime.call import Call
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.observers import Observer
+from schedir.runtime.transports.transport import Transport, Work
+
+
+@attrs.define(eq=False)
+class Awaited:
+    """A work that may be waited for more than once, as gloo's may not."""
+
+    work: Work
+    done: bool = False
+
+    def wait(self) -> bool:
+        if not self.done:
+            self.work.wait()
+            self.done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done or self.work.is_completed()
+
+
+@contextmanager
+def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[list[str]]:
+    """Executors inside, over a transport, wait so before a computation with some likelihood; where
+    they have done so is in the list."""
+    posted: list[Awaited] = []
+    chance = random.Random(seed)
+    waited: list[str] = []
+
+    def keeping(post: Callable[[Transport, Tensor, int], Work]) -> Callable[..., Awaited]:
+        def kept(self: Transport, tensor: Tensor, peer: int) -> Awaited:
+            posted.append(Awaited(post(self, tensor, peer)))
+            return posted[-1]
+
+        return kept
+
+    def waits(instruction: Instruction) -> Instruction:
+        run = instruction.run
+
+        def ran(call: Call) -> None:
+            if chance.random() < likely:
+                waited.append(str(instruction.action))
+                while posted:
+                    posted.pop(0).wait()
+            run(call)
+
+        return attrs.evolve(instruction, run=ran) if instruction.operation.computes else instruction
+
+    def listening() -> list[Observer]:
+        return [waits]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schedir.runtime.program.opening.listening", listening)
+        patch.setattr(transport, "send", keeping(transport.send))
+        patch.setattr(transport, "receive", keeping(transport.receive))
+        yield waited

@@ -1,0 +1,62 @@
+"""Runs an executor of all ranks on a fake device, and says what its streams race for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+
+from schedir.runtime.call import Call
+from schedir.runtime.program.instruction import Instruction
+from tests.runtime.streams.clocks import FakeDevice
+from tests.runtime.streams.communicators import Communicators
+from tests.runtime.streams.sanitizer import Sanitizer
+
+
+@contextmanager
+def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyPatch]:
+    """Executors that are made inside run on the device: their transfers are copies that ranks make
+    of each other's tensors, or go over `communicators`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schedir.runtime.plan.accelerator_of", lambda _: device)
+        patch.setattr("schedir.runtime.program.opening.listening", lambda: [_tells(device)])
+        arrives = Instruction.is_blocked  # a rank that comes last to a meeting acts for all
+
+        def is_blocked(instruction: Instruction, call: Call) -> bool:
+            with device.at(_place(instruction)):
+                return arrives(instruction, call)
+
+        patch.setattr(Instruction, "is_blocked", is_blocked)
+        if communicators:
+            patch.setattr("schedir.runtime.world.InProcessTransport", Communicators)
+            patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
+        with Sanitizer(device):
+            yield patch
+
+
+def _tells(device: FakeDevice) -> Callable[[Instruction], Instruction]:
+    """An observer that tells the device what is carried out."""
+
+    def observer(instruction: Instruction) -> Instruction:
+        place = _place(instruction)
+
+        def telling(run: Callable[..., None]) -> Callable[..., None]:
+            def told(*arguments: Any) -> None:
+                with device.at(place):
+                    run(*arguments)
+
+            return told
+
+        return attrs.evolve(
+            instruction, wait=telling(instruction.wait), run=telling(instruction.run)
+        )
+
+    return observer
+
+
+def _place(instruction: Instruction) -> str:
+    place = f"rank {instruction.rank} #{instruction.index} {instruction.action}"
+    return place if instruction.operation.listed else f"what comes before {place}"
