@@ -50,7 +50,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffers: dict[_Layout, list[Tensor]] = {}
         self._taken: set[_Layout] = set()
 
@@ -70,7 +70,7 @@ class Pool:
             if _users(buffer) == _NOBODY:
                 return _alias(buffer)
         shape, stride, dtype = layout
-        buffers.append(torch.empty_strided(shape, stride, dtype=dtype, device=self._device))
+        buffers.append(torch.empty_strided(shape, stride, dtype=dtype, device=self.device))
         return _alias(buffers[-1])
 
     def trim(self) -> None:
@@ -109,22 +109,26 @@ class _UnderWay:
 
 @attrs.frozen(eq=False)
 class FromBuffers:
-    """Posts sends from buffers of a pool."""
+    """Posts sends from buffers of a pool; what is on the host goes as it is."""
 
     poster: BatchPoster
     pool: Pool
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send of a copy."""
-        buffer = self.pool.copy(tensor)
+        buffer = self._copy(tensor)
         return _UnderWay(self.poster.send(buffer, peer), buffer)
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several, of sends copies."""
-        own = [attrs.evolve(p, tensor=self.pool.copy(p.tensor)) if p.sends else p for p in posts]
+        own = [attrs.evolve(p, tensor=self._copy(p.tensor)) if p.sends else p for p in posts]
         works = self.poster.together(own)
         return [_UnderWay(work, post.tensor) for work, post in zip(works, own, strict=True)]
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.poster.receive(buffer, peer)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        there = tensor.device.type == self.pool.device.type
+        return self.pool.copy(tensor) if there else tensor
