@@ -59,7 +59,7 @@ class Parts:
         schedule = plan.schedule if trains else forward_only(plan.schedule)
         transports = self.transports.training if trains else self.transports.evaluation
         first_draw = plan.grid.pipeline * schedule.microbatches
-        cells = Cells(schedule, plan.local_stages, first_draw)
+        cells = Cells(schedule, plan.local_stages, first_draw, plan.accelerator)
         replayed = {s for s, stage in self.stages.items() if stage.replays}
         drafter = Drafter(plan, trains, replayed)
         agreements = Agreements(plan, self.control, drafter, self._stepped())

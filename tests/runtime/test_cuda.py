@@ -1,13 +1,21 @@
 """On a GPU: all ranks in one process, each on a stream of its own, equal plain training.
 
-Runs wherever a GPU is visible. tools/probe_nccl.py does the same with a process per rank.
+Runs wherever a GPU is visible. tools/gpu_hour.py does the same with a process per rank.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch import nn
 
+import schedir
+from schedir.runtime import Executor
+from tests.runtime.features import FEATURES, Setting, check
+from tests.runtime.kit import MSE, sgd
 from tests.runtime.parity import Case, assert_trains_as_one_process, cases
 
 pytestmark = [
@@ -15,9 +23,51 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible"),
 ]
 
+ALONE = [name for name, make in FEATURES.items() if make().fits_one_process]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Products are the same on every stream."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
 
 @pytest.mark.parametrize(
     ("ranks", "case"), [(ranks, case) for ranks in (2, 4) for case in cases(ranks)], ids=str
 )
 def test_streams_in_one_process_equal_plain_training(ranks: int, case: Case) -> None:
     assert_trains_as_one_process(case, None, "cuda:0")
+
+
+@pytest.mark.parametrize("width", [6, 1024])
+@pytest.mark.parametrize("name", ALONE)
+def test_so_does_every_feature(name: str, width: int) -> None:
+    check(name, Setting(device="cuda:0", rows=width, width=width))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_step_has_the_host_wait(name: str) -> None:
+    check(name, Setting(device="cuda:0", reads=False))
+
+
+def peak(microbatches: int) -> int:
+    """What is allocated at most in steps of 1F1B, with boundaries of 4 MiB."""
+    schedule = schedir.build("1f1b", ranks=4, microbatches=microbatches)
+    stages: dict[int, nn.Module] = {s: nn.Linear(1024, 1024, device="cuda:0") for s in range(4)}
+    x, y = torch.randn(2, 1024, 1024, device="cuda:0")
+    inputs, target = [x] * microbatches, [y] * microbatches
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        executor.step(inputs, target=target)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(5):
+            executor.step(inputs, target=target)
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_the_peak_of_a_step_does_not_grow_with_its_microbatches() -> None:
+    assert peak(64) <= 1.05 * peak(8)

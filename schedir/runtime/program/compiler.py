@@ -9,7 +9,9 @@ from itertools import takewhile
 import attrs
 
 from schedir.errors import ExecutionError
-from schedir.ir import Action, Kind, Schedule, StageVersions, weight_versions
+from schedir.ir import Action, Kind, Schedule, StageVersions, Together, weight_versions
+from schedir.runtime.boundaries.boundary import empty
+from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
@@ -20,30 +22,36 @@ from schedir.runtime.program.compute import (
     Forward,
 )
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
+from schedir.runtime.program.joined import Batch, PostBatch, communicates, wait_of
 from schedir.runtime.program.observers import Observer, observed
 from schedir.runtime.program.transfer import (
+    Receive,
     ReceiveActivations,
     ReceiveGradients,
+    Send,
     SendActivations,
     SendGradients,
-    Transfer,
 )
 from schedir.runtime.program.update import OptimStep, PassBarriers, ReduceGrad
 from schedir.runtime.stage.cells import Cell, Cells
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports.transport import Poster, Transport, Work
 
 
 @attrs.frozen
 class _Place:
-    """An entry of a rank's list, what versions the rank reads, and how it reaches others."""
+    """An action of a rank's list, what versions the rank reads, and how it reaches others.
+
+    `index` is that of its entry, `turn` its own among the rank's actions.
+    """
 
     schedule: Schedule
     rank: int
     index: int
+    turn: int
     action: Action
     versions: Mapping[int, StageVersions]
-    transport: Transport
+    poster: Poster
 
 
 @attrs.frozen
@@ -66,15 +74,32 @@ class Compiler:
 
         `listed_at` has the place of each in the list before its receives were moved.
         """
+        pool = self.cells.pool(rank)
+        poster = transport if pool is None else FromBuffers(transport, pool)
         actions = schedule.flat[rank]
         arrived = arrivals(schedule, rank)
         versions = weight_versions(schedule.columns, rank)
-        program = []
-        for index, action in enumerate(actions):
-            sends = [self._sends(actions[send]) for send in arrived.get(index, ())]
-            place = _Place(schedule, rank, index, action, versions, transport)
-            for operation in _MAKERS[action.kind](self, place):
-                program.append(instruction(rank, index, listed_at[index], action, operation, sends))
+        program: list[Instruction] = []
+        turn = 0
+        for index, entry in enumerate(schedule.actions[rank]):
+            parts = entry.actions if isinstance(entry, Together) else (entry,)
+            batch = Batch(poster) if communicates(parts) else None
+            made = []
+            for action in parts:
+                sends = [self._sends(actions[send]) for send in arrived.get(turn, ())]
+                place = _Place(schedule, rank, index, turn, action, versions, batch or poster)
+                for operation in _MAKERS[action.kind](self, place):
+                    made.append(
+                        instruction(rank, index, listed_at[index], action, operation, sends)
+                    )
+                turn += 1
+            if batch is not None:
+                end = instruction(rank, index, listed_at[index], parts[0], PostBatch(batch))
+                program += [*made, end]
+            elif len(parts) > 1:
+                program += [wait_of(made[1]), *made]
+            else:
+                program += made
         return observed(program, self.observers)
 
     def _sends(self, send: Action) -> list[Work]:
@@ -90,15 +115,17 @@ class Compiler:
         cell = self._cell(place.action)
         versions = place.versions[cell.stage]
         version = versions.reads[cell.microbatch]
-        last_read = versions.last_read[version] == place.index
+        last_read = versions.last_read[version] == place.turn
         yield kind(self.stages[cell.stage], cell, version, last_read)
 
-    def _transfer(self, place: _Place, kind: type[Transfer]) -> Iterator[Operation]:
-        peer = place.schedule.dataflow.peer(place.action)
-        if peer is None:
-            raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
+    def _send(self, place: _Place, kind: type[Send]) -> Iterator[Operation]:
         device = self.stages[place.action.stage].device
-        yield kind(self._cell(place.action), place.transport, peer, device)
+        yield kind(self._cell(place.action), place.poster, _peer(place), device)
+
+    def _receive(self, place: _Place, kind: type[Receive]) -> Iterator[Operation]:
+        pool, device = self.cells.pool(place.rank), self.stages[place.action.stage].device
+        make = partial(empty, device=device) if pool is None else pool.empty
+        yield kind(self._cell(place.action), place.poster, _peer(place), device, make)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction
@@ -109,16 +136,23 @@ class Compiler:
         """The step, and before the first of a rank's consecutive ones what they wait for."""
         if self.barriers is None:
             return
-        actions, index = place.schedule.flat[place.rank], place.index
-        if not index or actions[index - 1].kind is not Kind.OPTIM_STEP:
-            following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[index:])
+        actions, turn = place.schedule.flat[place.rank], place.turn
+        if not turn or actions[turn - 1].kind is not Kind.OPTIM_STEP:
+            following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[turn:])
             stages = [action.stage for action in following]
             reductions = [self.stages[stage].reduction for stage in stages]
             yield PassBarriers(
                 [r for r in reductions if r is not None], self.barriers.before(stages)
             )
         stage = place.action.stage
-        yield OptimStep(self.stages[stage], makes=place.versions[stage].steps.index(index) + 1)
+        yield OptimStep(self.stages[stage], makes=place.versions[stage].steps.index(turn) + 1)
+
+
+def _peer(place: _Place) -> int:
+    peer = place.schedule.dataflow.peer(place.action)
+    if peer is None:
+        raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
+    return peer
 
 
 _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
@@ -126,10 +160,10 @@ _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
     Kind.BACKWARD: partial(Compiler._compute, kind=Backward),
     Kind.BACKWARD_INPUT: partial(Compiler._compute, kind=BackwardInput),
     Kind.BACKWARD_WEIGHT: partial(Compiler._compute, kind=BackwardWeight),
-    Kind.SEND_ACT: partial(Compiler._transfer, kind=SendActivations),
-    Kind.SEND_GRAD: partial(Compiler._transfer, kind=SendGradients),
-    Kind.RECV_ACT: partial(Compiler._transfer, kind=ReceiveActivations),
-    Kind.RECV_GRAD: partial(Compiler._transfer, kind=ReceiveGradients),
+    Kind.SEND_ACT: partial(Compiler._send, kind=SendActivations),
+    Kind.SEND_GRAD: partial(Compiler._send, kind=SendGradients),
+    Kind.RECV_ACT: partial(Compiler._receive, kind=ReceiveActivations),
+    Kind.RECV_GRAD: partial(Compiler._receive, kind=ReceiveGradients),
     Kind.REDUCE_GRAD: Compiler._reduce_grad,
     Kind.OPTIM_STEP: Compiler._optim_step,
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
@@ -18,6 +18,8 @@ from schedir.runtime.stage.cells import Cell
 from schedir.runtime.stage.split_backward import input_part
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.transports.transport import Work
+
+_Root: TypeAlias = Tensor | GradientEdge
 
 
 class Compute(Operation):
@@ -64,14 +66,12 @@ class Forward(Compute):
         cell, stage = self.cell, self.stage
         output = stage.output(call, cell, keep_input)
         if stage.loss_fn is None:
-            cell.outputs = cell.wiring.after.tensors(output, with_graph)
-            outputs, copied = cell.outputs, cell.wiring.copied
-            if copied:
-                outputs = _with_copies(outputs, copied)
+            made, copied = cell.wiring.after.tensors(output, with_graph), cell.wiring.copied
+            outputs = _with_copies(made, copied) if copied else made
             if cell.following is not None:
-                cell.following.inputs = outputs
+                cell.following.inputs, cell.outputs = outputs, made
             else:
-                cell.outputs_to_send = outputs
+                cell.outputs_to_send, cell.outputs = outputs, tuple(map(_edge, made))
         else:
             if call.keeps_outputs:
                 cell.result = tree_map_only(Tensor, torch.detach, output)
@@ -90,6 +90,10 @@ def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[
         tensor.detach().clone() if number in copied else tensor
         for number, tensor in enumerate(outputs)
     )
+
+
+def _edge(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None
 
 
 class _FromOutputs(Compute):
@@ -111,7 +115,7 @@ class _FromOutputs(Compute):
         if self.last_read:
             stage.weights.release(self.version)
 
-    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
         raise NotImplementedError
 
     def _run_again(self, call: Call) -> None:
@@ -126,11 +130,12 @@ class _FromOutputs(Compute):
                 cell.outputs = (stage.loss(cell, output),)
         cell.statistics = None
 
-    def _roots(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _roots(self) -> tuple[list[_Root], list[Tensor]]:
         """The outputs to start from, and their gradients; the loss's own is its share."""
         cell = self.cell
         if self.stage.loss_fn is not None:
-            loss = cell.outputs[0]
+            (loss,) = cell.outputs
+            assert isinstance(loss, Tensor)  # it goes nowhere
             if not loss.requires_grad:
                 raise ExecutionError(
                     "the loss depends on nothing that requires grad: all parameters that it comes "
@@ -144,11 +149,11 @@ class _FromOutputs(Compute):
                 for grad, there in zip(cell.output_grads, present, strict=True)
             )
             cell.mask = None
-        roots: list[Tensor] = []
+        roots: list[_Root] = []
         grads: list[Tensor] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
             # Of a declared boundary the next stage can't know what requires none.
-            if grad is not None and output.requires_grad:
+            if grad is not None and output is not None and _requires_grad(output):
                 roots.append(output)
                 grads.append(grad)
         return roots, grads
@@ -171,7 +176,7 @@ class _FromOutputs(Compute):
 class Backward(_FromOutputs):
     """BACKWARD: the gradients of the input and of the parameters."""
 
-    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
         cell = self.cell
         if roots:
             _run_engine(roots, grads)
@@ -185,7 +190,7 @@ class Backward(_FromOutputs):
 class BackwardInput(_FromOutputs):
     """BACKWARD_INPUT: the gradients of the input, and what is left to BACKWARD_WEIGHT."""
 
-    def _backward(self, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
         cell = self.cell
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
         found, cell.weight_part = input_part(roots, grads, wanted)
@@ -208,7 +213,11 @@ class BackwardWeight(Compute):
             weights.release(self.version)
 
 
-def _run_engine(roots: list[Tensor], grads: list[Tensor]) -> None:
+def _requires_grad(output: _Root) -> bool:
+    return isinstance(output, GradientEdge) or output.requires_grad
+
+
+def _run_engine(roots: list[_Root], grads: list[Tensor]) -> None:
     """What torch.autograd.backward does, but for its look at the gradients' shapes, which have been
     agreed on: that takes as long as the forward of a small stage."""
     _engine_run_backward(

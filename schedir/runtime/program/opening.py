@@ -145,8 +145,8 @@ class Opening:
 
     def _take_back(self, program: Program) -> None:
         """End the receives that were posted for a call such as the one before."""
-        for send in program.answers:
-            send.send_placeholders()
+        for send_placeholders in program.answers:
+            send_placeholders()
         for cell in self._cells:
             for works in cell.works:
                 wait_for(works)

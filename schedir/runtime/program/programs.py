@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeGuard
 
 import attrs
 
-from schedir.ir import RECEIVES, Action, Schedule
+from schedir.ir import RECEIVES, Action, Entry, Schedule
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.joined import Batch
 from schedir.runtime.program.transfer import Send
 from schedir.runtime.transports.transport import Transport
 
@@ -26,13 +28,13 @@ class Program:
 
     Compiled from `schedule`. What is early (see `opening`): of its only list the first `early`
     instructions are receives that are posted before the rank knows what the call is, and `answers`
-    are its sends that other ranks may have posted such receives for.
+    send placeholders to those that other ranks may have posted so.
     """
 
     schedule: Schedule
     lists: Sequence[Sequence[Instruction]]
     early: int = 0
-    answers: Sequence[Send] = ()
+    answers: Sequence[Callable[[], None]] = ()
 
 
 class Programs:
@@ -93,7 +95,7 @@ class Programs:
                 schedule,
                 rank,
                 transport,
-                _listed_at(self._listed.flat[rank], schedule.flat[rank]),
+                _listed_at(self._listed.actions[rank], schedule.actions[rank]),
             )
             for rank, transport in self._transports.items()
         ]
@@ -101,7 +103,7 @@ class Programs:
             return Program(schedule, lists)
         # Ranks of the first stage see the input, and so know what the call is.
         early = {
-            rank: [*takewhile(lambda a: a.kind in RECEIVES, schedule.flat[rank])]
+            rank: [*_leading_receives(schedule.actions[rank])]
             for rank in range(schedule.ranks)
             if rank not in schedule.placement[0]
         }
@@ -110,20 +112,40 @@ class Programs:
         return Program(schedule, lists, len(early.get(rank, ())), answers)
 
 
-def _listed_at(listed: Sequence[Action], posted: Sequence[Action]) -> list[int]:
+def _is_receive(entry: Entry) -> TypeGuard[Action]:
+    """Whether it is a receive by itself: one in a batch stays with it."""
+    return isinstance(entry, Action) and entry.kind in RECEIVES
+
+
+def _leading_receives(entries: Iterable[Entry]) -> Iterator[Action]:
+    for entry in entries:
+        if not _is_receive(entry):
+            return
+        yield entry
+
+
+def _listed_at(listed: Sequence[Entry], posted: Sequence[Entry]) -> list[int]:
     """For each entry of a list with its receives ahead, its index in the list as it was.
 
     Receives keep their order, and so does all else.
     """
     indices: dict[bool, list[int]] = {True: [], False: []}
-    for index, action in enumerate(listed):
-        indices[action.kind in RECEIVES].append(index)
+    for index, entry in enumerate(listed):
+        indices[_is_receive(entry)].append(index)
     following = {is_receive: iter(found) for is_receive, found in indices.items()}
-    return [next(following[action.kind in RECEIVES]) for action in posted]
+    return [next(following[_is_receive(entry)]) for entry in posted]
 
 
-def _answers(instructions: Sequence[Instruction], receives: Iterable[Action]) -> list[Send]:
-    """The rank's sends that these receives wait for."""
+def _answers(
+    instructions: Sequence[Instruction], receives: Iterable[Action]
+) -> list[Callable[[], None]]:
+    """How to send placeholders to these receives, in the place of the rank's own sends."""
     sends = {x.action: x.operation for x in instructions if isinstance(x.operation, Send)}
     wanted = (receive.counterpart for receive in receives)
-    return [sends[send] for send in wanted if send in sends]
+    return [partial(_send_placeholders, sends[send]) for send in wanted if send in sends]
+
+
+def _send_placeholders(send: Send) -> None:
+    send.send_placeholders()
+    if isinstance(send.poster, Batch):
+        send.poster.post()

@@ -45,6 +45,7 @@ class Runner:
             wait_for(self._under_way)
         except WaitError as error:
             raise WaitError(error.cause, "what the call before has sent to arrive") from error
+        self.cells.trim_pools()
         lists, done = opened.lists, opened.done
         try:
             if len(lists) == 1:

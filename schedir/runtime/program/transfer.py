@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from schedir.runtime.boundaries.boundary import Grads, TensorMeta, empty, payloa
 from schedir.runtime.call import Call
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.cells import Cell
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports.transport import Poster, Work
 
 
 class Transfer(Operation):
     """One end of a transfer between a cell and another rank; its works go to `works`."""
 
-    def __init__(self, cell: Cell, transport: Transport, peer: int, device: torch.device) -> None:
-        self.cell, self.transport, self.peer, self.device = cell, transport, peer, device
+    def __init__(self, cell: Cell, poster: Poster, peer: int, device: torch.device) -> None:
+        self.cell, self.poster, self.peer, self.device = cell, poster, peer, device
         self.works = self._works_of(cell)
 
     @staticmethod
@@ -30,7 +30,7 @@ class Send(Transfer):
     """SEND_ACT or SEND_GRAD."""
 
     def _post(self, content: Tensor) -> None:
-        self.works.append(self.transport.send(content, self.peer))
+        self.works.append(self.poster.send(content, self.peer))
 
     def send_placeholders(self) -> None:
         """Send as much without meaning, to receives that were posted for another call."""
@@ -97,15 +97,26 @@ class SendGradients(Send):
 
 
 class Receive(Transfer):
-    """RECV_ACT or RECV_GRAD."""
+    """RECV_ACT or RECV_GRAD, into buffers that `make` makes."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        poster: Poster,
+        peer: int,
+        device: torch.device,
+        make: Callable[[TensorMeta], Tensor],
+    ) -> None:
+        super().__init__(cell, poster, peer, device)
+        self._make = make
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
-        buffer = empty(meta, self.device)
+        buffer = self._make(meta)
         self._post(payload(buffer, meta))
         return buffer
 
     def _post(self, buffer: Tensor) -> None:
-        self.works.append(self.transport.receive(buffer, self.peer))
+        self.works.append(self.poster.receive(buffer, self.peer))
 
 
 class ReceiveActivations(Receive):

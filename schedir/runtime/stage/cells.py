@@ -7,10 +7,13 @@ from typing import Any
 
 import attrs
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from schedir.ir import Schedule
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.boundaries.agreement import Agreement
+from schedir.runtime.boundaries.buffers import Pool
 from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.stage.statistics import Kept
@@ -38,7 +41,9 @@ class Cell:
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
     computed_grads: dict[int, Tensor] = attrs.field(factory=dict)  # of leaves, in their own layout
-    outputs: tuple[Tensor, ...] = ()
+    # What the backward starts from; of those that are sent the edges, since they go once they have
+    # arrived.
+    outputs: tuple[Tensor | GradientEdge | None, ...] = ()
     outputs_to_send: tuple[Tensor, ...] = ()
     result: Any = None  # the last stage's output, where it is asked for
     loss: Tensor | None = None
@@ -83,7 +88,11 @@ class Cells:
     The pipeline's first microbatch draws random numbers as `first_draw`.
     """
 
-    def __init__(self, schedule: Schedule, stages: Iterable[int], first_draw: int) -> None:
+    def __init__(
+        self, schedule: Schedule, stages: Iterable[int], first_draw: int, accelerator: Accelerator
+    ) -> None:
+        self._accelerator = accelerator
+        self._pools: dict[int, Pool] = {}
         self._last, self._microbatches = schedule.stages - 1, schedule.microbatches
         self._cells = {
             (s, m): Cell(s, m, first_draw + m) for s in sorted(stages) for m in self._all
@@ -122,6 +131,17 @@ class Cells:
         for m, share in enumerate(shares):
             self._cells[self._last, m].loss_share = share
 
+    def pool(self, rank: int) -> Pool | None:
+        """What a rank sends from and receives into; None where new memory does as well."""
+        if not self._accelerator.queues:
+            return None
+        return self._pools.setdefault(rank, Pool(self._accelerator.device))
+
+    def trim_pools(self) -> None:
+        """Another call begins, and what the one before has sent has arrived."""
+        for pool in self._pools.values():
+            pool.trim()
+
     def wire(self, agreement: Agreement) -> None:
         """Put in what is agreed of the boundaries."""
         for place, cell in self._cells.items():
@@ -153,7 +173,8 @@ class Cells:
             cell.clear()
 
     def drop_works(self) -> None:
-        """Forget all works, done or not: a call has failed."""
+        """Forget all works, done or not, and what they have used: a call has failed."""
+        self._pools.clear()
         for cell in self._cells.values():
             for works in cell.works:
                 works.clear()

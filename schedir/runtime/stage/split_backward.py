@@ -100,13 +100,14 @@ class WeightPart:
 
 
 def input_part(
-    roots: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor]
+    roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> tuple[Grads, WeightPart]:
     """I: the gradients of `leaves`, None for an unused one, and what is left to W.
 
-    `roots` are outputs that require grad, with their gradients. No `.grad` is touched.
+    `roots` are outputs that require grad, or their edges, with their gradients. No `.grad` is
+    touched.
     """
-    outputs = [get_gradient_edge(root) for root in roots]
+    outputs = [r if isinstance(r, GradientEdge) else get_gradient_edge(r) for r in roots]
     graph = _read(outputs, [get_gradient_edge(leaf) for leaf in leaves])
     kept: dict[Node, list[Grads]] = {place: [] for place in graph.by_place if place is not None}
     hooks = [place.register_prehook(arrived.append) for place, arrived in kept.items()]
@@ -114,7 +115,7 @@ def input_part(
     if graph.path:
         asked = cast(list[Tensor], [*leaves, *graph.early_leaves])
         retain = bool(graph.by_place)
-        found = torch.autograd.grad(roots, asked, grads, retain_graph=retain, allow_unused=True)
+        found = torch.autograd.grad(outputs, asked, grads, retain_graph=retain, allow_unused=True)
     for hook in hooks:
         hook.remove()
     if graph.by_place:

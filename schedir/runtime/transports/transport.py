@@ -21,7 +21,25 @@ class Work(Protocol):
         """Whether waiting for it would block nobody."""
 
 
-class Transport(Protocol):
+class Poster(Protocol):
+    """What takes sends and receives."""
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+
+
+class BatchPoster(Poster, Protocol):
+    """What takes several of them as one, too."""
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several sends and receives as one, which no order among them can block; the work of
+        each."""
+
+
+class Transport(BatchPoster, Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model that lists are proved under for it: how much of their order it
@@ -35,16 +53,6 @@ class Transport(Protocol):
     laxest: ClassVar[str]
     early: ClassVar[bool]
     queues: ClassVar[bool]
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
-
-    def receive(self, buffer: Tensor, peer: int) -> Work:
-        """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several sends and receives as one, which no order among them can block; the work of
-        each."""
 
 
 def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:

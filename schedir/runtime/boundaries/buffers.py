@@ -1,0 +1,134 @@
+"""What is sent from and received into, on a device that queues: buffers that are used again.
+
+There a transport has streams of its own. The memory of what it has used goes to nobody, once freed,
+before the host has seen its stream come past; and the host may be a whole step ahead of the device,
+with all that is sent and received in a step. A buffer that is used again is free as soon as its
+last use is *queued*: what is posted waits on the device for what the rank's stream holds by then.
+
+    host          RECV0 → a   F0   B0   RECV1 → a   F1        a is free once B0 has been queued
+    rank's stream             F0   B0 ──┐
+    transport's   RECV0 → a             └── RECV1 → a         and is filled after it
+
+A buffer is free when nothing refers to its memory: no cell, no graph, no send under way, and not
+the module, which may keep what it was given, or a view of it. So what it keeps is never filled
+again; what it does with it on streams of its own, it has to wait for itself.
+
+What is sent is copied into a buffer first: the output itself goes when nobody needs it, which its
+own memory could not before the host had seen the send.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from schedir.runtime.boundaries.boundary import TensorMeta
+from schedir.runtime.processes.groups import Post
+from schedir.runtime.transports.transport import BatchPoster, Work
+
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _users(buffer: Tensor) -> tuple[int, int]:
+    """How many refer to its memory: tensors, and Python."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_NOBODY = _users(torch.empty(1))
+
+
+class Pool:
+    """The buffers of one rank, whose stream is the one that uses them.
+
+    There come to be as many of each layout as are in use at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[_Layout, list[Tensor]] = {}
+        self._taken: set[_Layout] = set()
+
+    def empty(self, meta: TensorMeta) -> Tensor:
+        """A buffer for a tensor to come; it is given back by forgetting it."""
+        return self._take((meta.shape, meta.stride, meta.dtype))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor, in a buffer."""
+        layout = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        return self._take(layout).copy_(tensor.detach())
+
+    def _take(self, layout: _Layout) -> Tensor:
+        self._taken.add(layout)
+        buffers = self._buffers.setdefault(layout, [])
+        for buffer in buffers:
+            if _users(buffer) == _NOBODY:
+                return _alias(buffer)
+        shape, stride, dtype = layout
+        buffers.append(torch.empty_strided(shape, stride, dtype=dtype, device=self.device))
+        return _alias(buffers[-1])
+
+    def trim(self) -> None:
+        """Let go of what somebody has kept, and of layouts that were not asked for: a call is
+        over, and what it has sent has arrived."""
+        taken, self._taken = self._taken, set()
+        self._buffers = {
+            layout: _unused(buffers) for layout, buffers in self._buffers.items() if layout in taken
+        }
+
+
+def _alias(buffer: Tensor) -> Tensor:
+    """The same memory, as a tensor that nothing has been done to."""
+    return buffer.data
+
+
+def _unused(buffers: Sequence[Tensor]) -> list[Tensor]:
+    return [buffer for buffer in buffers if _users(buffer) == _NOBODY]
+
+
+@attrs.frozen(eq=False)
+class _UnderWay:
+    """A transfer, which keeps its buffer until it is waited for and forgotten: a work need not."""
+
+    work: Work
+    buffer: Tensor
+
+    def wait(self) -> bool:
+        """Wait until it is done."""
+        return self.work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether waiting for it would block nobody."""
+        return self.work.is_completed()
+
+
+@attrs.frozen(eq=False)
+class FromBuffers:
+    """Posts sends from buffers of a pool; what is on the host goes as it is."""
+
+    poster: BatchPoster
+    pool: Pool
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send of a copy."""
+        buffer = self._copy(tensor)
+        return _UnderWay(self.poster.send(buffer, peer), buffer)
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several, of sends copies."""
+        own = [attrs.evolve(p, tensor=self._copy(p.tensor)) if p.sends else p for p in posts]
+        works = self.poster.together(own)
+        return [_UnderWay(work, post.tensor) for work, post in zip(works, own, strict=True)]
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive."""
+        return self.poster.receive(buffer, peer)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        there = tensor.device.type == self.pool.device.type
+        return self.pool.copy(tensor) if there else tensor

@@ -1,0 +1,298 @@
+"""All that the runtime can do, each as a training that must equal plain training, bit for bit.
+
+On ranks, or with all of them in this process; on any device. `tests/runtime/test_features.py` runs
+them on the CPU and on a GPU in one process, `tools/gpu_hour` on ranks that share a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import schedir
+from schedir import (
+    Action,
+    Kind,
+    Pipeline,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    optim_step,
+    reduce_grad,
+)
+from schedir.runtime import Executor, rng
+from tests.runtime.kit import MSE, momentum, split
+from tests.runtime.lists import bidirectional_v, megatron
+from tests.runtime.reference import pipedream
+
+MICROBATCHES = 6
+RANKS = 2  # of a pipeline
+
+
+@frozen
+class Setting:
+    """Where a feature is tried, and how large its boundaries are.
+
+    `rank` is that of this process among all, None for all ranks in this process. `timeout`, in
+    seconds, is how long a rank waits for another. Without `reads`, no step but the first may have
+    the host wait for the device.
+    """
+
+    rank: int | None = None
+    device: str = "cpu"
+    rows: int = 2  # of a microbatch
+    width: int = 6
+    steps: int = 3
+    timeout: float = 60.0
+    reads: bool = True
+
+
+@frozen
+class Feature:
+    """A schedule, with what the executor is told to do beside it.
+
+    `pipelines` run it, on ranks of their own, where there are several processes. The tied
+    parameters of the `tied` stages start equal.
+    """
+
+    schedule: schedir.Schedule
+    options: dict[str, Any] = field(factory=dict)
+    pipelines: int = 1
+    tied: tuple[int, ...] = ()
+    asynchronous: bool = False
+
+    @property
+    def processes(self) -> int:
+        """How many run it, where each runs one rank."""
+        return self.pipelines * self.schedule.ranks
+
+    @property
+    def fits_one_process(self) -> bool:
+        """Whether one can run it: there is one module for each stage."""
+        return self.pipelines == 1 and all(len(held) == 1 for held in self.schedule.placement)
+
+
+@schedir.schedule("split")
+def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """1F1B, each W after the following I."""
+    (stage,) = pipe.stages_of(rank)
+    warmup = min(pipe.ranks - rank - 1, pipe.microbatches)
+    for m in range(warmup):
+        yield forward(stage, m)
+    for m in range(pipe.microbatches):
+        if m + warmup < pipe.microbatches:
+            yield forward(stage, m + warmup)
+        yield backward_input(stage, m)
+        if m:
+            yield backward_weight(stage, m - 1)
+    yield backward_weight(stage, pipe.microbatches - 1)
+    yield optim_step(stage)
+
+
+@schedir.schedule("round-robin", placement=lambda pipe: [(0, 1), 2])
+def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """PipeDream's 1F1B-RR, flushed: two replicas of stage 0 take turns."""
+    own = range(rank, pipe.microbatches, 2) if rank < 2 else range(pipe.microbatches)
+    stage = 0 if rank < 2 else 1
+    for m in own:
+        yield forward(stage, m)
+        if stage:
+            yield backward(stage, m)
+    if not stage:
+        for m in own:
+            yield backward(stage, m)
+        yield reduce_grad(stage)
+    yield optim_step(stage)
+
+
+def _built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
+    return schedir.build(target, ranks=ranks, microbatches=MICROBATCHES, **parameters)
+
+
+FEATURES: dict[str, Callable[[], Feature]] = {
+    "fill-drain": lambda: Feature(_built("fill-drain")),
+    "1f1b": lambda: Feature(_built("1f1b")),
+    "interleaved": lambda: Feature(_built("interleaved-1f1b", chunks=2)),
+    "weight versions": lambda: Feature(_built("pipedream"), asynchronous=True),
+    "split backward": lambda: Feature(_built(zero_bubble)),
+    "recompute": lambda: Feature(_built("1f1b"), {"recompute": True}),
+    "clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}),
+    "ties": lambda: Feature(_built("1f1b"), tied=(0, 1)),
+    "ties and clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, tied=(0, 1)),
+    "replicas of a stage": lambda: Feature(_built(round_robin, ranks=3)),
+    "two pipelines": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, pipelines=2),
+    "batches": lambda: Feature(megatron(RANKS, MICROBATCHES)),
+    "overlapped pairs": lambda: Feature(bidirectional_v(RANKS, MICROBATCHES)),
+}
+"""By name; several are lists of entries that are run together."""
+
+
+def check(name: str, setting: Setting) -> None:
+    """Train with a feature and without schedir; raises AssertionError where the two differ."""
+    feature = FEATURES[name]()
+    whole = _stages(feature, setting)
+    line, place = 0, setting.rank
+    options = {"timeout": setting.timeout, "in_process": place is None, **feature.options}
+    if feature.tied:
+        options["ties"] = [[(stage, "0.weight") for stage in feature.tied]]
+    if place is not None:
+        line, place = divmod(place, feature.schedule.ranks)
+        if feature.pipelines > 1:
+            shape = feature.pipelines, feature.schedule.ranks
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+    stages = range(feature.schedule.stages)
+    here = stages if place is None else feature.schedule.stages_of(place)
+    local = {stage: copy.deepcopy(whole[stage]) for stage in here}
+    optimizers = [momentum(stage.parameters()) for stage in whole]
+    with Executor(feature.schedule, local, MSE, momentum, **options) as executor:
+        for step, batches in enumerate(_batches(feature, setting)):
+            x, y = batches[line]
+            with _no_host_read() if step and not setting.reads else nullcontext():
+                result = executor.step(x, target=y)
+            if feature.asynchronous:
+                pieces = [*zip(split(x, MICROBATCHES), split(y, MICROBATCHES), strict=True)]
+                expected = pipedream(whole, MSE, optimizers, pieces)
+            else:
+                expected = _plain_step(feature, whole, optimizers, batches, step, result.grad_norm)
+            _assert_near("the loss", result.loss, expected)
+        evaluated = executor.evaluate(x, target=y).loss
+    _assert_near("the loss of evaluate", evaluated, _evaluated(whole, batches))
+    for stage, module in local.items():
+        _assert_equal(stage, module, whole[stage])
+
+
+@contextmanager
+def _no_host_read() -> Iterator[None]:
+    """Inside, it is an error to have the host wait for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
+    torch.manual_seed(7)
+    dropout = 0.0 if feature.asynchronous else 0.25
+    width = setting.width
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())
+        for _ in range(feature.schedule.stages)
+    ]
+    for stage in feature.tied[1:]:
+        stages[stage].load_state_dict(
+            {"0.weight": stages[feature.tied[0]].state_dict()["0.weight"]}, strict=False
+        )
+    return [stage.to(setting.device) for stage in stages]
+
+
+def _batches(feature: Feature, setting: Setting) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """For each step the batch of every pipeline; the same on all ranks."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (2, setting.rows * MICROBATCHES, setting.width)
+    for _ in range(setting.steps):
+        drawn = [torch.randn(shape, generator=generator) for _ in range(feature.pipelines)]
+        yield [(x.to(setting.device), y.to(setting.device)) for x, y in drawn]
+
+
+def _plain_step(
+    feature: Feature,
+    whole: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    step: int,
+    norm: float | None,
+) -> float:
+    """Gradient accumulation in one process; the loss. Sums over replicas are taken last, and those
+    over ties after them, as REDUCE_GRAD and OPTIM_STEP find them."""
+    total = sum(len(y) for _, y in batches)
+    sums: list[dict[tuple[int, int], list[Tensor]]] = [{} for _ in whole]
+    losses = 0.0
+    for line, (x, y) in enumerate(batches):
+        for m in _order(feature.schedule):
+            a, b = split(x, MICROBATCHES)[m], split(y, MICROBATCHES)[m]
+            for number, stage in enumerate(whole):
+                rng(0, step, number, line * MICROBATCHES + m)
+                a = stage(a)
+            loss = MSE(a, b)
+            (loss * (len(b) / total)).backward()
+            losses += len(b) * float(loss.detach())
+            for number, stage in enumerate(whole):
+                key = line, int(feature.schedule.dataflow.runs[number, m])
+                grads = [p.grad for p in stage.parameters() if p.grad is not None]
+                found = sums[number].setdefault(key, grads)
+                if found is not grads:
+                    for one, other in zip(found, grads, strict=True):
+                        one += other
+                stage.zero_grad()
+    for stage, by_rank in zip(whole, sums, strict=True):
+        for p, *parts in zip(stage.parameters(), *by_rank.values(), strict=True):
+            p.grad = sum(parts[1:], parts[0])
+    tied = [whole[stage].get_parameter("0.weight") for stage in feature.tied]
+    if tied:
+        grads = [p.grad for p in tied if p.grad is not None]
+        shared = sum(grads[1:], grads[0])
+        for p in tied:
+            p.grad = shared.clone()
+    if "clip_grad_norm" in feature.options:
+        _clip(feature, whole, tied[1:], norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses / total
+
+
+def _clip(
+    feature: Feature, whole: Sequence[nn.Module], copies: Sequence[Tensor], norm: float | None
+) -> None:
+    """As torch clips; a tied parameter counts once, and its copies are clipped with it."""
+    limit = feature.options["clip_grad_norm"]
+    counted = [p for stage in whole for p in stage.parameters() if all(p is not c for c in copies)]
+    expected = float(torch.nn.utils.clip_grad_norm_(counted, limit))
+    assert norm is not None
+    _assert_near("the norm", norm, expected)
+    tied = [whole[stage].get_parameter("0.weight") for stage in feature.tied]
+    for p in tied[1:]:
+        p.grad = None if tied[0].grad is None else tied[0].grad.clone()
+
+
+def _order(schedule: schedir.Schedule) -> list[int]:
+    """The microbatches as the loss stage runs their backwards."""
+    last = schedule.stages - 1
+    return [
+        action.microbatch
+        for action in schedule.flat[schedule.placement[last][0]]
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        and action.stage == last
+        and action.microbatch is not None
+    ]
+
+
+@torch.no_grad()
+def _evaluated(whole: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    model = nn.Sequential(*whole).eval()
+    losses = [float(MSE(model(x), y)) for x, y in batches]
+    return sum(losses) / len(losses)
+
+
+def _assert_near(what: str, found: float, expected: float) -> None:
+    """Of numbers that are summed up on the device, or in another order."""
+    assert abs(found - expected) <= 1e-5 * abs(expected), f"{what} is {found}, not {expected}"
+
+
+def _assert_equal(stage: int, mine: nn.Module, theirs: nn.Module) -> None:
+    other = theirs.state_dict()
+    apart = {
+        name: float((value - other[name]).abs().max())
+        for name, value in mine.state_dict().items()
+        if not torch.equal(value, other[name])
+    }
+    assert not apart, f"stage {stage} differs from plain training by at most {apart}"

@@ -1,0 +1,112 @@
+"""Lists with entries that run together, as they are written elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import schedir
+from schedir import (
+    Action,
+    Kind,
+    Pipeline,
+    Together,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    optim_step,
+    together,
+)
+
+
+def megatron(ranks: int, microbatches: int) -> schedir.Schedule:
+    """Megatron-LM's 1F1B: in the steady state what goes one way is posted with what comes back.
+
+    rank 0   F0 SEND0  F1 (SEND1 RECV0) B0  F2 (SEND2 RECV1) B1 …
+    rank 1   RECV0 F0  B0 (SEND0 RECV1)  F1 B1 (SEND1 RECV2) …
+    """
+    placement = [(rank,) for rank in range(ranks)]
+    lists = [_megatron(rank, ranks, microbatches) for rank in range(ranks)]
+    return schedir.Schedule("megatron", microbatches, placement, lists)
+
+
+def _megatron(rank: int, ranks: int, number: int) -> Iterator[Action | Together]:
+    warmup = min(ranks - rank - 1, number)
+
+    def post(*actions: tuple[Kind, int]) -> Iterator[Action | Together]:
+        absent = {Kind.RECV_ACT, Kind.SEND_GRAD} if rank == 0 else set()
+        absent |= {Kind.SEND_ACT, Kind.RECV_GRAD} if rank == ranks - 1 else set()
+        found = [Action(k, rank, m) for k, m in actions if k not in absent and m < number]
+        if found:
+            yield together(*found) if len(found) > 1 else found[0]
+
+    for m in range(warmup):
+        yield from post((Kind.RECV_ACT, m))
+        yield forward(rank, m)
+        yield from post((Kind.SEND_ACT, m))
+    yield from post((Kind.RECV_ACT, warmup))
+    for m in range(warmup, number):
+        yield forward(rank, m)
+        yield from post((Kind.SEND_ACT, m), (Kind.RECV_GRAD, m - warmup))
+        yield backward(rank, m - warmup)
+        yield from post((Kind.SEND_GRAD, m - warmup), (Kind.RECV_ACT, m + 1))
+    for m in range(number - warmup, number):
+        yield from post((Kind.RECV_GRAD, m))
+        yield backward(rank, m)
+        yield from post((Kind.SEND_GRAD, m))
+    yield optim_step(rank)
+
+
+def bidirectional_v(ranks: int, microbatches: int) -> schedir.Schedule:
+    """DualPipeV: each rank has a stage of the way down and one of the way up, and overlaps the
+    forward of one with the backward of the other. Takes 2 microbatches a rank at least."""
+    return schedir.build(_dual_pipe_v, ranks=ranks, microbatches=microbatches)
+
+
+@schedir.schedule(
+    "dual-pipe-v",
+    placement=lambda pipe: [*range(pipe.ranks), *reversed(range(pipe.ranks))],
+)
+def _dual_pipe_v(pipe: Pipeline, rank: int) -> Iterator[Action | Together]:
+    ranks, number = pipe.ranks, pipe.microbatches
+    stages = (rank, 2 * ranks - 1 - rank)
+    next_f, next_b = [0, 0], [0, 0]
+    weights: list[Action] = []  # whose inputs' gradients have been computed
+
+    def f(chunk: int) -> Action:
+        next_f[chunk] += 1
+        return forward(stages[chunk], next_f[chunk] - 1)
+
+    def b(chunk: int, split: bool = False) -> Action:
+        next_b[chunk] += 1
+        m = next_b[chunk] - 1
+        if split:
+            weights.append(backward_weight(stages[chunk], m))
+            return backward_input(stages[chunk], m)
+        return backward(stages[chunk], m)
+
+    for _ in range(2 * (ranks - rank - 1)):
+        yield f(0)
+    for _ in range(rank + 1):
+        yield f(0)
+        yield f(1)
+    for _ in range(ranks - rank - 1):
+        yield b(1, split=True)
+        yield weights.pop(0)
+        yield f(1)
+    for _ in range(number - 2 * ranks + rank + 1):
+        yield together(f(0), b(1))
+        yield together(f(1), b(0))
+    for _ in range(ranks - rank - 1):
+        yield b(1)
+        yield together(f(1), b(0))
+    for turn in range(rank + 1):
+        yield b(1, split=2 * turn >= rank + 1)
+        yield b(0, split=2 * turn + 1 >= rank + 1)
+    for _ in range(ranks - rank - 1):
+        yield weights.pop(0)
+        yield b(0, split=True)
+    while weights:
+        yield weights.pop(0)
+    for stage in sorted(stages):
+        yield optim_step(stage)

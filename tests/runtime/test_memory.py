@@ -1,0 +1,338 @@
+"""How long memory is held: what is sent, what is received, and what a step takes at its peak."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import schedir
+from schedir.runtime import Executor, plan
+from schedir.runtime.accelerator import Host
+from schedir.runtime.boundaries.boundary import meta_of
+from schedir.runtime.boundaries.buffers import FromBuffers, Pool
+from schedir.runtime.processes.groups import Post
+from schedir.runtime.program import programs
+from schedir.runtime.program.joined import Batch
+from schedir.runtime.transports.transport import Work
+from tests.literals import listed
+from tests.runtime.kit import (
+    MSE,
+    assert_equal_gradients,
+    gradients,
+    linear_stages,
+    numbered,
+    random_batches,
+    sgd,
+)
+from tests.runtime.queueing import Queueing
+
+WIDTH, ROWS = 64, 16
+BOUNDARY = 4 * WIDTH * ROWS  # bytes
+
+
+@pytest.fixture
+def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "accelerator_of", Queueing)
+
+
+class Live(TorchDispatchMode):
+    """The bytes of all that torch has made inside and that still lives, and the most so far.
+
+    What is smaller than a boundary does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak: int = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= BOUNDARY:
+                storage = tensor.untyped_storage()
+                known = self._made.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: own for key, own in self._made.items() if not own[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return made
+
+
+def peak(microbatches: int) -> int:
+    """Of a step of 1F1B on four ranks in one process, all shapes known."""
+    schedule = schedir.build("1f1b", ranks=4, microbatches=microbatches)
+    stages = numbered(linear_stages(4, WIDTH))
+    x, y = torch.randn(2, ROWS, WIDTH)
+    inputs, target = [x] * microbatches, [y] * microbatches
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        executor.step(inputs, target=target)
+        with Live() as live:
+            executor.step(inputs, target=target)
+    return int(live.peak)
+
+
+@pytest.fixture
+def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small boundaries would all be received ahead, up to a mebibyte."""
+    monkeypatch.setattr(programs, "_SPARE_BYTES", 0)
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_the_peak_of_a_step_does_not_grow_with_its_microbatches() -> None:
+    assert peak(8) == peak(64) > 4 * BOUNDARY
+
+
+@pytest.mark.usefixtures("no_spare", "queueing")
+def test_nor_does_it_where_receive_buffers_are_used_again() -> None:
+    assert peak(8) == peak(64) > 4 * BOUNDARY
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        # By B0 the first three have arrived: rank 1 runs its B0 after its F2.
+        (Host, [0, 1, 2, 3, 1, 1, 1, 1]),
+        # What is under way there is a copy.
+        (Queueing, [0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_what_was_sent_is_let_go_before_its_backward(
+    device: type[Host], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many outputs of rank 0 of four live before each of its forwards.
+
+    0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 …
+    """
+    monkeypatch.setattr(plan, "accelerator_of", device)
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(ref() is not None for ref in made))
+            y = super().forward(x)
+            made.append(weakref.ref(y))
+            return y
+
+    schedule = schedir.build("1f1b", ranks=4, microbatches=8)
+    stages = {**numbered(linear_stages(4)), 0: First(4, 4)}
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        for x, y in random_batches(2):
+            executor.step(x, target=y)
+    assert alive[-8:] == expected
+
+
+class Scale(torch.autograd.Function):
+    """A node that Python holds rather than C++."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 3 * grads[0]
+
+
+class Odd(nn.Module):
+    """Its outputs have edges of all kinds: of a leaf, of a custom Function, of a view, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        scaled: Tensor = Scale.apply(y)  # type: ignore[no-untyped-call]
+        return self.weight, scaled, y[:, :2], x
+
+
+class Sum(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+        return b * a.sum() + torch.cat((c, c), 1) + x
+
+
+SPLIT = listed(2, "0 1", "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", name="split")
+
+
+@pytest.mark.parametrize("schedule", [schedir.build("1f1b", ranks=2, microbatches=2), SPLIT])
+def test_the_graph_of_what_was_sent_stays(schedule: schedir.Schedule) -> None:
+    stages: list[nn.Module] = [Odd(), Sum()]
+    model = copy.deepcopy(stages)
+    ((x, y),) = random_batches(1, rows=4)
+    with Executor(schedule, numbered(stages), MSE, in_process=True) as executor:
+        executor.step(x, target=y, update=False)
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        (MSE(model[1](*model[0](a)), b) / 2).backward()
+    assert_equal_gradients(gradients(stages), gradients(model))
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(torch.device("cpu"))
+
+
+META = meta_of(torch.empty(2, 3))
+
+
+def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
+    first = pool.empty(META)
+    place = first.data_ptr()
+    second = pool.empty(META)
+    assert second.data_ptr() != place
+    first.fill_(1.0)
+    del first
+    again = pool.empty(META)
+    assert again.data_ptr() == place
+    assert again._version == 0  # a module that changes its input is found by this
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: x,
+        Tensor.detach,
+        lambda x: x[1:],
+        Tensor.untyped_storage,
+        lambda x: (x.requires_grad_() ** 2).sum(),  # its graph has saved it
+    ],
+)
+def test_what_somebody_keeps_is_not_given_out(pool: Pool, keep: Callable[[Tensor], Any]) -> None:
+    kept = [keep(pool.empty(META))]
+    other = pool.empty(META)
+    places = {buffer.data_ptr() for buffers in pool._buffers.values() for buffer in buffers}
+    assert len(places) == 2
+    kept.clear()
+    assert {pool.empty(META).data_ptr(), other.data_ptr()} == places
+
+
+def test_layouts_do_not_share_buffers(pool: Pool) -> None:
+    shapes: list[Tensor] = [
+        torch.empty(2, 3),
+        torch.empty(3, 2),
+        torch.empty(3, 2).t(),
+        torch.empty(2, 3, dtype=torch.int32),
+    ]
+    for tensor in shapes:
+        buffer = pool.empty(meta_of(tensor))
+        found = buffer.shape, buffer.stride(), buffer.dtype
+        assert found == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert len(pool._buffers) == len(shapes)
+
+
+def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(pool: Pool) -> None:
+    for _ in range(2):
+        kept = pool.empty(META)
+        pool.empty(META)
+        pool.trim()
+        ((free,),) = pool._buffers.values()
+        assert free.data_ptr() != kept.data_ptr()
+    pool.empty(meta_of(torch.empty(5)))
+    pool.trim()
+    assert [*pool._buffers] == [((5,), (1,), torch.float32)]
+
+
+class Done:
+    """A send that is done, and whose work holds nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Tensor]] = []
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        self.sent.append((tensor.data_ptr(), tensor.clone()))
+        return self
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        return self
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        return [self.send(post.tensor, post.peer) for post in posts]
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
+    pool: Pool, batched: bool
+) -> None:
+    poster = Done()
+    sending = FromBuffers(poster, pool)
+    values = [torch.full((2, 3), float(n), requires_grad=True) for n in range(4)]
+    works: list[Work] = []
+    for tensor in values[:2]:
+        if batched:
+            batch = Batch(sending)
+            works.append(batch.send(tensor, 1))
+            batch.post()
+        else:
+            works.append(sending.send(tensor, 1))
+    first, second = (place for place, _ in poster.sent)
+    assert len({first, second, *(tensor.data_ptr() for tensor in values)}) == 6
+    works.pop(0).wait()
+    works.append(sending.send(values[2], 1))
+    works.append(sending.send(values[3], 1))
+    assert poster.sent[2][0] == first
+    assert poster.sent[3][0] not in (first, second)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(values, poster.sent, strict=True))
+
+
+class Keeps(nn.Linear):
+    """Keeps what it was given, and hands a view of its input on."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.given: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and type(x) is Tensor:
+            self.given.append((x, x.detach().clone()))
+        return super().forward(x)
+
+
+class Passes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape)
+
+
+@pytest.mark.usefixtures("queueing", "no_spare")
+@pytest.mark.parametrize("name", ["1f1b", "fill-drain", "pipedream"])
+def test_buffers_that_are_used_again_train_as_one_process(name: str) -> None:
+    """What the modules keep, and what they hand on of their input, is not overwritten."""
+    schedule = schedir.build(name, ranks=4, microbatches=8)
+    stages: list[nn.Module] = [nn.Linear(4, 4), Keeps(), Passes(), nn.Linear(4, 4)]
+    losses, trained = [], []
+    for queues in (True, False):
+        here = copy.deepcopy(stages)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if not queues:
+                monkeypatch.setattr(plan, "accelerator_of", Host)
+            with Executor(schedule, numbered(here), MSE, sgd, in_process=True) as executor:
+                losses.append([executor.step(x, target=y).loss for x, y in random_batches(3)])
+                pools = executor._engine.training.cells._pools
+        keeps = here[1]
+        assert isinstance(keeps, Keeps)
+        assert len(keeps.given) == 24
+        assert all(torch.equal(*pair) for pair in keeps.given)
+        assert queues == bool(pools)
+        if queues and name == "1f1b":  # two that are received, and two that are under way
+            assert [len(own) for own in pools[3]._buffers.values()] == [4]
+        trained.append([p.detach().clone() for module in here for p in module.parameters()])
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *trained))

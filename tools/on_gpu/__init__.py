@@ -1,0 +1,1 @@
+"""What tools/gpu_hour.py tries on a GPU, and how."""
