@@ -29,8 +29,7 @@ from typing import TypeAlias
 import attrs
 
 from schedir import Action, Kind, Schedule
-from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS, Ties
-from schedir.ir.together import Entry, flat
+from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS, Entry, Ties, flat
 
 Meeting: TypeAlias = tuple[Hashable, int, int]
 """What kernels of several ranks run together for, the j-th of a channel or a group; how many."""

@@ -20,7 +20,7 @@ from torch import nn
 
 import schedir
 from schedir import Action, Kind, Schedule
-from schedir.ir.together import flat
+from schedir.ir import flat
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
 from schedir.runtime.stage.cells import Cells
