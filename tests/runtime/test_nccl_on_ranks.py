@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +104,8 @@ def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
     a, b = (0, 1) if rank < 2 else (2, 3)
     summed = "stages/0,2" if own == 0 else "stages/1,3"
     assert made == [
-        f"make channel/{a}-{b} alone 0:1",
-        f"make channel/{b}-{a} alone 0:1",
+        f"make channel/{a}-{b} whole",
+        f"make channel/{b}-{a} whole",
         f"make {summed} whole",
         f"make tie/0/{a},{b} whole",
     ]
@@ -205,8 +206,13 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         executor = Executor(schedule, stage, MSE, sgd, timeout=3)
         if rank == 0:
-            receive = NcclOverGloo.recv
-            monkeypatch.setattr(NcclOverGloo, "recv", lambda *given: Stuck(receive(*given)))
+            post = NcclOverGloo._end_coalescing
+
+            def post_stuck(self: NcclOverGloo) -> Any:
+                receives = self._as_one and not self._as_one[0].sends
+                return Stuck(post(self)) if receives else post(self)
+
+            monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
             # So the device never comes to what is behind them.
             monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
         result = executor.step(x, target=y)
