@@ -94,7 +94,7 @@ class Compiler:
                     )
                 turn += 1
             if batch is not None:
-                end = instruction(rank, index, listed_at[index], parts[0], PostBatch(batch))
+                end = instruction(rank, index, listed_at[index], parts[0], PostBatch(batch, made))
                 program += [*made, end]
             elif len(parts) > 1:
                 program += [wait_of(made[1]), *made]

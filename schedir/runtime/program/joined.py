@@ -113,8 +113,8 @@ class PostBatch(Operation):
 
     listed: ClassVar[bool] = False
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, parts: Sequence[Instruction]) -> None:
+        self.batch, self.parts = batch, parts
 
     def run(self, call: Call) -> None:
         """Run it."""
