@@ -207,15 +207,72 @@ def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
     assert spans["0 0SEND_ACT0"] == spans["0 0SEND_ACT1"] == (2, 3)
 
 
+BACKWARDS = "2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1 2RECV_ACT2 2F2 2B2 2SEND_GRAD2"
+
+
+def test_what_is_sent_behind_a_part_waits_for_the_whole_batch() -> None:
+    # 1SEND_ACT0 happens at 3, but its batch is over with 1RECV_ACT2, which 0F2 sends at 11; and
+    # so late is 1SEND_ACT1, which follows on the channel.
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0F2 0SEND_ACT2 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1F1 (1SEND_ACT0;1RECV_ACT2) 1SEND_ACT1 1RECV_GRAD0 1B0 "
+        "1SEND_GRAD0 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        f"2RECV_ACT0 {BACKWARDS}",
+    )
+    spans = planned(schedule)
+    sends = [spans[name][0] for name in ("1 1SEND_ACT0", "0 0SEND_ACT2", "1 1SEND_ACT1")]
+    assert sends == [3, 11, 11]
+
+
+def test_what_is_received_behind_a_part_waits_for_the_whole_batch() -> None:
+    # 1RECV_ACT1 happens at 2, but its batch is over with 1RECV_GRAD0, which 2B0 sends at 5; and so
+    # late is 1RECV_ACT2, which follows on the channel, though 0F2 sends it at 3.
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1SEND_ACT0 (1RECV_ACT1;1RECV_GRAD0) 1RECV_ACT2 1B0 1SEND_GRAD0 1F1 "
+        "1SEND_ACT1 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        f"2RECV_ACT0 {BACKWARDS}",
+    )
+    spans = planned(schedule)
+    sends = [spans[name][0] for name in ("0 0SEND_ACT1", "2 2SEND_GRAD0", "0 0SEND_ACT2")]
+    assert sends == [2, 5, 5]
+
+
+def test_batches_that_wait_for_each_other_never_end() -> None:
+    # What rank 0 receives as 0RECV_GRAD0 is sent behind rank 1's batch, and 1RECV_GRAD0 behind
+    # rank 0's: each batch has a part that waits for the other one.
+    spans = planned(
+        listed(
+            1,
+            "0 1 0",
+            "0F0 (2RECV_ACT0;0SEND_ACT0;0RECV_GRAD0) 2F0 2B0 2SEND_GRAD0 0B0",
+            "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_GRAD0) 1B0 1SEND_GRAD0",
+        )
+    )
+    assert (spans["0 0F0"], spans["1 1F0"]) == ((0, 1), (1, 2))
+    assert {spans[name][1] for name in ("0 2F0", "0 2B0", "0 0B0", "1 1B0")} == {-1}
+
+
 @given(st.integers(0, 1 << 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 2]))
 def test_the_clock_against_a_naive_fixed_point(seed: int, transfer: int, collective: int) -> None:
     schedule = drawn_joined(random.Random(seed))
     apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
     if any(found.code != "S301" for found in schedir.check(apart).errors):
         return  # sends and receives that do not match
+    columns = schedule.columns
     never = naive(schedule, 1, 1) is None  # what waits for itself shows where all takes time
     found = planned(schedule, transfer, collective)
     assert never == any(end < 0 for _, end in found.values())
+    transfers = schedule.dataflow.transfers
+    for send, user in zip(transfers.send.tolist(), transfers.user.tolist(), strict=True):
+        sent, used = (found[f"{columns.rank[p]} {columns.action(p)}"] for p in (send, user))
+        assert used[1] < 0 or sent[1] >= 0
     if not never:
         assert found == naive(schedule, transfer, collective)
 
