@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 
 import pytest
 from check_torch import dumped
@@ -11,20 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, Kind, Schedule
+from schedir import CHANNELS, Action, Kind, Schedule, Together, UnsoundError
 from schedir.ir import (
+    COMMUNICATION,
     COMPUTE,
     CONSUMES,
     KINDS,
     SENDS,
+    Entry,
     flat,
     loads_torch_csv,
     peak_activations,
     plan,
 )
-from schedir.passes import insert_communication, strip_communication
-from tests.joined import drawn_joined
+from schedir.passes import forward_only, insert_communication, strip_communication
+from tests.joined import drawn_joined, joined
 from tests.literals import listed
+from tests.test_batches import runs_in_order
+from tests.test_random import drawn
 
 Spans = dict[str, tuple[float, float]]
 
@@ -283,3 +289,83 @@ def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:
     assert complete.columns.together
     assert max(plan(complete).textbook.ends) == 66
     assert [most for most, _ in peak_activations(complete.columns)] == [9, 9, 9, 9]
+
+
+# Communication around pairs.
+
+
+def runs_alone(schedule: Schedule) -> bool:
+    """Whether compute gets to its end in list order, each entry once the inputs of all its parts
+    are made, wherever that is."""
+    lists = [[[*flat([entry])] for entry in entries] for entries in schedule.actions]
+    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT}
+    made: set[tuple[bool, int, int | None]] = set()
+    at = [0] * len(lists)
+
+    def ready(action: Action) -> bool:
+        stage, m = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return stage == 0 or (True, stage - 1, m) in made
+        return (
+            action.kind not in backwards
+            or stage == schedule.stages - 1
+            or (False, stage + 1, m) in made
+        )
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, entries in enumerate(lists):
+            while at[rank] < len(entries) and all(map(ready, entries[at[rank]])):
+                for action in entries[at[rank]]:
+                    if action.kind is Kind.FORWARD or action.kind in backwards:
+                        made.add((action.kind is Kind.FORWARD, action.stage, action.microbatch))
+                at[rank] += 1
+                moved = True
+    return all(place == len(entries) for place, entries in zip(at, lists, strict=True))
+
+
+@given(st.integers(0, 1 << 32))
+def test_pairs_get_their_communication_where_they_can_start(seed: int) -> None:
+    chance = random.Random(seed)
+    compute_only = joined(drawn(chance), chance)
+    try:
+        complete = insert_communication(compute_only)
+    except UnsoundError:
+        assert not runs_alone(compute_only)
+        return
+    assert runs_alone(compute_only)
+    assert strip_communication(complete) == compute_only
+    assert runs_in_order(complete)
+    assert all(end >= 0 for _, end in planned(complete).values())
+    assert planned(complete, 1, 1) == naive(complete, 1, 1)
+    for channel in CHANNELS:
+        ahead = schedir.advance_receives(complete, channel, room=chance.randrange(9))
+        assert strip_communication(ahead) == compute_only
+        assert channel not in ("host", "rank") or runs_in_order(ahead)
+
+
+@given(st.integers(0, 1 << 32))
+def test_what_runs_in_order_does_so_with_its_receives_ahead(seed: int) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    if runs_in_order(schedule):
+        assert runs_in_order(schedir.advance_receives(schedule, "rank", room=99))
+
+
+@given(st.integers(0, 1 << 32))
+def test_batches_are_left_out_and_cut_down_as_a_whole(seed: int) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    stripped, forwards = strip_communication(schedule), forward_only(schedule)
+    sides = {Kind.FORWARD, Kind.SEND_ACT, Kind.RECV_ACT}
+    for rank, entries in enumerate(schedule.actions):
+        assert [*stripped.actions[rank]] == [*kept(entries, set(Kind) - COMMUNICATION)]
+        newest = [re.sub(r"@\d+", "", str(entry)) for entry in kept(entries, sides)]
+        assert [*map(str, forwards.actions[rank])] == newest
+
+
+def kept(entries: Iterable[Entry], kinds: Set[Kind]) -> Iterator[Entry]:
+    """What is left of the entries with the actions of some kinds only."""
+    for entry in entries:
+        parts = [action for action in flat([entry]) if action.kind in kinds]
+        if parts:
+            yield Together(parts) if len(parts) > 1 else parts[0]
