@@ -10,6 +10,10 @@ say what was computed from what, so that wrong data shows.
 
 Stages that share parameters (`ties`) sum their gradients before any of them steps: an OPTIM_STEP
 waits until each rank has what it gives to that sum.
+
+An overlapped pair fires as one. The sends and receives of a batch fire one by one, in any order,
+but whoever waits for one of them waits for the whole batch, and it is not posted before each of
+them may be. Calls that block (`host`) know no batches: there it is one end after the other.
 """
 
 from __future__ import annotations
@@ -20,15 +24,20 @@ from typing import Any, Literal
 
 import attrs
 
-from schedir import Action, Kind, Schedule
-from schedir.ir import COMPUTE, RECEIVES, SENDS
+from schedir import Action, Kind, Schedule, Together
+from schedir.ir import COMPUTE, RECEIVES, SENDS, Entry
 
 Outcome = Literal["completes", "wrong", "blocks"]
+
+
+def parts(entry: Entry) -> tuple[Action, ...]:
+    return entry.actions if isinstance(entry, Together) else (entry,)
 
 
 @attrs.define
 class Rank:
     actions: tuple[Action, ...]
+    entry: list[int]  # of each action, the number of its entry
     done: list[bool]
     inputs: dict[tuple[int, int], Any] = attrs.field(factory=dict)  # received activations
     grads: dict[tuple[int, int], Any] = attrs.field(factory=dict)  # received gradients
@@ -51,12 +60,19 @@ class Oracle:
         self.ties = tuple(ties)
         self.channel = channel
         self.random = random.Random(seed)
-        self.ranks = [Rank(a, [False] * len(a)) for a in schedule.flat]
+        self.ranks = [
+            Rank(
+                tuple(action for entry in entries for action in parts(entry)),
+                [number for number, entry in enumerate(entries) for _ in parts(entry)],
+                [False for entry in entries for _ in parts(entry)],
+            )
+            for entries in schedule.actions
+        ]
         self.runs: dict[tuple[int, int], int] = {}
         self.summed: set[int] = set()
         self.not_summed: set[int] = set()
-        for rank, actions in enumerate(schedule.flat):
-            for a in actions:
+        for rank, me in enumerate(self.ranks):
+            for a in me.actions:
                 if a.kind is Kind.FORWARD and a.microbatch is not None:
                     self.runs.setdefault((a.stage, a.microbatch), rank)
 
@@ -80,29 +96,46 @@ class Oracle:
         """Whether nothing in the rank's list holds this communication action back."""
         me = self.ranks[rank]
         action = me.actions[index]
-        for earlier in range(index):
-            if me.done[earlier]:
-                continue
+        if self.channel == "host":
+            return all(me.done[:index])
+        batch = self.batch(rank, index)
+        for earlier in range(batch[0]):
             other = me.actions[earlier]
-            if self.channel == "host":
-                return False
             if other.kind in COMPUTE:
-                if not (self.channel == "async" and action.kind in RECEIVES):
+                if not me.done[earlier] and not (
+                    self.channel == "async" and action.kind in RECEIVES
+                ):
                     return False
-            elif self.same_queue(rank, action, other):
+            elif self.channel == "async":
+                # Nothing holds a post back, but the j-th send still meets the j-th receive.
+                if not me.done[earlier] and self.same_channel(rank, action, other):
+                    return False
+            elif not self.over(rank, earlier) and any(
+                self.same_queue(rank, me.actions[part], other) for part in batch
+            ):
                 return False
         return True
+
+    def batch(self, rank: int, index: int) -> range:
+        """The actions of an action's entry."""
+        entry = self.ranks[rank].entry
+        first = entry.index(entry[index])
+        return range(first, first + entry.count(entry[index]))
+
+    def over(self, rank: int, index: int) -> bool:
+        """Whether all actions of an action's entry are done."""
+        return all(self.ranks[rank].done[part] for part in self.batch(rank, index))
 
     def same_queue(self, rank: int, one: Action, other: Action) -> bool:
         if self.channel == "rank":
             return True
-        if self.channel == "async":
-            # Nothing holds a post back, but the j-th send still meets the j-th receive.
-            return self.channel_of(rank, one) == self.channel_of(rank, other) is not None
         if Kind.REDUCE_GRAD in (one.kind, other.kind):
             return one.kind is other.kind and one.stage == other.stage
         if self.channel == "pair":
             return self.peer(one) == self.peer(other)
+        return self.same_channel(rank, one, other)
+
+    def same_channel(self, rank: int, one: Action, other: Action) -> bool:
         return self.channel_of(rank, one) == self.channel_of(rank, other)
 
     def peer(self, action: Action) -> int | None:
@@ -132,33 +165,58 @@ class Oracle:
             me.faults.append(f"{action} has no peer")
             me.done[index] = True
             return True
+        if self.next_on_channel(rank, SENDS, target) != index:
+            return False
         other = self.ranks[target]
-        for there, candidate in enumerate(other.actions):
-            if (
-                not other.done[there]
-                and candidate.kind in RECEIVES
-                and self.peer(candidate) == rank
-                and self.posted(target, there)
-            ):
-                if not any(self.makes(earlier, action) for earlier in me.actions[:index]):
-                    me.faults.append(f"{action} does not wait for its payload")
-                self.transfer(me, action, other, candidate)
-                me.done[index] = other.done[there] = True
-                return True
-        return False
+        there = self.next_on_channel(target, RECEIVES, rank)
+        if there is None or not self.posted(target, there):
+            return False
+        if not any(self.makes(earlier, action) for earlier in me.actions[:index]):
+            me.faults.append(f"{action} does not wait for its payload")
+        self.transfer(me, action, other, other.actions[there])
+        me.done[index] = other.done[there] = True
+        return True
+
+    def next_on_channel(self, rank: int, ends: Iterable[Kind], peer: int) -> int | None:
+        """The first send to a peer, or receive from it, that has not happened yet."""
+        me = self.ranks[rank]
+        listed = zip(me.actions, me.done, strict=True)
+        return next(
+            (
+                i
+                for i, (a, d) in enumerate(listed)
+                if not d and a.kind in ends and self.peer(a) == peer
+            ),
+            None,
+        )
 
     def compute(self, rank: int, index: int) -> bool:
+        """Run the entry of a compute action, an overlapped pair as one."""
         me = self.ranks[rank]
-        for earlier in range(index):
+        entry = self.batch(rank, index)
+        for earlier in range(entry[0]):
             other = me.actions[earlier]
-            if not me.done[earlier]:
-                if other.kind in COMPUTE or self.channel == "host":
-                    return False
-                if self.consumes(me.actions[index], other):
-                    return False
+            if not me.done[earlier] and (other.kind in COMPUTE or self.channel == "host"):
+                return False
+            needed = any(self.consumes(me.actions[part], other) for part in entry)
+            if needed and not (
+                me.done[earlier] if self.channel == "host" else self.over(rank, earlier)
+            ):
+                return False
         action = me.actions[index]
         if action.kind is Kind.OPTIM_STEP and not self.summed_over_ties(rank, index):
             return False
+        for part in entry:
+            self.note_order(rank, part)
+            self.run_compute(rank, me.actions[part])
+        for part in entry:
+            me.done[part] = True
+        return True
+
+    def note_order(self, rank: int, index: int) -> None:
+        """What is wrong with an action where it stands."""
+        me = self.ranks[rank]
+        action = me.actions[index]
         before = [attrs.evolve(earlier, version=None) for earlier in me.actions[:index]]
         if action.microbatch is not None and attrs.evolve(action, version=None) in before:
             me.faults.append(f"{action} runs again")
@@ -167,9 +225,6 @@ class Oracle:
             me.faults.append(f"{action} runs beside the sum that it comes after")
         if self.races(rank, index):
             me.faults.append(f"{action} does not wait for its receive")
-        self.run_compute(rank, action)
-        me.done[index] = True
-        return True
 
     def summed_over_ties(self, rank: int, index: int) -> bool:
         """Whether all that share parameters with a stage have reached the step of the same number.
@@ -336,7 +391,7 @@ class Oracle:
     def wrong(self) -> list[str]:
         faults = [fault for rank in self.ranks for fault in rank.faults]
         everything = sorted(range(self.schedule.microbatches))
-        any_step = any(a.kind is Kind.OPTIM_STEP for actions in self.schedule.flat for a in actions)
+        any_step = any(a.kind is Kind.OPTIM_STEP for me in self.ranks for a in me.actions)
         groups = []
         for stage, held in enumerate(self.schedule.placement):
             by_rank = []

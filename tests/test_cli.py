@@ -538,7 +538,7 @@ def test_a_schedule_with_errors_is_explained_on_stderr(run: Run, argv: list[str]
     assert (code, out) == (1, "")
     assert err.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
     assert "  --> rank 0 #1 0B0      stuck.py:8\n" in err
-    assert err.endswith("\nstuck: 1 error under edge\n")
+    assert err.endswith("\nstuck: 1 error under async\n")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -547,7 +547,7 @@ def test_built_in_schedules_are_clean(run: Run, name: str, channel: str) -> None
     code, out, err = run("check", name, "--channel", channel)
     assert (code, err) == (0, "")
     *found, verdict = out.splitlines()
-    assert verdict.startswith(f"{name}: clean under {channel} (also: ")
+    assert verdict.startswith(f"{name}: clean under {channel} and every other channel model")
     # PipeDream without vertical sync runs a microbatch at different versions, by design.
     codes = [line.partition(":")[0] for line in found if line.startswith(("error", "warn", "note"))]
     assert codes == (["note[S406]"] if name == "pipedream" else [])
@@ -555,17 +555,36 @@ def test_built_in_schedules_are_clean(run: Run, name: str, channel: str) -> None
 
 def test_check_judges_by_channel(run: Run) -> None:
     Path("dead.sched").write_text(DEADLOCK)
-    code, out, err = run("check", "dead.sched")
+    code, out, err = run("check", "dead.sched", "--channel", "edge")
     assert (code, err) == (0, "")
     assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its send")
     assert out.endswith(
         "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning, 1 note\n"
     )
-    assert run("check", "dead.sched", "--strict")[0] == 1
+    assert run("check", "dead.sched", "--channel", "edge", "--strict")[0] == 1
     code, out, err = run("check", "dead.sched", "--channel", "pair")
     assert (code, err) == (1, "")
     assert out.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
+    assert "on gloo" not in out
     assert out.endswith("\ndead.sched: 1 error under pair\n")
+
+
+def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_where_else_a_list_runs(
+    run: Run,
+) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    code, out, _ = run("check", "dead.sched")
+    assert code == 1
+    assert "   = note: under --channel rank; clean under edge and async\n" in out
+    assert "   = note: it runs on gloo, which is async; NCCL can be relied on for rank " in out
+    assert out.endswith("\ndead.sched: 1 error under rank\n")
+    # What runs on gloo can be drawn.
+    assert run("show", "dead.sched", "--json")[0] == 0
+    assert run("export", "dead.sched", "--format", "torch-csv-comms")[0] == 0
+    Path("stuck.py").write_text(STUCK)
+    _, out, _ = run("check", "stuck.py", "--ranks", "2", "--microbatches", "2")
+    assert "   = note: under every channel model\n" in out
+    assert "on gloo" not in out
 
 
 def test_check_formats(run: Run) -> None:
@@ -592,7 +611,7 @@ def test_check_formats(run: Run) -> None:
     assert found["locations"][0] == {"rank": 0, "index": 3, "action": "0SEND_ACT1"}
 
     code, out, _ = run("check", "1f1b", "--output-format", "json")
-    assert (code, json.loads(out)) == (0, {"ok": True, "channel": "edge", "diagnostics": []})
+    assert (code, json.loads(out)) == (0, {"ok": True, "channel": "rank", "diagnostics": []})
 
 
 def test_of_findings_alike_three_are_shown(run: Run) -> None:
@@ -608,7 +627,7 @@ def test_of_findings_alike_three_are_shown(run: Run) -> None:
     assert code == 1
     assert out.count("error[S201]") == 3
     assert out.count("\n   … and 27 more like it\n\n") == 1
-    assert out.endswith("\nmany: 30 errors under edge\n")
+    assert out.endswith("\nmany: 30 errors under rank\n")
     _, out, _ = run("check", *shape, "--output-format", "concise")
     assert len(out.splitlines()) == 4
     assert out.endswith("many.py:5: S201 backward-before-forward: … and 27 more like it\n")

@@ -553,7 +553,7 @@ def test_huge_but_right(check_limited: Check, between: str) -> None:
     text = text.replace("\n", "\n" + between * (3 * MB // len(between)), 6)
     done = check_limited("x.sched", text.encode(), 4)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("x.sched: clean under edge")
+    assert done.stdout.startswith("x.sched: clean under rank")
 
 
 @pytest.mark.timeout(120)

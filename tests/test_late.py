@@ -37,7 +37,9 @@ def delayed(base: Schedule, many: int, chance: random.Random) -> Schedule:
             last += 1
         actions.insert(chance.randint(index, last), actions.pop(index))
         later = edit(base, rank, actions)
-        base = later if schedir.check(later).ok else base  # what waits for it may stand between
+        base = (
+            later if schedir.check(later, "edge").ok else base
+        )  # what waits for it may stand between
     return base
 
 
@@ -63,7 +65,7 @@ def sooner(base: Schedule) -> Iterator[Schedule]:
             )
             others = [*actions[:index], *actions[index + 1 :]]
             found = edit(base, rank, [*others[: first + 1], send, *others[first + 1 :]])
-            if schedir.check(found).ok:
+            if schedir.check(found, "edge").ok:
                 yield found
 
 
@@ -129,4 +131,33 @@ def test_late_sends_are_not_blamed_on_receives() -> None:
             actions.insert(following, actions.pop(index))
     late = edit(base, 2, actions)
     assert schedir.simulate(late).makespan > schedir.simulate(base).makespan
-    assert {d.code for d in schedir.check(late).diagnostics} == {"S505"}
+    assert {d.code for d in schedir.check(late, "edge").diagnostics} == {"S505"}
+
+
+def test_a_send_that_is_late_for_another_one_is_named_with_it() -> None:
+    """What the last rank waits for can't pass the late send before it on its channel."""
+    late = schedule(
+        2,
+        "0 1",
+        "0F1 0SEND_ACT1 0F0 0SEND_ACT0 0RECV_GRAD0 0RECV_GRAD1 0B1 0B0",
+        "1RECV_ACT1 1RECV_ACT0 1F1 1F0 1I1 1I0 1W1 1SEND_GRAD0 1SEND_GRAD1 1W0",
+    )
+    finding = late_send(late, "rank")
+    assert finding is not None
+    assert finding.message == (
+        "1SEND_GRAD0 and others are posted late: the step takes 10 rather than 9"
+    )
+    assert finding.help == "post 1SEND_GRAD0 right after rank 1 #5"
+
+
+def test_a_receive_is_not_late_for_a_send_that_the_transport_holds_up() -> None:
+    """Under `rank` the send of microbatch 1 waits for a gradient, whose send is listed first."""
+    held = schedule(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0RECV_GRAD0 0SEND_ACT1 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+    )
+    said = {channel: schedir.check(held, channel).diagnostics for channel in ("rank", "edge")}
+    assert [d.code for d in said["edge"] if d.severity == "warning"] == ["S501"]
+    assert [d.code for d in said["rank"] if d.severity == "warning"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,16 @@ name steps-early
 microbatches 2
 placement 0
 rank 0: 0F0 0B0 0OPTIM_STEP 0F1 0B1
+"""
+# The replicas of two stages sum them in different order: that blocks under `rank`, as no stage's
+# sum waits for another stage's on gloo.
+CROSSED_SUMS = """schedir 1
+name crossed-sums
+microbatches 2
+placement 0,1 0,1 2
+rank 0: 0F0 1F0 1B0 0B0 1REDUCE_GRAD 0REDUCE_GRAD
+rank 1: 0F1 1F1 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD
+rank 2: 2F0 2B0 2F1 2B1
 """
 CALLS = ("structure", "ordering", "insert_communication", "communication", "clean_channels")
 
@@ -80,6 +91,24 @@ def test_a_wrong_schedule_has_none() -> None:
         report.proved()
     assert error.value.diagnostics == report.diagnostics
     assert prove(crossed, "pair").diagnostics == report.diagnostics
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [(CROSSED, ("edge", "async")), (CROSSED_SUMS, ("pair", "edge", "async"))],
+    ids=["transfers", "sums"],
+)
+def test_what_does_not_run_on_nccl_is_built_and_simulated(
+    text: str, clean: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "crossed.sched"
+    file.write_text(text)
+    assert [d.code for d in schedir.check(schedir.loads(text)).errors] == ["S301"]
+    built = schedir.build(file)
+    assert built.is_complete
+    assert schedir.check(built).clean_channels == clean
+    assert schedir.simulate(built).schedule is built
+    assert schedir.simulate(schedir.loads(text)).schedule == built
 
 
 def test_what_would_run_but_is_wrong_is_not_simulated() -> None:

@@ -506,7 +506,7 @@ def test_github_escapes_what_its_commands_cannot_hold() -> None:
 def test_the_last_line_sums_up() -> None:
     clean = partial(Report, "edge", ())
     everywhere = ("host", "rank", "pair", "edge", "async")
-    assert full(clean(everywhere), "x") == "x: clean under edge (also: host, rank, pair, async)\n"
+    assert full(clean(everywhere), "x") == "x: clean under edge and every other channel model\n"
     assert full(clean(("edge", "async")), "x") == (
         "x: clean under edge (also: async; not: host, rank, pair)\n"
     )

@@ -353,8 +353,8 @@ def test_any_iterables_are_ties() -> None:
 @pytest.mark.parametrize(
     ("ties", "code", "said"),
     [
-        (["0,3"], 0, "clean under edge"),
-        (["0,3", "1,2,3"], 0, "clean under edge"),
+        (["0,3"], 0, "clean under rank"),
+        (["0,3", "1,2,3"], 0, "clean under rank"),
         (["0,4"], 2, "error: --tie: the tie (0, 4) names stage 4; the stages are 0..3"),
         (["1,1"], 2, "error: --tie: the tie (1, 1) names a stage twice"),
     ],

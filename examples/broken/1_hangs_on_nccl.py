@@ -1,4 +1,4 @@
-# schedir check examples/broken/1_hangs_on_nccl.py --ranks 2 --microbatches 4 --channel pair
+# schedir check examples/broken/1_hangs_on_nccl.py --ranks 2 --microbatches 4
 """1F1B whose author placed the communication: right after each forward, right before each use.
 
 It trains on gloo. On GPUs, with torch's isend and irecv, it hangs in the first step. Why, and which

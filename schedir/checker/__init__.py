@@ -1,6 +1,6 @@
 """Prove a schedule right, or say what is wrong: Schedule → Report."""
 
-from schedir.checker.changes import Change, LeaveOut, Move, Reorder, changed
+from schedir.checker.changes import Batch, Change, LeaveOut, Move, Reorder, changed
 from schedir.checker.deadlock import clean_channels
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.rules import RETIRED, RULES
@@ -11,6 +11,7 @@ __all__ = [
     "CHANNELS",
     "RETIRED",
     "RULES",
+    "Batch",
     "Change",
     "Diagnostic",
     "Excerpt",

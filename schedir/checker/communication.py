@@ -70,7 +70,7 @@ def _used_too_early(schedule: Schedule, transfers: Transfers, number: int) -> Fi
     slides = (ahead(schedule, receive, user), back(schedule, user, receive))
     return Finding(
         rules.MissingReceive.at(schedule, user, receive, receive=action),
-        in_turn(schedule, slides),
+        in_turn(slides),
         of_communication=True,
     )
 
@@ -93,7 +93,7 @@ def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
     slides = (back(schedule, send, maker), ahead(schedule, maker, send))
     return Finding(
         rules.SendBeforeCompute.at(schedule, send, maker),
-        in_turn(schedule, slides),
+        in_turn(slides),
         of_communication=True,
     )
 
@@ -222,7 +222,7 @@ def _pairing(
             back(schedule, receives[first], receives[last], "post", end(receives)),
             ahead(schedule, sends[last], sends[first], "post", begin(sends)),
         ]
-    yield from in_turn(schedule, slides)
+    yield from in_turn(slides)
     yield from reorder(schedule, transfers.receive[sent[wrong]])
     yield from reorder(schedule, transfers.send[received[wrong]])
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from schedir.checker.waits import Waits
+from schedir.checker.waits import NEEDS, PART, POSTED, Waits
 from schedir.ir import Bools
 
 Wait: TypeAlias = tuple[int, int, int]
@@ -24,8 +24,34 @@ _Leads: TypeAlias = Callable[[int], Iterator[tuple[int, Wait]]]
 def shortest_cycle(waiting: Waits, never: Bools) -> list[Wait]:
     """A shortest cycle among the stuck nodes, as waits that lead from each node to the next.
 
-    In a huge schedule, the shortest of those that the budget allows to look for.
+    In a huge schedule, the shortest of those that the budget allows to look for. Its waits are
+    between places: a step into a batch, and out of it, only shows in which part they name.
     """
+    return _between_places(_shortest(waiting, never))
+
+
+def _between_places(cycle: list[Wait]) -> list[Wait]:
+    """The cycle without the nodes of batches.
+
+    What is queued behind a batch is so behind the part that the cycle leads on to; what needs one
+    part needs the others with it.
+    """
+    told = []
+    for at, (later, earlier, why) in enumerate(cycle):
+        if why in (PART, POSTED):
+            continue
+        before, following = cycle[at - 1], cycle[(at + 1) % len(cycle)]
+        if before[2] == POSTED:
+            later = before[0]
+        if following[2] == PART and why != NEEDS:
+            earlier = following[0]
+        told.append((later, earlier, why))
+        if following[2] == PART and following[0] != earlier:
+            told.append((earlier, following[0], PART))
+    return told
+
+
+def _shortest(waiting: Waits, never: Bools) -> list[Wait]:
     leads = _leads(waiting, never)
     starts = np.flatnonzero(never).tolist()
     best = _some_cycle(leads, starts[0])
@@ -47,13 +73,12 @@ def shortest_cycle(waiting: Waits, never: Bools) -> list[Wait]:
 
 
 def _leads(waiting: Waits, never: Bools) -> _Leads:
-    node = waiting.node
-    inside = np.flatnonzero(never[node[waiting.later]] & never[node[waiting.earlier]])
-    inside = inside[np.argsort(node[waiting.later[inside]], kind="stable")]
-    bounds = np.searchsorted(node[waiting.later[inside]], np.arange(len(node) + 1)).tolist()
+    inside = np.flatnonzero(never[waiting.waiter] & never[waiting.awaited])
+    inside = inside[np.argsort(waiting.waiter[inside], kind="stable")]
+    bounds = np.searchsorted(waiting.waiter[inside], np.arange(waiting.nodes + 1)).tolist()
     later, earlier, why, target = (
         column[inside].tolist()
-        for column in (waiting.later, waiting.earlier, waiting.why, node[waiting.earlier])
+        for column in (waiting.later, waiting.earlier, waiting.why, waiting.awaited)
     )
 
     def leads(source: int) -> Iterator[tuple[int, Wait]]:

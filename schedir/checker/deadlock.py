@@ -8,10 +8,19 @@ import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
 from schedir.checker.cycles import Wait, shortest_cycle
-from schedir.checker.diagnostics import Excerpt
+from schedir.checker.diagnostics import Excerpt, in_short
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules.communication import MEETS, WaitCycle
-from schedir.checker.waits import AFTER, QUEUED, REASONS, Waits, host_order, stuck, waits
+from schedir.checker.waits import (
+    AFTER,
+    PART,
+    QUEUED,
+    REASONS,
+    Waits,
+    host_order,
+    stuck,
+    waits,
+)
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
@@ -19,6 +28,7 @@ from schedir.ir import (
     RECEIVES,
     SENDS,
     Bools,
+    Columns,
     Ints,
     Kind,
     Schedule,
@@ -36,8 +46,9 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     if not ties and host_order(schedule):
         return CHANNELS
     # Each enforces a part of what the one before does.
+    alike = _alike(schedule, ties)
     for strictest, channel in enumerate(CHANNELS):
-        known = not ties and channel in _AS_HOST + _AS_EDGE
+        known = alike and channel in _AS_HOST + _AS_EDGE
         if not known and _has_no_cycle(schedule, channel, ties):
             return CHANNELS[strictest:]
     return ()
@@ -45,19 +56,27 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """Whether the schedule runs to its end under a channel model."""
-    if ties:
-        return _has_no_cycle(schedule, channel, ties)
-    if host_order(schedule):
+    if not ties and host_order(schedule):
         return True
-    channel = "edge" if channel in _AS_EDGE else channel
-    return channel not in _AS_HOST and _has_no_cycle(schedule, channel, ())
+    if _alike(schedule, ties):
+        channel = "edge" if channel in _AS_EDGE else channel
+        if channel in _AS_HOST:
+            return False
+    return _has_no_cycle(schedule, channel, ties)
 
 
-# Without ties two models block as another one does. What `host` has compute wait for, `rank` has
-# the communication after it wait for, and compute only matters to that. What `async` lets a
-# receive pass is needed by its user, which stands after both.
+# Two models may block as another one does. What `host` has compute wait for, `rank` has the
+# communication after it wait for, and compute only matters to that. What `async` lets a receive
+# pass is needed by its user, which stands after both.
 _AS_HOST = ("host", "rank")
 _AS_EDGE = ("async",)
+
+
+def _alike(schedule: Schedule, ties: Ties) -> bool:
+    """Whether they do: not with ties; nor with batches, which are none under `host`, and whose
+    receives are needed by whoever needs another part."""
+    columns = schedule.columns
+    return not (ties or (columns.joined & columns.is_kind(*COMMUNICATION)).any())
 
 
 def _has_no_cycle(schedule: Schedule, channel: str, ties: Ties) -> bool:
@@ -78,7 +97,9 @@ def deadlock(
     under every model. `given` is the schedule as its author gave it, where communication has been
     inserted since.
     """
-    waiting = waits(schedule, channel, ties)
+    # What blocks under every model does so for the reasons that the weakest has, too: these are the
+    # ones to see to first.
+    waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
     never = stuck(waiting)
     if never.any():
         yield Faults(
@@ -98,7 +119,8 @@ def _shortest(
 ) -> Iterator[Finding]:
     """The shortest wait cycle."""
     cycle = shortest_cycle(waiting, never)
-    rows = _rows(cycle)
+    rows = _rows(schedule.columns, cycle)
+    communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
     yield Finding(
         WaitCycle.at(
@@ -112,11 +134,12 @@ def _shortest(
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
         _breaking(schedule, given or schedule, cycle, bool(ties)),
-        of_communication=given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any()),
+        of_communication=communicates,
+        blocks=communicates,
     )
 
 
-def _rows(cycle: list[Wait]) -> list[tuple[int, str, int]]:
+def _rows(columns: Columns, cycle: list[Wait]) -> list[tuple[int, str, int]]:
     """The cycle with both kinds of edge: within a list, and between the ends of a transfer.
 
     It starts at the place that comes first in the lists.
@@ -124,7 +147,8 @@ def _rows(cycle: list[Wait]) -> list[tuple[int, str, int]]:
     rows = []
     for (_, before, _), (later, earlier, why) in zip([cycle[-1], *cycle], cycle, strict=False):
         if before != later:
-            rows.append((before, MEETS, later))
+            one_entry = columns.entry[before] == columns.entry[later]
+            rows.append((before, REASONS[PART] if one_entry else MEETS, later))
         rows.append((later, REASONS[why], earlier))
     first = min(range(len(rows)), key=lambda row: (rows[row][0], rows[row][1] != MEETS))
     return rows[first:] + rows[:first]
@@ -162,8 +186,8 @@ def _breaking(
                     yield to_side(given, int(kept[place]), int(to), verb, limit)
 
     # To move compute is to change the schedule, and not how it is posted.
-    yield from in_turn(given, list(slides(compute=False)))
-    yield from in_turn(given, list(slides(compute=True)))
+    yield from in_turn(list(slides(compute=False)))
+    yield from in_turn(list(slides(compute=True)))
     sums = columns.is_kind(Kind.REDUCE_GRAD)
     for later, *_, earlier in passages:
         if sums[later] and sums[earlier]:
@@ -209,25 +233,23 @@ def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:
-    """The pieces of the ranks' lists that hold the cycle, a few actions around each part of it."""
+    """The pieces of the ranks' lists that hold the cycle, a few entries around each part of it."""
     columns = schedule.columns
-    marked = sorted(set(places))
-    pieces: list[list[int]] = []
-    for place in marked:
-        near = pieces and place - pieces[-1][-1] <= 2 * _AROUND + 1
-        if near and columns.rank[place] == columns.rank[pieces[-1][-1]]:
-            pieces[-1].append(place)
+    pieces: list[tuple[int, list[int]]] = []
+    for rank, index in sorted(set(map(columns.position, places))):
+        near = pieces and pieces[-1][0] == rank and index - pieces[-1][1][-1] <= 2 * _AROUND + 1
+        if near:
+            pieces[-1][1].append(index)
         else:
-            pieces.append([place])
-    for piece in pieces:
-        rank = int(columns.rank[piece[0]])
-        start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
-        first = max(start, piece[0] - _AROUND)
-        last = min(end, piece[-1] + _AROUND + 1)
+            pieces.append((rank, [index]))
+    for rank, piece in pieces:
+        _, last_index = columns.position(int(columns.starts[rank + 1]) - 1)
+        first = max(0, piece[0] - _AROUND)
+        shown = range(first, min(last_index, piece[-1] + _AROUND) + 1)
         yield Excerpt(
             rank,
-            first - start,
-            tuple(columns.action(place) for place in range(first, last)),
-            frozenset(place - start for place in piece),
-            end - start,
+            first,
+            tuple(in_short(columns, columns.place(rank, index)) for index in shown),
+            frozenset(piece),
+            last_index + 1,
         )

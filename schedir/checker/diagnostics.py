@@ -11,7 +11,7 @@ import attrs
 from schedir.checker.changes import Change
 from schedir.checker.templates import Text
 from schedir.errors import ScheduleError
-from schedir.ir import Action, Schedule, Source
+from schedir.ir import Action, Columns, Schedule, Source
 
 Severity = Literal["error", "warning", "note"]
 
@@ -21,22 +21,43 @@ class Location:
     """A place in the lists. `index` is None where the fault is that an action is missing.
 
     `action` is what stands there, or what is missing; `source` the line of Python that made it.
+    `within` is the entry that it is a part of, in short, where that has several.
     """
 
     rank: int
     index: int | None
     action: Action
     source: Source | None = None
+    within: str | None = None
 
     def __str__(self) -> str:
         place = "" if self.index is None else f" #{self.index}"
-        return f"rank {self.rank}{place} {self.action}"
+        within = "" if self.within is None else f" of {self.within}"
+        return f"rank {self.rank}{place} {self.action}{within}"
 
 
 def locate(schedule: Schedule, place: int) -> Location:
     """The location of a place in the schedule's columns."""
-    rank, index = schedule.columns.position(place)
-    return Location(rank, index, schedule.columns.action(place), schedule.source_of(rank, index))
+    columns = schedule.columns
+    rank, index = columns.position(place)
+    within = None
+    if columns.joined[place] or columns.last[place] != place:
+        within = in_short(columns, place)
+    return Location(rank, index, columns.action(place), schedule.source_of(rank, index), within)
+
+
+# Of a batch of thousands, so many parts say what it is.
+_MOST_PARTS = 4
+
+
+def in_short(columns: Columns, place: int) -> str:
+    """The entry of a place as text, cut where it is long."""
+    first, last = int(columns.heads[columns.entry[place]]), int(columns.last[place])
+    if first == last:
+        return str(columns.action(first))
+    shown = min(last, first + _MOST_PARTS - 1)
+    parts = [str(columns.action(part)) for part in range(first, shown + 1)]
+    return f"({';'.join(parts)}{f';… {last - shown:,} more' if last > shown else ''})"
 
 
 def locations(schedule: Schedule, places: Iterable[int]) -> tuple[Location, ...]:
@@ -46,14 +67,15 @@ def locations(schedule: Schedule, places: Iterable[int]) -> tuple[Location, ...]
 
 @attrs.frozen
 class Excerpt:
-    """A piece of a rank's list, from `first` on; `marked` are the indices of what is at fault.
+    """A piece of a rank's list, from `first` on, as text; `marked` are the indices of what is at
+    fault.
 
     `total` is the length of the whole list.
     """
 
     rank: int
     first: int
-    actions: tuple[Action, ...]
+    entries: tuple[str, ...]
     marked: frozenset[int]
     total: int
 

@@ -22,12 +22,13 @@ class Finding:
     """A fault in words, and the changes that may fix it, likely ones first.
 
     `of_communication` says whether to leave the communication out, for schedir to insert, is one
-    more of them.
+    more of them, `blocks` whether to join it into batches is.
     """
 
     diagnostic: Diagnostic
     changes: Iterable[Change] = ()
     of_communication: bool = False
+    blocks: bool = False
 
 
 def _ones(faults: Faults) -> Ints:

@@ -3,6 +3,7 @@
 Judged by the clock, at the textbook costs. A send may stand right after the compute that makes its
 payload, and after the send before it on its channel: what is computed in between, the rank at the
 other end may have to wait for. Which send costs most is found by running the list with each moved.
+What is part of a batch is posted with that, and neither late nor early by itself.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     transfers = schedule.dataflow.transfers
     order, follows = transfers.by_channel
     sent = planned.last_before[transfers.send]
-    maker = np.searchsorted(planned.compute, transfers.maker)
+    maker = planned.last[np.searchsorted(planned.compute, transfers.maker)]
+    maker = np.where(schedule.columns.shared[transfers.send], sent, maker)
     after = transfers.maker.copy()
     second = np.flatnonzero(follows)
     previous = order[second - 1]
@@ -67,18 +69,25 @@ def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
     return planned.run(posts + planned.posts[len(posts) :])
 
 
-def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
+def late_receives(
+    schedule: Schedule, posted: Posting, most: Ints | None = None
+) -> Iterator[Faults]:
     """One finding for all, at the receive that is posted the latest after its send.
 
     Where sends are late, a receive in step with them may come before its send or long after it:
-    so they are judged as if no send were.
+    so they are judged as if no send were. `most` says, by transfer, how late a receive is at most
+    where a channel model holds up sends: it is not late for what could not go yet.
     """
-    transfers, before = schedule.dataflow.transfers, posted.planned.last_before
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    before = posted.planned.last_before
     # A last entry for the -1 of what comes before all compute.
     ends = np.array([*posted.prompt.ends, 0], np.int64)
     late = ends[before[transfers.receive]] - ends[posted.together]
-    at_once = before[transfers.receive] == before[transfers.user]
-    found = np.flatnonzero((late > 0) & at_once)
+    if most is not None:
+        late = np.minimum(late, most)
+    user_entry = transfers.user - columns.joined[transfers.user]
+    at_once = before[transfers.receive] == before[user_entry]
+    found = np.flatnonzero((late > 0) & at_once & ~columns.shared[transfers.receive])
     if len(found):
         found = found[np.argsort(-late[found], kind="stable")]
         receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
@@ -86,7 +95,7 @@ def late_receives(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
         finding = rules.LateReceive.at(
             schedule, receive, user, late=float(late[found[0]]), receives=len(found)
         )
-        moves = ahead(schedule, receive, compute, "post").moves(schedule.columns)
+        moves = ahead(schedule, receive, compute, "post").moves()
         yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
 
 
@@ -123,11 +132,12 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
 
 
 def _critical(posted: Posting) -> list[int]:
-    """The late sends on a critical path, those that come latest first. A move regains something
-    only if it is that of one of them."""
+    """The late sends on a critical path, those that come latest first: one at least, where sends
+    that are late make the step longer. A move regains something only if it is that of one of
+    them."""
     planned, times = posted.planned, posted.listed
     needs, firsts = planned.needs.tolist(), set(planned.bounds.tolist())
-    late = posted.sent - posted.alone
+    late = posted.sent > posted.together
     ends = [*times.ends, 0]
     found: dict[int, Time] = {}
     at = int(np.argmax(times.ends))
@@ -139,11 +149,26 @@ def _critical(posted: Posting) -> list[int]:
         need = needs[at]
         if need < 0 or not start:
             break
-        posts = planned.posts[need]
-        at = next(post for post in posts if ends[post] == start)
-        if need < len(late) and posts[0] == at and late[need] > 0:
-            found[need] = start - ends[int(posted.alone[need])]
+        need, at = _last_to_arrive(planned, times, need)
+        if need < len(late) and planned.posts[need][0] == at and late[need]:
+            while posted.sent[need] == posted.alone[need]:  # late for the one before on its channel
+                need = int(planned.before[need])
+            found.setdefault(need, start - ends[int(posted.alone[need])])
     return sorted(found, key=lambda transfer: -found[transfer])
+
+
+def _last_to_arrive(planned: Plan, times: Times, exchange: int) -> tuple[int, int]:
+    """Of what an exchange waits for, that or the exchange whose post comes last, and the compute
+    that this comes after."""
+    begin = times.begins[exchange]
+    while True:
+        for post in planned.posts[exchange]:
+            if post >= 0 and times.ends[post] == begin:
+                return exchange, post
+        others = planned.also.get(exchange, [])
+        if planned.before[exchange] >= 0:
+            others = [*others, int(planned.before[exchange])]
+        exchange = next(other for other in others if times.begins[other] == begin)
 
 
 def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move]:
@@ -153,5 +178,8 @@ def _sooner(schedule: Schedule, posted: Posting, transfer: int) -> Iterator[Move
     rank, index = columns.position(send)
     # The compute after the last one that it has to follow.
     until = int(posted.planned.compute[posted.alone[transfer] + 1])
-    for target in range(after, min(until, send)):
-        yield Move(rank, index, "after", columns.position(target)[1], "post")
+    targets = dict.fromkeys(
+        columns.position(target)[1] for target in range(after, min(until, send))
+    )
+    for target in targets:
+        yield Move(rank, index, "after", target, "post")

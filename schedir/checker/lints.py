@@ -7,53 +7,112 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import attrs
 import numpy as np
 
 from schedir.checker.changes import back
 from schedir.checker.faults import Faults, fault
-from schedir.checker.late import late_receives, late_sends, posting
+from schedir.checker.late import Posting, late_receives, late_sends, posting
 from schedir.checker.rules import lints as rules
-from schedir.checker.waits import QUEUED, finish, waits
+from schedir.checker.waits import QUEUED, Waits, finish, previous_of_queue, waits
 from schedir.ir import (
     RECEIVES,
     TEXTBOOK,
+    Ints,
     Kind,
     Schedule,
     Time,
     plan,
 )
+from schedir.passes import split_batches
 
 
 def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
     """What makes a right, complete schedule slower than it need be."""
-    posted = posting(schedule, plan(schedule))
+    # Where posts never block, a batch is its parts; it may not run as the clock runs one.
+    planned = plan(split_batches(schedule) if channel == "async" else schedule)
+    posted = posting(schedule, planned)
     yield from late_sends(schedule, posted)
-    yield from late_receives(schedule, posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        yield from _early_receives(schedule, channel, max(posted.listed.ends, default=0))
+        queued = _queued(schedule, channel, posted)
+        yield from late_receives(schedule, posted, queued.late)
+        yield from _early_receives(schedule, queued, max(posted.listed.ends, default=0))
+    else:
+        yield from late_receives(schedule, posted)
     yield from _needless_splits(schedule)
     yield from _group_size(schedule, max(posted.prompt.ends, default=0))
 
 
-def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterator[Faults]:
+@attrs.frozen(eq=False)
+class _Queued:
+    """How a schedule runs under a channel model that orders more than each channel.
+
+    `late` says, by transfer, how much later its receive is posted than its send could go; `held`
+    what waits for what, and when each node is done. There is none where nothing is held up.
+    """
+
+    channel: str
+    late: Ints
+    held: tuple[Waits, Ints] | None
+
+
+def _queued(schedule: Schedule, channel: str, posted: Posting) -> _Queued:
+    """Run the schedule under a channel model; that takes long only where it holds something up."""
+    columns, planned, transfers = schedule.columns, posted.planned, schedule.dataflow.transfers
+    previous = previous_of_queue(schedule, channel)
+    later = np.flatnonzero(previous >= 0)
+    done = _as_listed(schedule, posted)
+    held = None
+    # What a batch holds up is only known of the whole.
+    if columns.together or (done[previous[later]] > done[later]).any():
+        waiting = waits(schedule, channel)
+        by_node = finish(waiting, waiting.summed(TEXTBOOK[columns.kind]).tolist())
+        held = waiting, np.array(by_node, np.int64)
+        done = held[1][waiting.node]
+    if columns.together:  # what waits for a part waits for all of its entry
+        done = np.maximum.reduceat(done, columns.heads)[columns.entry]
+    # A last entry for the -1 of what comes before all compute, or first in its queue.
+    done = np.append(done, 0)
+    compute = np.append(planned.compute, -1)
+    before_send, before_receive = (
+        compute[planned.last_before[ends]] for ends in (transfers.send, transfers.receive)
+    )
+    ready = np.maximum(done[before_send], done[previous[transfers.send]])
+    return _Queued(channel, done[before_receive] - ready, held)
+
+
+def _as_listed(schedule: Schedule, posted: Posting) -> Ints:
+    """When each place is done where nothing but its own channel holds it up."""
+    planned, transfers = posted.planned, schedule.dataflow.transfers
+    begins = np.array(posted.listed.begins, np.int64)
+    done = np.zeros(len(schedule.columns), np.int64)
+    done[planned.compute] = np.array(posted.listed.ends, np.int64)[planned.last]
+    done[transfers.send] = done[transfers.receive] = begins[: len(transfers)]
+    for places, begin in zip(planned.collectives, begins[len(transfers) :].tolist(), strict=False):
+        done[list(places)] = begin
+    return done
+
+
+def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iterator[Faults]:
     """The receive that holds up most, where the step takes longer for what is held up."""
-    waiting = waits(schedule, channel)
-    done = np.array(finish(waiting, TEXTBOOK[schedule.columns.kind].tolist()), np.int64)
+    if queued.held is None:
+        return
+    waiting, done = queued.held
     makespan = float(done.max(initial=0))
     if makespan <= possible:
         return
     # Of all that each node waits for, what is done last, and how much later than all the rest.
-    node = waiting.node[waiting.later]
-    ends = done[waiting.node[waiting.earlier]]
+    node, ends = waiting.waiter, done[waiting.awaited]
     order = np.lexsort((ends, node))
     last = np.flatnonzero(np.append(node[order][1:] != node[order][:-1], True))
     rest = np.where(last > 0, last - 1, last)
     rest_ends = np.where(node[order[rest]] == node[order[last]], ends[order[rest]], 0)
     held = np.where(rest == last, 0, ends[order[last]] - rest_ends)
     edge = order[last]
-    receives = schedule.columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
-    held = np.where(receives & (waiting.why[edge] == QUEUED), held, 0)
+    blamed = schedule.columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
+    blamed &= ~schedule.columns.shared[waiting.earlier[edge]] & (waiting.why[edge] == QUEUED)
+    held = np.where(blamed, held, 0)
     worst = int(held.argmax())
     if held[worst] > 0:
         receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
@@ -62,12 +121,12 @@ def _early_receives(schedule: Schedule, channel: str, possible: Time) -> Iterato
                 schedule,
                 receive,
                 other,
-                channel=channel,
+                channel=queued.channel,
                 held=float(held[worst]),
                 makespan=makespan,
                 possible=float(possible),
             ),
-            back(schedule, receive, other, "post").moves(schedule.columns),
+            back(schedule, receive, other, "post").moves(),
         )
 
 
@@ -75,7 +134,9 @@ def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
     """An I and its W side by side; what stands between them may be the reason for the split."""
     split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     first, second = map(schedule.dataflow.of, split)
-    pairs = np.sort(first[(first >= 0) & (second == first + 1)]).tolist()
+    pairs = np.sort(first[(first >= 0) & (second == first + 1)])
+    # That of an overlapped pair is one with the forward beside it.
+    pairs = pairs[~schedule.columns.shared[pairs]].tolist()
     if pairs:
         yield fault(
             rules.NeedlessSplit.at(schedule, *(at for p in pairs for at in (p, p + 1))),

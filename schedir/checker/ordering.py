@@ -64,7 +64,7 @@ def _too_early(
 ) -> Iterator[Finding]:
     for place, later in zip(early.tolist(), used.tolist(), strict=True):
         slides = (back(schedule, place, later), ahead(schedule, later, place))
-        yield Finding(rule.at(schedule, place, later), in_turn(schedule, slides))
+        yield Finding(rule.at(schedule, place, later), in_turn(slides))
 
 
 def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
@@ -119,7 +119,7 @@ def _step_too_early(schedule: Schedule, last: int, gradients: list[int]) -> Find
     if len(gradients) == 1:
         slides.append(ahead(schedule, gradients[0], last))
     finding = rules.StepBeforeGradients.at(schedule, last, *gradients)
-    return Finding(finding, in_turn(schedule, slides))
+    return Finding(finding, in_turn(slides))
 
 
 def _empty_steps(

@@ -117,7 +117,7 @@ def _reduced_early(schedule: Schedule, reduce: int, each: _Round) -> Finding:
         slides.append(ahead(schedule, last, reduce))
     return Finding(
         rules.ReduceBeforeGradients.at(schedule, reduce, last, late=late),
-        in_turn(schedule, slides),
+        in_turn(slides),
     )
 
 

@@ -22,7 +22,9 @@ from schedir.checker.structure import structure
 from schedir.checker.trials import Trials
 from schedir.errors import UnsoundError
 from schedir.ir import (
+    CHANNELS,
     COMMUNICATION,
+    DEFAULT_CHANNEL,
     Schedule,
     Ties,
     collective_turns,
@@ -32,7 +34,8 @@ from schedir.ir import (
 )
 from schedir.passes import insert_communication
 
-_DEFAULT = "edge"
+# What blocks in a list without communication blocks under every model: under this one too.
+_WEAKEST = CHANNELS[-1]
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
 # So many findings of one code say enough.
@@ -59,14 +62,15 @@ class _Judgement:
 
 def check(
     schedule: Schedule,
-    channel: str = _DEFAULT,
+    channel: str = DEFAULT_CHANNEL,
     *,
     max_delay: int | None = None,
     max_versions: int | None = None,
     max_activations: int | None = None,
     ties: Iterable[Iterable[int]] = (),
 ) -> Report:
-    """Everything that is wrong with a schedule, errors judged under a channel model.
+    """Everything that is wrong with a schedule, errors judged under a channel model: by default
+    `rank`, what NCCL can be relied on for. `report.clean_channels` says where else it runs.
 
     Findings locate the schedule as it was given. Where it is compute-only and sound, its
     communication is inserted and proved as well; `report.schedule` is what has been proved.
@@ -83,7 +87,7 @@ def check(
 
 
 def prove(
-    schedule: Schedule, channel: str = _DEFAULT, *, ties: Iterable[Iterable[int]] = ()
+    schedule: Schedule, channel: str = DEFAULT_CHANNEL, *, ties: Iterable[Iterable[int]] = ()
 ) -> Report:
     """`check` without the advice: for whoever wants the complete schedule, `report.schedule`, and
     the findings only where there is none.
@@ -173,11 +177,11 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
         try:
             complete = insert_communication(schedule)
         except UnsoundError:
-            blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
+            blocking = list(deadlock(schedule, _WEAKEST, (), terms.ties))
         else:
             # The collectives that the author has placed, and ties, are all that can block still.
             if terms.ties or any(len(places) > 1 for places in collective_turns(schedule)):
-                blocking = list(deadlock(schedule, _DEFAULT, (), terms.ties))
+                blocking = list(deadlock(schedule, _WEAKEST, (), terms.ties))
     yield from blocking
     return None if blocking else complete
 
@@ -225,12 +229,11 @@ def _communicates(finding: Diagnostic) -> bool:
 def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
     """The finding with its places counted without the communication that was inserted."""
     columns = complete.columns
-    kept = ~columns.is_kind(*COMMUNICATION)
+    kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
 
     def without(place: Location) -> Location:
-        start = columns.starts[place.rank]
-        index = int(kept[start : start + (place.index or 0)].sum())
-        return attrs.evolve(place, index=index)
+        start, end = columns.starts[place.rank], columns.place(place.rank, place.index or 0)
+        return attrs.evolve(place, index=int(kept[start:end].sum()))
 
     return attrs.evolve(finding, locations=tuple(map(without, finding.locations)))
 

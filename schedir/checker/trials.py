@@ -7,7 +7,7 @@ from functools import cached_property
 
 import attrs
 
-from schedir.checker.changes import Change, LeaveOut, changed
+from schedir.checker.changes import Batch, Change, LeaveOut, changed
 from schedir.checker.faults import Faults, Finding, Tally, nothing_new, tally, without
 from schedir.ir import Schedule
 
@@ -50,6 +50,8 @@ class Trials:
             self.left -= 1
             if nothing_new(self.judge(changed(self.schedule, change), errors_only), allowed):
                 return change
+        if finding.blocks and nothing_new(self._batched, allowed):
+            return Batch(tried)
         if finding.of_communication and nothing_new(self._without_communication, allowed):
             return LeaveOut(tried)
         return None
@@ -61,6 +63,10 @@ class Trials:
     @cached_property
     def _errors(self) -> Tally:
         return tally(faults for faults in self.found if faults.rule.severity == "error")
+
+    @cached_property
+    def _batched(self) -> list[Faults]:
+        return list(self.judge(changed(self.schedule, Batch()), True))
 
     @cached_property
     def _without_communication(self) -> list[Faults]:

@@ -5,6 +5,18 @@ channel model keeps of the lists' order as edges: the schedule deadlocks exactly
 cycle. One pass decides for every interleaving, because each channel has one writer and one reader
 and control flow is fixed (Kahn networks; Siegel & Avrunin 2003; Liao et al., arXiv 0709.3693).
 
+An overlapped pair is one node. A batch has two beside those of its transfers: `posted` waits for
+what any of its parts waits for, and each transfer of it for that; `over` waits for all of them, and
+what is queued behind a part, or needs it, for `over`. So the edges are as many as the parts.
+
+                               0SEND_ACT1
+                             ↙            ↖
+    the queue before  ←  posted            over  ←  the queue after, compute that needs a part
+                             ↖            ↙
+                               0RECV_GRAD0
+
+Under `host` a batch is its parts, one after the other; under `async` each is posted for itself.
+
 The k-th OPTIM_STEPs of tied stages are one node too, under every model: none is done before the
 gradients of all are there. A rank may hold several tied stages, whose OPTIM_STEPs stand one after
 the other. So where there are ties, OPTIM_STEPs with no compute between them (under `host`, with
@@ -22,6 +34,7 @@ import attrs
 import numpy as np
 
 from schedir.ir import (
+    COMMUNICATION,
     COMPUTE,
     RECEIVES,
     Bools,
@@ -37,30 +50,80 @@ from schedir.ir import (
     tied_steps,
 )
 
-REASONS = ("comes after", "needs", "queued behind")
-AFTER, NEEDS, QUEUED = range(len(REASONS))
+REASONS = ("comes after", "needs", "queued behind", "runs with")
+AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
+"""The last two lead from a batch that is over to its parts, and from these to where it is posted:
+steps within an entry, which only a PART is a reason for."""
 
 
 @attrs.frozen(eq=False)
 class Waits:
     """What must happen before what: place `later[i]` waits for place `earlier[i]`.
 
-    `why` indexes REASONS. `node[place]` is the node that a place belongs to, itself a place: the
-    first end of its transfer or collective, or the first of the OPTIM_STEPs tied to it.
+    `why` indexes REASONS. The places stand for the nodes `waiter[i]` and `awaited[i]`, of which
+    `node[place]` is the one that a place belongs to, itself a place: the first end of its transfer
+    or collective, the first part of its pair, or the first of the OPTIM_STEPs tied to it. Those of
+    batches have the numbers after all places, up to `nodes`.
     """
 
     later: Ints
     earlier: Ints
     why: Ints
+    waiter: Ints
+    awaited: Ints
     node: Ints
+    nodes: int
+
+    @property
+    def exists(self) -> Bools:
+        """Which numbers are those of a node."""
+        own = self.node == np.arange(len(self.node))
+        return np.append(own, np.ones(self.nodes - len(own), np.bool_))
+
+    def summed(self, costs: Ints) -> Ints:
+        """What the places of each node cost together."""
+        return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
 
 def waits(schedule: Schedule, channel: str, ties: Ties = ()) -> Waits:
     """Every wait under a channel model. A compute-only schedule has those of its compute."""
+    node = _nodes(schedule, ties)
+    posted, over = _points(schedule, channel, node)
     edges = [*_order(schedule, channel, bool(ties)), *_inputs(schedule)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
-    in_lists = np.lexsort((why, later))
-    return Waits(later[in_lists], earlier[in_lists], why[in_lists], _nodes(schedule, ties))
+    waiter, awaited = posted[later], over[earlier]
+    if over is not node:
+        whole, single = np.flatnonzero(over != node), np.flatnonzero(posted != node)
+        inner = np.concatenate((whole, single))
+        reasons = np.repeat((PART, POSTED), (len(whole), len(single)))
+        later, earlier = np.concatenate((later, inner)), np.concatenate((earlier, inner))
+        why = np.concatenate((why, reasons))
+        waiter = np.concatenate((waiter, over[whole], node[single]))
+        awaited = np.concatenate((awaited, node[whole], posted[single]))
+    order = np.lexsort((why, later))
+    return Waits(
+        later[order],
+        earlier[order],
+        why[order],
+        waiter[order],
+        awaited[order],
+        node,
+        max(int(over.max(initial=-1)) + 1, len(node)),
+    )
+
+
+def _points(schedule: Schedule, channel: str, node: Ints) -> tuple[Ints, Ints]:
+    """By place, the nodes that wait for what is before its entry, and that what comes after it
+    waits for."""
+    columns = schedule.columns
+    if channel == "host" or not columns.together:
+        return node, node
+    batched = columns.is_kind(*COMMUNICATION) & (
+        columns.joined | (columns.last > np.arange(len(columns)))
+    )
+    number = np.cumsum(batched & ~columns.joined)
+    over = np.where(batched, len(columns) + 2 * number - 1, node)
+    return (node if channel == "async" else np.where(batched, over - 1, node)), over
 
 
 def host_order(schedule: Schedule) -> bool:
@@ -94,7 +157,10 @@ def host_order(schedule: Schedule) -> bool:
 
 
 def _nodes(schedule: Schedule, ties: Ties) -> Ints:
-    node = np.arange(len(schedule.columns))
+    columns = schedule.columns
+    # The parts of a pair are one node: that of the first.
+    pairs = columns.joined & columns.is_kind(*COMPUTE)
+    node = np.arange(len(columns)) - pairs
     transfers = schedule.dataflow.transfers
     send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
     node[send] = node[receive] = np.minimum(send, receive)
@@ -127,7 +193,7 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
         held = ~columns.is_kind(*RECEIVES)[later]
         later, earlier = later[held], earlier[held]
     yield _edges(later, earlier, AFTER)
-    yield _edges(np.arange(len(columns)), _previous_of_queue(queues(channel, schedule)), QUEUED)
+    yield _edges(np.arange(len(columns)), previous_of_queue(schedule, channel), QUEUED)
     sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
 
@@ -135,14 +201,15 @@ def _order(schedule: Schedule, channel: str, tied: bool) -> Iterator[_Edges]:
 def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
     """Every place, and the last one before it on its rank that `holds`; -1 for none.
 
-    Where stages are `tied`, OPTIM_STEPs don't hold each other, and all since that last one hold
-    what comes after them.
+    The parts of a pair have the same before them. Where stages are `tied`, OPTIM_STEPs don't hold
+    each other, and all since that last one hold what comes after them.
     """
     places = np.arange(len(columns))
     start = columns.starts[columns.rank]
     steps = columns.is_kind(Kind.OPTIM_STEP) & tied
     last = np.maximum.accumulate(np.where(holds & ~steps, places, -1)) if len(places) else places
-    before = np.concatenate(([-1], last[:-1]))[: len(places)]
+    begins = places - (columns.joined & columns.is_kind(*COMPUTE))
+    before = np.concatenate(([-1], last))[begins]
     before = np.where(before >= start, before, -1)
     if not tied:
         return places, before
@@ -159,12 +226,16 @@ def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
     )
 
 
-def _previous_of_queue(queue: Ints) -> Ints:
-    """For every place, the place before in its queue, -1 for none."""
+def previous_of_queue(schedule: Schedule, channel: str) -> Ints:
+    """For every place, the place before in its queue that it waits for, -1 for none: none for the
+    parts of a batch but the first, though under `host` each waits for the one before."""
+    columns, queue = schedule.columns, queues(channel, schedule)
     order = np.argsort(queue, kind="stable")
     order = order[queue[order] >= 0]
     previous = np.full(len(queue), -1)
     same = queue[order[1:]] == queue[order[:-1]]
+    if columns.together and channel != "host":
+        same &= columns.entry[order[1:]] != columns.entry[order[:-1]]
     previous[order[1:][same]] = order[:-1][same]
     return previous
 
@@ -178,18 +249,17 @@ def _inputs(schedule: Schedule) -> Iterator[_Edges]:
 
 
 def finish(waiting: Waits, durations: Sequence[Time]) -> list[Time]:
-    """When each node is done, each place taking its duration; -1 for what never happens: for what
-    is on a cycle, and what waits for one."""
-    node = waiting.node
-    later, earlier = node[waiting.later], node[waiting.earlier]
+    """When each node is done, given how long each takes; -1 for what never happens: for what is on
+    a cycle, and what waits for one."""
+    later, earlier = waiting.waiter, waiting.awaited
     order = np.argsort(earlier, kind="stable")
-    bounds = np.searchsorted(earlier[order], np.arange(len(node) + 1)).tolist()
+    bounds = np.searchsorted(earlier[order], np.arange(waiting.nodes + 1)).tolist()
     waiters = later[order].tolist()
-    left = np.bincount(later, minlength=len(node))
-    ready = np.flatnonzero((left == 0) & (node == np.arange(len(node)))).tolist()
+    left = np.bincount(later, minlength=waiting.nodes)
+    ready = np.flatnonzero((left == 0) & waiting.exists).tolist()
     missing = left.tolist()
-    begin: list[Time] = [0] * len(node)
-    done: list[Time] = [-1] * len(node)
+    begin: list[Time] = [0] * waiting.nodes
+    done: list[Time] = [-1] * waiting.nodes
     while ready:
         current = ready.pop()
         end = done[current] = begin[current] + durations[current]
@@ -204,6 +274,6 @@ def finish(waiting: Waits, durations: Sequence[Time]) -> list[Time]:
 
 def stuck(waiting: Waits) -> Bools:
     """The nodes that never happen."""
-    done = np.array(finish(waiting, [0] * len(waiting.node)))
-    never: Bools = (done < 0) & (waiting.node == np.arange(len(waiting.node)))
+    done = np.array(finish(waiting, [0] * waiting.nodes))
+    never: Bools = (done < 0) & waiting.exists
     return never

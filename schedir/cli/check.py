@@ -9,7 +9,7 @@ import sys
 from schedir.checker import CHANNELS, check
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import fail, page_for, write
-from schedir.ir import ties_of
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
 from schedir.render import described, outputs_of
 
 
@@ -27,8 +27,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--channel",
         choices=CHANNELS,
-        default="edge",
-        help="the transport that errors are judged under, strictest first (default: %(default)s)",
+        default=DEFAULT_CHANNEL,
+        help="the transport that errors are judged under (default: %(default)s). Strictest first, "
+        + "; ".join(f"{model}: {words}" for model, words in CHANNELS_IN_WORDS.items()),
     )
     for option, least, text in (
         ("--max-delay", 0, "a gradient is applied more than N updates after its weights were read"),

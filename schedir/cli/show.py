@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.checker import prove
+from schedir.checker import CHANNELS, prove
 from schedir.cli.target import add_target, load_target, subject_of
 from schedir.cli.terminal import is_terminal, page_for, refuse, write
 from schedir.ir import Schedule
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
     schedule = load_target(args)
-    report = prove(schedule)
+    report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
     if report.schedule is None:
         return refuse(report, subject_of(args, schedule))
     schedule = report.schedule

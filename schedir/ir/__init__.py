@@ -24,7 +24,13 @@ from schedir.ir.actions import (
     send_grad,
 )
 from schedir.ir.activations import peak_activations
-from schedir.ir.channels import CHANNELS, expect_channel, queues
+from schedir.ir.channels import (
+    CHANNELS,
+    CHANNELS_IN_WORDS,
+    DEFAULT_CHANNEL,
+    expect_channel,
+    queues,
+)
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
 from schedir.ir.collectives import collective_turns, reduces_by_stage, sums_of_steps
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
@@ -49,10 +55,12 @@ from schedir.ir.versions import StageVersions, weight_versions
 __all__ = [
     "BACKWARDS",
     "CHANNELS",
+    "CHANNELS_IN_WORDS",
     "COMMUNICATION",
     "COMPLETES_GRADIENTS",
     "COMPUTE",
     "CONSUMES",
+    "DEFAULT_CHANNEL",
     "KINDS",
     "KIND_INDEX",
     "READS_WEIGHTS",

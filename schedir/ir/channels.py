@@ -2,10 +2,17 @@
 
     model   stands for                                             order that blocks
     host    blocking send/recv calls (MPI_Ssend; dist.send)        every action of the rank
-    rank    one communication stream per rank (NCCL, eager init)   all communication of the rank
-    pair    one stream per unordered pair (torch's NCCL isend)     communication with one peer
-    edge    one stream per directed pair (schedir's executor)      communication on one channel
-    async   posts never block (gloo)                               none
+    rank    one order of all communication per rank, which is      all communication of the rank
+            what NCCL can be relied on for
+    pair    one stream per unordered pair (torch's NCCL isend,     communication with one peer
+            at its best)
+    edge    one stream per directed pair                           communication on one channel
+    async   posts never block (gloo isend/irecv)                   none
+
+`pair` and `edge` need a driver that never couples streams, which CUDA does not promise: hardware
+queues are few, the first launch of a kernel waits for the whole device, and a posted NCCL receive
+is a running kernel. All such waits lead from what a rank posts later to what it posted earlier,
+so that a list that is clean under `rank` is safe whatever the driver does.
 
 In all of them a transfer happens when both its ends are posted (zero buffering: what is clean
 without buffers is clean with any), communication needs all compute listed before it on its rank
@@ -20,8 +27,19 @@ from schedir.ir.actions import COMMUNICATION, RECEIVES, Kind
 from schedir.ir.columns import Ints
 from schedir.ir.schedule import Schedule
 
-CHANNELS = ("host", "rank", "pair", "edge", "async")
-"""The models, strictest first: each enforces a part of the order that the one before does."""
+CHANNELS_IN_WORDS = {
+    "host": "blocking send and receive calls",
+    "rank": "one order of all communication per rank, what NCCL can be relied on for",
+    "pair": "one stream per pair of ranks, and a driver that never couples streams",
+    "edge": "one stream per direction of a pair, and such a driver",
+    "async": "posts never block, as on gloo",
+}
+"""The models, strictest first, and what each stands for."""
+CHANNELS = tuple(CHANNELS_IN_WORDS)
+"""Their names: each enforces a part of the order that the one before does."""
+DEFAULT_CHANNEL = "rank"
+"""What schedules are judged under unless somebody says otherwise: what is clean under it runs on
+gloo and on NCCL."""
 
 
 def expect_channel(channel: object) -> None:

@@ -1,6 +1,6 @@
 """Passes: Schedule → Schedule. Valid in, valid out."""
 
-from schedir.passes.batches import batch_communication
+from schedir.passes.batches import batch_communication, split_batches
 from schedir.passes.communication import insert_communication, strip_communication
 from schedir.passes.forward import forward_only
 from schedir.passes.receives import advance_receives
@@ -14,5 +14,6 @@ __all__ = [
     "forward_only",
     "insert_communication",
     "insert_reductions",
+    "split_batches",
     "strip_communication",
 ]

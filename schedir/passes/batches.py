@@ -47,6 +47,15 @@ def batch_communication(schedule: Schedule) -> Schedule:
     return attrs.evolve(schedule, actions=attrs.evolve(columns, joined=joined))
 
 
+def split_batches(schedule: Schedule) -> Schedule:
+    """The schedule with the parts of each batch as entries of their own, in their order."""
+    columns = schedule.columns
+    if not columns.together:
+        return schedule
+    pairs = columns.joined & ~columns.is_kind(*COMMUNICATION)
+    return attrs.evolve(schedule, actions=attrs.evolve(columns, joined=pairs))
+
+
 def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     """The places that happen together, of each transfer and collective; none where some place has
     no others, or those of a channel stand in another order at its other end."""

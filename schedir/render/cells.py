@@ -1,7 +1,7 @@
 """The cells of a timeline: each compute action's label, place and colour on the time axis.
 
-A cell is its label, dashes up to its end, and one blank column that sets it off from the next. A
-coarse cell is its kind's letter, over and over: `FBBFBB`.
+A cell is its label, dashes up to its end, and one blank column that sets it off from the next. An
+overlapped pair is one cell, `F1;B0--`. A coarse cell is its kind's letter, over and over: `FBBFBB`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ import numpy as np
 
 from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
 from schedir.render.axis import CUT_WIDTH, Axis, nearest
-from schedir.render.palette import FAINT, LEFT_OUT, SHORT, STEP, STEP_STYLE, WORDS, shade
+from schedir.render.palette import (
+    FAINT,
+    LEFT_OUT,
+    PAIR,
+    PAIR_STYLE,
+    SHORT,
+    STEP,
+    STEP_STYLE,
+    WORDS,
+    shade,
+)
 from schedir.simulator import Timeline
 
 # A cell shorter than this part of the longest one is drawn as a mark: it would stretch all others.
@@ -35,11 +45,15 @@ class Cell(NamedTuple):
 
 
 class ComputeSpan(NamedTuple):
-    """A compute action and its time: lighter than a `Span`, and there may be millions."""
+    """A compute action and its time: lighter than a `Span`, and there may be millions.
+
+    `beside` is the other part of an overlapped pair.
+    """
 
     action: Action
     start: float
     end: float
+    beside: Action | None = None
 
 
 @attrs.frozen
@@ -53,7 +67,7 @@ class Row:
 def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
     """What occupies each of the `ranks`, where it is known when."""
     columns = timeline.schedule.columns
-    kept = columns.where(*COMPUTE)
+    kept = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
     kept = kept[~np.isnan(timeline.starts[kept]) & ~np.isnan(timeline.ends[kept])]
     starts = starts_of(columns.rank[kept], columns.ranks)
     compute = columns.take(kept, starts)
@@ -66,6 +80,8 @@ def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
             ComputeSpan(action, *time)
             for action, time in zip(compute.of_rank(rank), times, strict=True)
         ]
+        for turn in np.flatnonzero(columns.shared[places]).tolist():
+            spans[turn] = spans[turn]._replace(beside=columns.action(places[turn] + 1))
         stages = timeline.schedule.stages_of(rank)
         rows.append(Row(spans, {stage: chunk for chunk, stage in enumerate(stages)}))
     return rows
@@ -82,8 +98,13 @@ class Labels:
         """The labels of a schedule's actions."""
         return cls(any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.ranks)))
 
+    def of_span(self, span: ComputeSpan) -> str:
+        """The label of a span's cell."""
+        label = self.of(span.action)
+        return label if span.beside is None else f"{label};{self.of(span.beside)}"
+
     def of(self, action: Action) -> str:
-        """The label of an action's cell."""
+        """The label of an action."""
         if action.kind is Kind.OPTIM_STEP:
             return STEP
         microbatch = "" if action.microbatch is None else action.microbatch
@@ -94,11 +115,11 @@ class Labels:
         named = _long_enough(rows)
         if not named:
             return 1
-        needs = {(len(self.of(span.action)) + 1, span.end - span.start) for span in named}
+        needs = {(len(self.of_span(span)) + 1, span.end - span.start) for span in named}
         scale = max(need / duration for need, duration in needs)
         # Where times are no whole numbers of columns, rounding can take a column from a cell.
         fits = all(
-            nearest(span.end * scale) - nearest(span.start * scale) > len(self.of(span.action))
+            nearest(span.end * scale) - nearest(span.start * scale) > len(self.of_span(span))
             for span in named
         )
         return scale if fits else max((need + 1) / duration for need, duration in needs)
@@ -109,8 +130,8 @@ class Labels:
 
     def _cell(self, row: Row, span: ComputeSpan, axis: Axis) -> Cell:
         left, right = axis.column(span.start), axis.column(span.end)
-        label, kind = self.of(span.action), span.action.kind
-        style = _style(row, span.action)
+        label, kind = self.of_span(span), span.action.kind
+        style = _style(row, span)
         if right - left > len(label):
             return Cell(left, len(label) + 1, label.ljust(right - left - 1, "-"), style)
         # Without room of its own, a mark stands in the blank column after the cell before.
@@ -138,8 +159,8 @@ def coarse_cells(row: Row, axis: Axis) -> list[Cell]:
             right = max(right, left + 1)
         left = max(left, drawn)
         if right > left:
-            letter = STEP if span.action.kind is Kind.OPTIM_STEP else span.action.kind.value
-            style = _style(row, span.action)
+            letter = _letter(span)
+            style = _style(row, span)
             cells.append(Cell(left, 1, letter * (right - left), style, letter))
             drawn = right
         idle_since = span.end
@@ -179,7 +200,16 @@ def _start(span: ComputeSpan) -> float:
     return span.start
 
 
-def _style(row: Row, action: Action) -> str:
+def _letter(span: ComputeSpan) -> str:
+    if span.beside is not None:
+        return PAIR
+    return STEP if span.action.kind is Kind.OPTIM_STEP else span.action.kind.value
+
+
+def _style(row: Row, span: ComputeSpan) -> str:
+    action = span.action
+    if span.beside is not None:
+        return PAIR_STYLE
     if action.kind in WORDS:
         return shade(action.kind, row.chunks.get(action.stage, 0))
     return STEP_STYLE

@@ -66,8 +66,8 @@ def _list(excerpt: Excerpt) -> str:
     """A piece of a list: `#3 … 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 …`, what is at fault in
     brackets."""
     tokens = [
-        f"[{action}]" if index in excerpt.marked else str(action)
-        for index, action in enumerate(excerpt.actions, excerpt.first)
+        f"[{entry}]" if index in excerpt.marked else entry
+        for index, entry in enumerate(excerpt.entries, excerpt.first)
     ]
     before = ["…"] if excerpt.first else []
     after = ["…"] if excerpt.first + len(tokens) < excerpt.total else []
@@ -140,15 +140,19 @@ def _summary(report: Report) -> str:
     clean = report.clean_channels
     if not report.ok or report.channel not in clean:
         return f"{', '.join(counts)} under {report.channel}"
-    also = [channel for channel in CHANNELS if channel in clean and channel != report.channel]
+    return ", ".join([f"clean under {report.channel}{_elsewhere(report)}", *counts])
+
+
+def _elsewhere(report: Report) -> str:
+    """Under which other models it is clean."""
+    clean = report.clean_channels
     unclean = [channel for channel in CHANNELS if channel not in clean]
-    more = "; ".join(
-        f"{word}: {', '.join(channels)}"
-        for word, channels in (("also", also), ("not", unclean))
-        if channels
-    )
-    clean_under = f"clean under {report.channel}{f' ({more})' if more else ''}"
-    return ", ".join([clean_under, *counts])
+    if not unclean:
+        return " and every other channel model"
+    also = [channel for channel in clean if channel != report.channel]
+    more = [("also", also), ("not", unclean)]
+    parts = [f"{word}: {', '.join(channels)}" for word, channels in more if channels]
+    return f" ({'; '.join(parts)})"
 
 
 def _counts(report: Report) -> Iterator[str]:

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from schedir.ir import Kind
 from schedir.render.cells import Cell, Labels, Row
-from schedir.render.palette import SHORT, STEP, STEP_STYLE, WORDS, shade
+from schedir.render.palette import PAIR, PAIR_STYLE, SHORT, STEP, STEP_STYLE, WORDS, shade
 from schedir.render.styled import Piece
 
 
 def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]]) -> str:
     """The letters and marks that occur, and how a label is read."""
     words = kinds_in_words(rows)
+    if any(span.beside is not None for row in rows for span in row.spans):
+        words.append("; between two that run as one")
     if any(cell.text == SHORT for row in cells for cell in row):
         words.append(f"{SHORT} too short to be named")
     text = ", ".join(words)
@@ -30,15 +32,17 @@ def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]])
 
 def kinds_in_words(rows: Sequence[Row]) -> list[str]:
     """The letter and the meaning of each kind that occurs."""
-    kinds = {span.action.kind for row in rows for span in row.spans}
+    spans = [span for row in rows for span in row.spans]
+    kinds = {span.action.kind for span in spans}
+    kinds |= {span.beside.kind for span in spans if span.beside is not None}
     words = [f"{kind.value} {word}" for kind, word in WORDS.items() if kind in kinds]
     return words + ([f"{STEP} step of the optimiser"] if Kind.OPTIM_STEP in kinds else [])
 
 
 def painted_legend(text: str) -> Iterator[Piece]:
     """A legend, the first of each letter that stands alone as the drawing shows it."""
-    styles = {kind.value: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE}
-    letters = "|".join(map(str, WORDS))
+    styles = {kind.value: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
+    letters = "|".join(map(str, (*WORDS, PAIR)))
     for part in re.split(rf"(\b(?:{letters})\b|{re.escape(STEP)})", text):
         yield Piece(part, styles.pop(part, ""))
     yield Piece("\n")

@@ -19,7 +19,7 @@ from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
 from schedir.render.drawing import Drawing, gap
 from schedir.render.legend import kinds_in_words, legend, painted_legend
-from schedir.render.palette import LEFT_OUT
+from schedir.render.palette import LEFT_OUT, PAIR
 from schedir.render.steady import Repeat, repeats
 from schedir.render.styled import Block, Panel, Piece, count, fill, number
 from schedir.render.timeline import statistics, title
@@ -136,7 +136,8 @@ class _Sketcher:
     def _letters(self, axis: Axis, note: str) -> Drawing:
         cells = [coarse_cells(row, axis) for row in self.rows]
         drawn = {cell.text[0] for row in cells for cell in row}
-        words = [word for word in kinds_in_words(self.rows) if word[0] in drawn]
+        words = [*kinds_in_words(self.rows), f"{PAIR} a forward and a backward as one"]
+        words = [word for word in words if word[0] in drawn]
         return self._drawing(axis, cells, ", ".join(words) + note, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:

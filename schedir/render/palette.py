@@ -23,6 +23,8 @@ _SHADES = {
 _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
 STEP, STEP_STYLE = "*", "bold red"
+PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
+"""A forward and a backward that run as one: the letter that stands for both, and their style."""
 SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"

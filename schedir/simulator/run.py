@@ -1,5 +1,8 @@
 """Runs a schedule under given costs, on the `edge` channel model.
 
+What runs on some transport runs here: a batch that blocks under `edge`, and not where posts never
+block, is run as its parts.
+
 A rank runs its compute in list order, each action as soon as the one before it is done and its
 receive has arrived. A send or receive is posted when the compute listed before it is done; a
 transfer starts when both its ends are posted and its channel has finished the transfer before it.
@@ -14,6 +17,7 @@ import numpy as np
 
 from schedir.checker import prove
 from schedir.ir import (
+    CHANNELS,
     KINDS,
     Kind,
     Plan,
@@ -23,20 +27,25 @@ from schedir.ir import (
     expect_schedule,
     plan,
 )
+from schedir.passes import split_batches
 from schedir.simulator.costs import CostModel
 from schedir.simulator.timeline import Timeline
+
+_CHANNEL = "edge"
 
 
 def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
     A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where the schedule is wrong, TypeError for what is no Schedule.
+    `schedir.check` finds, where the schedule is wrong or runs under no channel model, TypeError for
+    what is no Schedule.
     """
     expect_schedule(schedule)
     price = (costs or CostModel()).by_kind()
-    complete = prove(schedule).proved()
-    planned = plan(complete)
+    report = prove(schedule, CHANNELS[-1])
+    complete = report.proved()
+    planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
     textbook = price == {kind: kind.traits.cost for kind in Kind}
     times = planned.textbook if textbook else _run(complete, planned, price)
     return _timeline(complete, planned, times, price)

@@ -28,9 +28,9 @@ Numbers: TypeAlias = NDArray[Any]
 
 @attrs.frozen
 class Span:
-    """One entry of a rank's list and the time that it took; `index` is its place in the list.
+    """One action of a rank's list and the time that it took; `index` is that of its entry.
 
-    The span of a send or receive is that of its transfer.
+    The span of a send or receive is that of its transfer. The parts of a pair have the same one.
     """
 
     index: int
@@ -123,7 +123,9 @@ class Timeline:
     def ranks(self) -> tuple[RankStats, ...]:
         """What each rank does with its time, and the most that it holds."""
         columns = self.schedule.columns
-        computes, forwards = columns.is_kind(*COMPUTE), columns.is_kind(Kind.FORWARD)
+        forwards = columns.is_kind(Kind.FORWARD)
+        # The parts of a pair take the same time.
+        computes = columns.is_kind(*COMPUTE) & ~columns.joined
         peaks, versions = peak_activations(columns), _peak_versions(self.schedule)
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):

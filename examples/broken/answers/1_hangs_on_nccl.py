@@ -1,4 +1,4 @@
-# schedir check examples/broken/answers/1_hangs_on_nccl.py --ranks 2 --microbatches 4 --channel pair
+# schedir check examples/broken/answers/1_hangs_on_nccl.py --ranks 2 --microbatches 4
 """The communication is left to schedir, which lists it in one order that all ranks share."""
 
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ import attrs
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location
 from schedir.checker.rules.example import example
 from schedir.checker.templates import joined
-from schedir.ir import SENDS, Action, Kind
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, SENDS, Action, Kind
 
 MEETS = "waits for"
 
@@ -23,14 +23,21 @@ class WaitCycle(Diagnostic):
     why = (
         "None of them can ever run. A transfer needs both ends posted, stages that share "
         "parameters (`--tie`) step together, and a transport keeps a part of each list's order "
-        "(`--channel`), so an action may have to wait for one that is listed before it."
+        "(`--channel`), so an action may have to wait for one that is listed before it: "
+        + "; ".join(f"`{model}`, {words}" for model, words in CHANNELS_IN_WORDS.items())
+        + ". What is clean under `rank` runs on NCCL and on gloo, what is clean under `async` on "
+        "gloo alone; `pair` and `edge` ask of a driver what CUDA does not promise."
     )
-    fix = "Post one of the actions of the cycle earlier, or use a transport that keeps less order."
+    fix = (
+        "Post one of the actions of the cycle earlier, post a rank's sends and receives that block "
+        "each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`, or use a transport that keeps less "
+        "order."
+    )
     example = example(
         2,
         "0 1",
-        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0F1 0SEND_ACT1 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1RECV_ACT1 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
     )
 
     reasons: tuple[str, ...]  # why each location waits for the next, the last one for the first
@@ -74,9 +81,13 @@ class WaitCycle(Diagnostic):
             where = f"under --channel {self.channel}, and under every other"
         else:
             where = "under every channel model"
+        notes = [where]
+        # Not where a model was asked for that no transport can be relied on for.
+        if self.channel == DEFAULT_CHANNEL and self.clean:
+            notes.append("it runs on gloo, which is async; NCCL can be relied on for rank alone")
         if self.inserted:
-            return (where, "in the list as schedir completes it, which `schedir export` prints")
-        return (where,)
+            notes.append("in the list as schedir completes it, which `schedir export` prints")
+        return tuple(notes)
 
     @property
     def advice(self) -> str | None:

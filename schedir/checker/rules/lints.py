@@ -27,7 +27,7 @@ class LateReceive(Diagnostic):
         2,
         "0 1",
         "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+        "1RECV_ACT0 1F0 1B0 1RECV_ACT1 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
     )
     message = "{action} is posted {late:g} after its send, when rank {rank} has nothing else to do"
     labels = ("posted late", "needs it at once")
@@ -64,7 +64,6 @@ class EarlyReceive(Diagnostic):
         "2RECV_ACT0 2F0 2RECV_ACT1 2B0 2SEND_GRAD0 2F1 2RECV_ACT2 2B1 2SEND_GRAD1 2F2 2B2 "
         "2SEND_GRAD2",
     )
-    options = (("channel", "rank"),)
     message = "{action} holds {other.action} up for {held:g}"
     labels = ("waits for its payload", "could go, but has to wait for it")
     notes = (
