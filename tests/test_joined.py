@@ -296,8 +296,15 @@ def test_a_long_batch_is_named_in_short() -> None:
     (finding,) = report.errors
     text = str(finding.locations[0])
     assert text.startswith("rank 0 #1000 0RECV_GRAD0 of (0RECV_GRAD0;0RECV_GRAD1;")
-    assert text.endswith(";… 996 more)")
+    assert text.endswith(";… 998 more)")
     assert all(len(entry) < 100 for piece in finding.excerpts for entry in piece.entries)
+
+
+def test_a_cycle_through_long_lists_is_shown_in_short() -> None:
+    """Under `host` it goes through every part of three batches."""
+    (finding,) = schedir.check(wide(1000, crossed=True), "host").errors
+    assert len(finding.trace) < 40
+    assert all(place.index is not None for place in finding.locations)
 
 
 # The costs of what runs together.
