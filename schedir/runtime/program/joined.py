@@ -119,3 +119,9 @@ class PostBatch(Operation):
     def run(self, call: Call) -> None:
         """Run it."""
         self.batch.post()
+
+
+def post_of(batch: Batch, parts: Sequence[Instruction]) -> Instruction:
+    """What posts a batch, once its parts have said what."""
+    operation = PostBatch(batch, list(parts))
+    return attrs.evolve(parts[0], operation=operation, run=operation.run)
