@@ -122,6 +122,12 @@ def test_what_is_clean_or_beyond_help_stays_as_it_is() -> None:
     assert batch_communication(stuck) is stuck
     unmatched = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0")
     assert batch_communication(unmatched) is unmatched
+    helped = one_by_one(2, 2)
+    assert batch_communication(helped) is not helped
+    one_more = Schedule(
+        "x", 2, [0, 1], [helped.flat[0], (*helped.flat[1], schedir.send_grad(1, 0))]
+    )
+    assert batch_communication(one_more) is one_more
     crossed = listed(
         2,
         "0 1",
@@ -167,6 +173,7 @@ def verdict(schedule: Schedule) -> str:
     batched = batch_communication(schedule)
     if runs_in_order(schedule):
         assert batched is schedule
+        assert "S301" not in {found.code for found in schedir.check(schedule).errors}
         return "clean"
     apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
     if any(found.code != "S301" for found in schedir.check(apart).errors):
@@ -177,6 +184,7 @@ def verdict(schedule: Schedule) -> str:
         return "beyond help"
     assert batched.flat == schedule.flat
     assert runs_in_order(batched)
+    assert schedir.check(batched).ok
     # What was one entry still is, and none grows beyond the communication around it.
     most = all_joined(schedule).columns.joined
     joins = batched.columns.joined

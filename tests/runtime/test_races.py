@@ -23,11 +23,13 @@ from schedir import Action, Kind, Schedule
 from schedir.ir import flat
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
+from schedir.runtime.boundaries import buffers
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.transports.in_process import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.runtime import aliasing
 from tests.runtime.kit import MSE, adamw, numbered
+from tests.runtime.lists import bidirectional_v, megatron
 from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice
 from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
@@ -143,6 +145,8 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
             yield built(name, 2, 3, **first), {"clip_grad_norm": 0.1}
             yield built(name, 4, 5, **first), {"clip_grad_norm": 0.1, "recompute": [1]}
             yield split(built(name, 2, 4)), {}
+    for joined in (megatron(2, 4), megatron(4, 5), bidirectional_v(2, 4)):
+        yield joined, {}
     for ranks in (2, 3):
         yield built("1f1b", ranks, 4), {"ties": TIE}
         yield built("1f1b", ranks, 4), {"ties": TIE, "clip_grad_norm": 0.1}
@@ -213,16 +217,16 @@ def test_without_any_one_of_the_waits_there_is_a_race(
     options: dict[str, Any], communicators: bool
 ) -> None:
     """But for those that say nothing new, as the stream is behind all that already, and one that
-    is said again: rank 1 begins with what rank 0 sends, so it need not be told of the caller's. A
-    receive into a buffer that is new overwrites nothing."""
+    is said again: rank 1 begins with what rank 0 sends, so it need not be told of the caller's. Nor
+    need what is received first: that is behind the caller, who is behind all of the step before."""
     run = Run(built("1f1b", 2, 2), communicators, options, evaluates=False)
     whole = FakeDevice()
     assert not run.on(whole)
     waits = set(range(len(whole.waits))) - whole.needless
     missed = {n for n in waits if not run.on(FakeDevice(left_out=n))}
     assert len(waits) > 10
-    new = {("rank 1 #0 1RECV_ACT0", 7), ("rank 1 #4 1SEND_GRAD0", 6)} if communicators else set()
-    assert {whole.waits[n] for n in missed} == {(CALLER, 2), *new}
+    first = {("rank 1 #0 1RECV_ACT0", 7), ("rank 1 #4 1SEND_GRAD0", 6)} if communicators else set()
+    assert {whole.waits[n] for n in missed} == {(CALLER, 2), *first}
 
 
 # What a checker must find: each is broken here, and mended above.
@@ -258,6 +262,12 @@ def test_gradients_that_share_memory_are_found(monkeypatch: pytest.MonkeyPatch) 
             x, y = torch.randn(2, 6, 3, 4)
             executor.step(x, target=y)
     assert ("1SEND_GRAD0", "1B1") in tokens(device.races)
+
+
+def test_a_buffer_that_is_used_again_too_soon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_users", lambda _: buffers._NOBODY)
+    races = Run(built("1f1b", 2, 3), communicators=True).on(FakeDevice())
+    assert ("1RECV_ACT1", "1F0") in tokens(races)
 
 
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
