@@ -48,8 +48,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def split(schedule: Schedule) -> Schedule:
-    """Each B as an I, and a W once the rank has nothing to send."""
+def split(schedule: Schedule, kept: int = 1) -> Schedule:
+    """Each B as an I and a W, of which a rank keeps so many back: where they come last, no transfer
+    tells other ranks that its gradients are there."""
     lists = []
     for entries in strip_communication(schedule).actions:
         actions = list(flat(entries))
@@ -63,7 +64,7 @@ def split(schedule: Schedule) -> Schedule:
                 weights.append(schedir.backward_weight(action.stage, action.microbatch))
             elif action.kind is not Kind.OPTIM_STEP:
                 listed.append(action)
-                if len(weights) > 1:
+                if len(weights) > kept:
                     listed.append(weights.pop(0))
         lists.append([*listed, *weights, *steps])
     compute = Schedule(f"split {schedule.name}", schedule.microbatches, schedule.placement, lists)
@@ -147,6 +148,8 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
             yield split(built(name, 2, 4)), {}
     for joined in (megatron(2, 4), megatron(4, 5), bidirectional_v(2, 4)):
         yield joined, {}
+    for options in ({"clip_grad_norm": 0.1}, {"ties": TIE}):
+        yield split(built("1f1b", 2, 3), kept=3), options
     for ranks in (2, 3):
         yield built("1f1b", ranks, 4), {"ties": TIE}
         yield built("1f1b", ranks, 4), {"ties": TIE, "clip_grad_norm": 0.1}
