@@ -69,6 +69,10 @@ class Accelerator:
         self._module.current_stream(self.device).record_event(event)
         return event
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether the host would have to wait for its value."""
+        return self.queues and tensor.device.type == self.device.type
+
     def used(self, tensor: Tensor) -> None:
         """The current stream uses a tensor that another one has made: its memory is not given out
         again before that is done."""
@@ -149,3 +153,11 @@ class Host(Accelerator):
 def accelerator_of(device: torch.device) -> Accelerator:
     """What stands for a device."""
     return (Host if device.type == "cpu" else Accelerator)(device)
+
+
+def current_accelerator() -> Accelerator:
+    """What stands for the current device; for the CPU as long as no other is in use."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not torch.get_device_module(found).is_initialized():
+        return Host(torch.device("cpu"))
+    return Accelerator(torch.device(found.type, torch.accelerator.current_device_index()))

@@ -19,7 +19,7 @@ from schedir.runtime.gradients.sharing import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.observers import BusyClock
+from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
 from schedir.runtime.program.runner import Runner
@@ -48,7 +48,7 @@ class Parts:
     drift: Drift
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
-    clock: BusyClock = attrs.field(factory=BusyClock)
+    clock: BusyClock
     under_way: list[Work] = attrs.field(factory=list)
 
     def runner(self, trains: bool) -> Runner:
@@ -62,7 +62,10 @@ class Parts:
         drafter = Drafter(plan, trains, replayed)
         agreements = Agreements(plan, self.control, drafter, self._stepped())
         barriers = self.barriers if plan.updates else None
-        compiler = Compiler(self.stages, cells, barriers, [self.clock])
+        beside = None
+        if plan.accelerator.queues and not plan.grid.alone:
+            beside = self.control.beside()
+        compiler = Compiler(self.stages, cells, barriers, [self.clock], beside)
         programs = Programs(plan, schedule, compiler, transports, self.control)
         opening = Opening(self.announcements, agreements, programs, cells)
         return Runner(plan, schedule, cells, opening, self.under_way)
@@ -101,6 +104,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         drift,
         optimizers,
         _stages(plan, reductions, optimizers),
+        busy_clock(plan.accelerator),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
+from schedir.runtime.accelerator import Mark
 from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
@@ -44,9 +45,9 @@ class Engine:
         self._world = World(plan)
         with self._world.together("making the executor"):
             self.parts = assemble(plan, self._world)
+            self._feeder = Feeder(plan, self._world.control, self._world.groups)
         # Without a close, too, the process must not end before its last sends have arrived.
         weakref.finalize(self, _arrive, self.parts.under_way)
-        self._feeder = Feeder(plan, self._world.control)
         self._losses = Losses(plan, self._world.control)
         self.training = self.parts.runner(trains=True)
         self.evaluation = self.parts.runner(trains=False)
@@ -75,12 +76,12 @@ class Engine:
         return result
 
     def _call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
-        started, busy_before = perf_counter(), self.parts.clock.seconds
         self._world.check_usable()
+        began = self._plan.accelerator.mark(timed=True)
         seed, device = self._plan.arguments.seed, self._plan.device
         call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
         runner = self.training if request.trains else self.evaluation
-        saved = SavedRng()
+        saved = SavedRng(self._plan.generators)
         try:
             # What is refused here has moved nothing.
             feed = self._feeder.cut(given, request)
@@ -97,17 +98,19 @@ class Engine:
         finally:
             self._tidy(runner)
             saved.restore()
+            busy = self.parts.clock.take()
         self._calls += 1
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
-        busy = self.parts.clock.seconds - busy_before
-        return StepResult(loss, norm, outputs, busy, perf_counter() - started)
+        ended = self._plan.accelerator.mark(timed=True)
+        return StepResult(loss, norm, outputs, busy, partial(_between, began, ended))
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
     ) -> tuple[Callable[[], float] | None, list[Any] | None]:
         """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
         request, cells = call.request, runner.cells
+        self._look_back(wait=False)
         exchange = self._losses.expect() if request.has_loss else None
         opened = runner.opening.open(call, inputs, feed)
         cells.share_loss(self._feeder.shares(feed.counts, request))
@@ -126,6 +129,15 @@ class Engine:
             loss = self._awaited(self._losses.share(exchange, feed.counts, ran), call)
         # Of a short batch the last microbatches were copies.
         return loss, cells.results(opened.rows) if call.keeps_outputs else None
+
+    def _look_back(self, wait: bool) -> None:
+        """At what earlier calls have left on the device: what has arrived here, or all.
+
+        Raises ExecutionError where that was wrong.
+        """
+        self._feeder.look(wait)
+        if self.parts.clipping is not None:
+            self.parts.clipping.look(wait)
 
     def _begin_training(self) -> None:
         """At the present weights, with no gradients of this call."""
@@ -158,6 +170,7 @@ class Engine:
         for runner in (self.training, self.evaluation):
             runner.reset()
         self.parts.barriers.reset()
+        self.parts.shared.reset()
         return self._world.failure(error, where)
 
     def close(self) -> None:
@@ -166,11 +179,20 @@ class Engine:
             if still_works:
                 # End what is under way, and say that there is no other call.
                 wait_for(self.parts.under_way)
+                self.parts.shared.settle()
+                self._world.control.courier.finish()
                 self.parts.announcements.last(Call(CLOSE, self._calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
                 self.parts.drift.compare()
+                self._look_back(wait=True)
                 self._world.leave(self._calls)
+
+
+def _between(began: Mark, ended: Mark) -> float:
+    """The seconds from one mark to another."""
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 def _arrive(works: list[Work]) -> None:

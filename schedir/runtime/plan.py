@@ -56,6 +56,11 @@ class Plan:
         return self.accelerator.device
 
     @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that the forwards here may draw from; other devices' are left alone."""
+        return (torch.default_generator, *self.accelerator.generators())
+
+    @property
     def channel(self) -> str:
         """The channel model of the transport."""
         return transport_for(self.grid.alone, self.device).channel

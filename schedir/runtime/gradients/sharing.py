@@ -13,8 +13,10 @@ from schedir.errors import ExecutionError
 from schedir.ir import Kind, dumps, loads
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.barriers import Barrier, Barriers
-from schedir.runtime.gradients.clipping import Clipping, NormExchange
+from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.norms import NormsBetweenHosts, NormsOnDevice, NormSource
+from schedir.runtime.gradients.presence import Presence
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
@@ -33,7 +35,8 @@ class Shared:
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._schedule, self._stages = plan, plan.schedule, plan.trained
         self._grid, self._control, self._groups = world.grid, world.control, world.groups
-        self._device = world.device
+        self._accelerator, self._device = world.accelerator, world.device
+        self._presences: list[Presence] = []
         self._fixed: dict[int, tuple[list[nn.Parameter], list[bool]]] = {}
         for _, held in plan.tied:
             for stage in held:
@@ -104,7 +107,29 @@ class Shared:
         self._fix_trained(stage)
         group = self._groups.make(f"stage/{stage}", processes, self._device)
         keeps_earlier = not self._plan.updates
-        return Reduction(parameters, group, f"stage {stage}'s", keeps_earlier)
+        whose = f"stage {stage}'s"
+        presence = self._presence(f"stage/{stage}", processes, group, whose)
+        return Reduction(parameters, group, presence, whose, keeps_earlier)
+
+    def _presence(
+        self, purpose: str, processes: Sequence[int], group: Group, whose: str
+    ) -> Presence:
+        """What tells of the gradients that are summed in a group: in there on the CPU, else beside
+        it, from host to host."""
+        if self._accelerator.queues:
+            group = self._groups.make(f"{purpose}/presence", processes)
+        self._presences.append(Presence(group, whose))
+        return self._presences[-1]
+
+    def settle(self) -> None:
+        """Wait for what processes have told each other, before they leave."""
+        for presence in self._presences:
+            presence.settle()
+
+    def reset(self) -> None:
+        """A call has failed: nobody answers any more."""
+        for presence in self._presences:
+            presence.forget()
 
     def drift(self) -> Drift:
         """The copies here that exist elsewhere, or here, as well: to be compared now and then."""
@@ -120,7 +145,8 @@ class Shared:
                 ranks = {rank for stage, _ in tie for rank in self._schedule.placement[stage]}
                 copies[_label(tie)] = [[copy] for copy in held.values()]
                 holders[_label(tie)] = [*map(self._grid.number, ranks)]
-        return Drift(copies, holders, self._grid.number(self._grid.rank), self._control)
+        own = self._grid.number(self._grid.rank)
+        return Drift(copies, holders, own, self._control, self._accelerator)
 
     def _fix_trained(self, stage: int) -> None:
         """From here on the same parameters of the stage must be trained."""
@@ -155,8 +181,12 @@ class Shared:
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self._stages.items()
         }
-        exchange = NormExchange(self._plan, self._control, self._sizes)
-        return Clipping(max_norm, trained, self._skipped, exchange, self._norm_type)
+        how: NormSource
+        if self._accelerator.queues:
+            how = NormsOnDevice(self._plan, self._groups, self._sizes, self._norm_type)
+        else:
+            how = NormsBetweenHosts(self._plan, self._control, self._sizes, self._norm_type)
+        return Clipping(max_norm, trained, self._skipped, how, self._accelerator)
 
     def barriers(self, clipping: Clipping | None) -> Barriers:
         """What the ranks here wait for before they step."""
@@ -167,22 +197,27 @@ class Shared:
             if not held:
                 continue
             ranks = {placement[stage][0] for stage, _ in tie}
-            action = Tie(list(held.values()), self._group_of_tie(number, ranks)).sum
-            barrier = Barrier(len(ranks.intersection(local_ranks)), action)
+            copies = list(held.values())
+            action = Tie(copies, *self._group_of_tie(number, ranks)).sum
+            parties = len(ranks.intersection(local_ranks))
+            barrier = Barrier(parties, action, self._accelerator, copies)
             tied.append(({stage for stage, _ in tie}, barrier))
         common = []
         if clipping is not None:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in local_ranks]
-            common.append(Barrier(sum(steps), clipping.clip))
+            common.append(Barrier(sum(steps), clipping.clip, self._accelerator))
         return Barriers(tied, common)
 
-    def _group_of_tie(self, number: int, ranks: set[int]) -> Group | None:
-        """The group in which the copies of a tie are summed; None where all are here."""
+    def _group_of_tie(self, number: int, ranks: set[int]) -> tuple[Group | None, Presence | None]:
+        """The group in which the copies of a tie are summed, and what tells whether there is a
+        gradient; None where all are here."""
         row = self._grid.processes[self._grid.pipeline]
         processes = sorted({row[rank] for rank in ranks})
         if len(processes) == 1:
-            return None
-        return self._groups.make(f"tie/{number}/{processes}", processes, self._device)
+            return None, None
+        purpose = f"tie/{number}/{processes}"
+        group = self._groups.make(purpose, processes, self._device)
+        return group, self._presence(purpose, processes, group, "a tied parameter's")
 
 
 def _label(tie: TieOf) -> str:

@@ -44,6 +44,7 @@ class _Place:
     action: Action
     versions: Mapping[int, StageVersions]
     transport: Transport
+    beside: Transport
 
 
 @attrs.frozen
@@ -51,13 +52,15 @@ class Compiler:
     """What the lists' actions are resolved against.
 
     `barriers` come before OPTIM_STEPs; None where these are left to the caller. `observers` watch
-    every run.
+    every run. `beside` takes from rank to rank what hosts have to know; None where the transport
+    of the payloads does that as well.
     """
 
     stages: Mapping[int, Stage]
     cells: Cells
     barriers: Barriers | None
     observers: Sequence[Observer]
+    beside: Transport | None
 
     def compile(
         self, schedule: Schedule, rank: int, transport: Transport, listed_at: Sequence[int]
@@ -72,7 +75,8 @@ class Compiler:
         program = []
         for index, action in enumerate(actions):
             sends = [self._sends(actions[send]) for send in arrived.get(index, ())]
-            place = _Place(schedule, rank, index, action, versions, transport)
+            beside = self.beside or transport
+            place = _Place(schedule, rank, index, action, versions, transport, beside)
             for operation in _MAKERS[action.kind](self, place):
                 program.append(instruction(rank, index, listed_at[index], action, operation, sends))
         return observed(program, self.observers)
@@ -98,7 +102,7 @@ class Compiler:
         if peer is None:
             raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
         device = self.stages[place.action.stage].device
-        yield kind(self._cell(place.action), place.transport, peer, device)
+        yield kind(self._cell(place.action), place.transport, place.beside, peer, device)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction
