@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Event, current_thread, main_thread
+from threading import Condition, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime import fitting, plan, world
+from schedir.runtime import StepResult, fitting, plan, world
 from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import sharing
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.transports.choice import Choice, transport_for
@@ -29,18 +30,38 @@ class FarDevice(Accelerator):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._over = Event()
-        self._over.set()
+        self._condition = Condition()
+        self._depth = 0  # of steps in one another
+        self._over = 0  # steps; what was queued in them is done
         self.fetched = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step inside."""
-        self._over.clear()
+        """A step inside, or several that are queued behind each other."""
+        with self._condition:
+            self._depth += 1
         try:
             yield
         finally:
-            self._over.set()
+            with self._condition:
+                self._depth -= 1
+                self._over += not self._depth
+                self._condition.notify_all()
+
+    def now(self) -> int:
+        """How many steps have to be over until the device has come to here."""
+        return self._over + (self._depth > 0)
+
+    def is_past(self, point: int) -> bool:
+        """Whether the device has come to a point."""
+        return self._over >= point
+
+    def wait_for(self, point: int) -> None:
+        """Have the host wait for that."""
+        with self._condition:
+            if current_thread() is main_thread():
+                assert self.is_past(point), "the host waits for the device within a step"
+            self._condition.wait_for(lambda: self.is_past(point))
 
     def chosen(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -60,21 +81,17 @@ class FarDevice(Accelerator):
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         assert tensor.device.type == self.device.type
         copy = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
+        copied = self.mark()
 
         def fetched() -> Tensor:
-            self.synchronize()
+            copied.synchronize()
             self.fetched += 1
             return copy
 
         return fetched
 
-    def is_there(self) -> bool:
-        return self._over.is_set()
-
     def synchronize(self) -> None:
-        if current_thread() is main_thread():
-            assert self._over.is_set(), "the host waits for the device within a step"
-        self._over.wait()
+        self.wait_for(self.now())
 
     def generators(self) -> tuple[torch.Generator, ...]:
         return ()
@@ -83,18 +100,19 @@ class FarDevice(Accelerator):
 class _Mark:
     def __init__(self, device: FarDevice) -> None:
         self._device = device
+        self._point = device.now()
 
     def wait(self) -> None:
         pass
 
     def query(self) -> bool:
-        return self._device.is_there()
+        return self._device.is_past(self._point)
 
     def synchronize(self) -> None:
-        self._device.synchronize()
+        self._device.wait_for(self._point)
 
     def elapsed_time(self, end: _Mark) -> float:
-        self._device.synchronize()
+        end.synchronize()
         return 1.0
 
 
@@ -119,6 +137,13 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
 
 def _stand_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     found = FarDevice(device)
+    real = Engine.call
+
+    def call(self: Engine, *arguments: Any) -> StepResult:
+        with found.step():
+            return real(self, *arguments)
+
+    monkeypatch.setattr(Engine, "call", call)
     monkeypatch.setattr(plan, "accelerator_of", lambda device: found)
     return found
 
