@@ -80,7 +80,7 @@ class Accelerator:
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor to the host, which does not wait for it; returns how to get the copy."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         done = self.mark()
 

@@ -258,3 +258,19 @@ def test_times_are_those_of_the_device(far: FarDevice) -> None:
     # A made-up millisecond each: a forward and a backward for each microbatch, and the update.
     assert result.busy == pytest.approx(2 * (2 * 2 + 1) * 1e-3)
     assert result.elapsed == 1e-3
+
+
+@on_ranks(4)
+def test_what_hosts_tell_each_other_stays_on_the_host(rank: int) -> None:
+    """Though the caller makes new tensors on another device."""
+    mesh = replicas.pipelines()
+    place = mesh.get_local_rank("pp")
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch(rows=4)
+    options: dict[str, Any] = {"mesh": mesh, "clip_grad_norm": 1.0}
+    losses = []
+    for device in ("cpu", "meta"):
+        module = linear_stages()[place]
+        with torch.device(device), Executor(schedule, {place: module}, MSE, sgd, **options) as made:
+            losses.append([made.step(x, target=y).loss for _ in range(2)])
+    assert losses[0] == losses[1]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Action, Pipeline, backward_input, backward_weight, forward, optim_step
-from schedir.runtime import Executor, plan
+from schedir.runtime import Executor, plan, rng
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.call import Call
 from schedir.runtime.gradients.clipping import Clipping
@@ -25,6 +25,7 @@ from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.program.compute import Compute
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.program.update import OptimStep
+from schedir.runtime.stage import rng as seeds
 from tests.runtime.kit import MSE, adamw, linear_stages, numbered, random_batch
 
 _USERS = 0  # the stream that the caller is on
@@ -255,3 +256,15 @@ def test_seeding_touches_the_stages_own_device_alone(
     assert other.initial_seed() == seed
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(own.get_state(), before[1])
+
+
+def test_a_loop_is_seeded_as_a_stage_is(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+    """On the current device, whose generator it finds itself."""
+    own = torch.Generator()
+    monkeypatch.setattr(Streams, "generators", lambda self: (own,))
+    monkeypatch.setattr(seeds, "current_accelerator", lambda: streams)
+    before = own.get_state()
+    with rng(1, 2, 3, 4):
+        drawn = torch.rand(2, generator=own)
+        assert torch.equal(drawn, torch.rand(2))
+    assert torch.equal(own.get_state(), before)

@@ -195,7 +195,7 @@ class Feeder:
             wait_for_sum([self._group.allreduce([on_device])], "all samples")
             return list(on_device.unbind())
         numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
-        own = torch.tensor(totals, dtype=torch.float64)
+        own = torch.tensor(totals, dtype=torch.float64, device="cpu")
         sizes = dict.fromkeys(numbers, len(totals))
         received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
         found: list[Count] = torch.stack(received).sum(0).tolist()

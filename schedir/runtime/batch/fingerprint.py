@@ -50,7 +50,7 @@ def of_tensors(tensors: Iterable[Tensor]) -> int:
 
 def sample_of_weights(parameters: Iterable[Tensor]) -> Tensor:
     """Some bytes of some parameters, where these are; their fingerprint is `of_sample`."""
-    samples = [torch.empty(0, dtype=torch.uint8)]
+    samples = [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _OF_A_PARAMETER)].contiguous().view(torch.uint8))

@@ -82,7 +82,7 @@ def _summed(ran: Sequence[tuple[float, float]]) -> Tensor:
     # One without samples has no mean to count.
     counted = [(n, loss) for n, loss in ran if n]
     sums = [sum(n * loss for n, loss in counted), sum(n for n, _ in counted)]
-    return torch.tensor(sums, dtype=torch.float64)
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
 
 
 def _mean(shares: Sequence[Tensor]) -> float:

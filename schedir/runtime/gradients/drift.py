@@ -71,7 +71,9 @@ class Drift:
             own = found()
             for peer in self._peers:
                 shared = [own[label][0] for label in self._shared_with(peer)]
-                self._control.tell(torch.tensor(shared, dtype=torch.float64), [peer], DRIFT_TAG)
+                self._control.tell(
+                    torch.tensor(shared, dtype=torch.float64, device="cpu"), [peer], DRIFT_TAG
+                )
             return own
 
         if not self._accelerator.queues:

@@ -85,7 +85,7 @@ class NormsBetweenHosts:
         exchange = self._control.expect({n: size for n, size in sizes.items() if size}, NORM_TAG)
         sent = [norm for s in senders.stages.get(senders.own, ()) for norm in by_stage[s]]
         if sent:
-            exchange.give(torch.tensor(sent, dtype=torch.float64), self._receivers)
+            exchange.give(torch.tensor(sent, dtype=torch.float64, device="cpu"), self._receivers)
         received = iter(exchange.result())
         found: dict[int, list[float]] = {}
         for number, stages in senders.stages.items():
@@ -93,7 +93,9 @@ class NormsBetweenHosts:
             found.update({s: list(islice(norms, senders.sizes[s])) for s in stages})
         there = [(s, norm) for s in sorted(found) for norm in found[s] if norm != _ABSENT]
         values = [norm for _, norm in there] or [0.0]
-        return Norms(torch.tensor(values, dtype=self._dtype), [s for s, _ in there] or [0])
+        return Norms(
+            torch.tensor(values, dtype=self._dtype, device="cpu"), [s for s, _ in there] or [0]
+        )
 
 
 class NormsOnDevice:

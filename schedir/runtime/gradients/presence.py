@@ -31,7 +31,7 @@ class Presence:
         """Say which ones this process has, as every other one does; nobody waits here."""
         self.settle()  # what was said last has long arrived
         self._own = own
-        flags = torch.tensor(own, dtype=torch.int32)
+        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
         self._under_way = self._group.allreduce([flags]), flags
 
     def anywhere(self) -> Sequence[bool]:

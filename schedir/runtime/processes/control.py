@@ -115,23 +115,23 @@ class Control:
 
     def _send(self, value: object, number: int) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([len(content)])
+        size = torch.tensor([len(content)], device="cpu")
         for part in (size, content):
             what = "a message to reach"
             Message(self._group.send, part, number, _OBJECT_TAG, what).wait()
 
     def _receive(self, number: int) -> Any:
         what = "a message from"
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         Message(self._group.recv, size, number, _OBJECT_TAG, what).wait()
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         Message(self._group.recv, content, number, _OBJECT_TAG, what).wait()
         return pickle.loads(content.numpy().tobytes())  # from a process of the same job
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""
         exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
-        own = torch.tensor([value], dtype=torch.float64)
+        own = torch.tensor([value], dtype=torch.float64, device="cpu")
         return [int(number) for number in exchange.give(own, self._numbers).result()]
 
     def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
@@ -158,7 +158,7 @@ class Control:
                     self._posted.append(message)
 
     def _receive_vector(self, size: int, number: int, tag: int) -> Message:
-        buffer = torch.empty(size, dtype=torch.float64)
+        buffer = torch.empty(size, dtype=torch.float64, device="cpu")
         return Message(self._group.recv, buffer, number, tag, f"{_WORDS[tag]} of")
 
     def settle(self) -> None:

@@ -43,7 +43,7 @@ class Send(Transfer):
         raise NotImplementedError
 
     def _post_mask(self, present: Sequence[bool]) -> None:
-        self.works.append(self.beside.send(torch.tensor(present), self.peer))
+        self.works.append(self.beside.send(torch.tensor(present, device="cpu"), self.peer))
 
     def _send_empty(self, metas: Sequence[TensorMeta | None]) -> None:
         for meta in metas:
@@ -142,7 +142,7 @@ class ReceiveGradients(Receive):
         expected = wiring.grads_in
         if expected is None:
             expected = _possible(wiring.after.metas)
-            cell.mask = torch.empty(len(expected), dtype=torch.bool)
+            cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
             self.works.append(self.beside.receive(cell.mask, self.peer))
         cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
 
