@@ -46,6 +46,8 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
+        # Who waits for one on CUDA would else keep a core busy.
+        self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
     def chosen(self) -> AbstractContextManager[object]:
         """Make it the current device inside."""
@@ -65,7 +67,7 @@ class Accelerator:
 
     def mark(self, timed: bool = False) -> Mark:
         """A mark on the current stream."""
-        event: Mark = self._module.Event(enable_timing=timed)
+        event: Mark = self._module.Event(enable_timing=timed, **self._event_options)
         self._module.current_stream(self.device).record_event(event)
         return event
 

@@ -19,6 +19,7 @@ from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import CLOSE, Call, Request
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.result import StepResult
@@ -47,7 +48,7 @@ class Engine:
             self.parts = assemble(plan, self._world)
             self._feeder = Feeder(plan, self._world.control, self._world.groups)
         # Without a close, too, the process must not end before its last sends have arrived.
-        weakref.finalize(self, _arrive, self.parts.under_way)
+        weakref.finalize(self, _arrive, self.parts.under_way, self._world.control.courier)
         self._losses = Losses(plan, self._world.control)
         self.training = self.parts.runner(trains=True)
         self.evaluation = self.parts.runner(trains=False)
@@ -185,8 +186,8 @@ class Engine:
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
                 self.parts.drift.compare()
-                self._look_back(wait=True)
                 self._world.leave(self._calls)
+                self._look_back(wait=True)
 
 
 def _between(began: Mark, ended: Mark) -> float:
@@ -195,6 +196,7 @@ def _between(began: Mark, ended: Mark) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _arrive(works: list[Work]) -> None:
+def _arrive(works: list[Work], courier: Courier) -> None:
     with suppress(WaitError):  # the other side may be gone
         wait_for(works)
+    courier.finish()

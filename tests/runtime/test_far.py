@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from schedir.runtime.gradients.presence import Presence
 from tests.runtime import test_boundaries_on_ranks as boundaries
 from tests.runtime import test_in_process as in_process
 from tests.runtime import test_replicas_on_ranks as replicas
@@ -100,6 +101,14 @@ def test_on_two_ranks(rank: int, test: Callable[[int], None], far: FarDevice) ->
 )
 def test_on_three_ranks(rank: int, test: Callable[[int], None], far: FarDevice) -> None:
     test(rank)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", [(0, 2), (1,)])
+def test_ranks_without_stages_take_part(
+    rank: int, placement: tuple[int, ...], far: FarDevice
+) -> None:
+    boundaries.test_ranks_without_stages_take_part(rank, placement)
 
 
 @on_ranks(4)
@@ -274,3 +283,30 @@ def test_what_hosts_tell_each_other_stays_on_the_host(rank: int) -> None:
         with torch.device(device), Executor(schedule, {place: module}, MSE, sgd, **options) as made:
             losses.append([made.step(x, target=y).loss for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+def test_who_has_all_gradients_waits_for_no_other_host() -> None:
+    waited: list[int] = []
+
+    class Work:
+        def wait(self) -> bool:
+            waited.append(len(told))
+            return True
+
+    told: list[Tensor] = []
+
+    class Others:
+        """Who have the second gradient alone."""
+
+        def allreduce(self, tensors: list[Tensor]) -> Work:
+            tensors[0] += torch.tensor([0, 1, 0], dtype=torch.int32)
+            told.append(tensors[0])
+            return Work()
+
+    presence = Presence(Others(), "stage 0's")  # type: ignore[arg-type]
+    presence.tell([True, True, True])
+    assert presence.anywhere() == [True, True, True]
+    assert not waited
+    presence.tell([True, False, False])
+    assert presence.anywhere() == [True, True, False]
+    assert waited == [1, 2]  # the first when the second was told

@@ -110,7 +110,8 @@ class NormsOnDevice:
         row = plan.grid.processes[plan.grid.pipeline]
         processes = sorted({row[rank] for rank in self._senders.ranks})
         self._alone = len(processes) == 1
-        self._group = groups.make(f"norms/{processes}", processes, self._device)
+        if row[plan.grid.rank] in processes:
+            self._group = groups.make(f"norms/{processes}", processes, self._device)
         self._stages = [s for s in sorted(sizes) for _ in range(sizes[s])]
 
     def gather(self, own: Grads) -> Norms:

@@ -47,7 +47,8 @@ class Courier:
         self.stop()
 
     def stop(self) -> None:
-        """There is no other errand."""
+        """There is no other errand, and nobody waits for the last one any more."""
+        self._last = None
         self._errands.put(None)
 
 
