@@ -139,9 +139,9 @@ def _stand_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> FarDevi
     found = FarDevice(device)
     real = Engine.call
 
-    def call(self: Engine, *arguments: Any) -> StepResult:
+    def call(self: Engine, *arguments: Any, **options: Any) -> StepResult:
         with found.step():
-            return real(self, *arguments)
+            return real(self, *arguments, **options)
 
     monkeypatch.setattr(Engine, "call", call)
     monkeypatch.setattr(plan, "accelerator_of", lambda device: found)
