@@ -31,6 +31,7 @@ FLOORS = (
 # The runtime's parts, each of which imports those before it alone.
 RUNTIME = (
     "accelerator",
+    "late",
     "arguments",
     "call",
     "result",

@@ -47,6 +47,8 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
+        # Who waits for one on CUDA would else keep a core busy.
+        self._event_options = {"blocking": True} if device.type == "cuda" else {}
 
     def chosen(self) -> AbstractContextManager[object]:
         """Make it the current device inside."""
@@ -66,9 +68,13 @@ class Accelerator:
 
     def mark(self, timed: bool = False) -> Mark:
         """A mark on the current stream."""
-        event: Mark = self._module.Event(enable_timing=timed)
+        event: Mark = self._module.Event(enable_timing=timed, **self._event_options)
         self._module.current_stream(self.device).record_event(event)
         return event
+
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether the host would have to wait for its value."""
+        return self.queues and tensor.device.type == self.device.type
 
     def used(self, tensor: Tensor) -> None:
         """The current stream uses a tensor that another one has made: its memory is not given out
@@ -77,7 +83,7 @@ class Accelerator:
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor to the host, which does not wait for it; returns how to get the copy."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         done = self.mark()
 
@@ -173,3 +179,11 @@ class Host(Accelerator):
 def accelerator_of(device: torch.device) -> Accelerator:
     """What stands for a device."""
     return (Host if device.type == "cpu" else Accelerator)(device)
+
+
+def current_accelerator() -> Accelerator:
+    """What stands for the current device; for the CPU as long as no other is in use."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not torch.get_device_module(found).is_initialized():
+        return Host(torch.device("cpu"))
+    return Accelerator(torch.device(found.type, torch.accelerator.current_device_index()))

@@ -19,7 +19,7 @@ from schedir.runtime.gradients.sharing import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.observers import BusyClock
+from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
 from schedir.runtime.program.runner import Runner
@@ -50,7 +50,7 @@ class Parts:
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     trail: Trail
-    clock: BusyClock = attrs.field(factory=BusyClock)
+    clock: BusyClock
     under_way: list[Work] = attrs.field(factory=list)
 
     def runner(self, trains: bool) -> Runner:
@@ -64,7 +64,10 @@ class Parts:
         drafter = Drafter(plan, trains, replayed)
         agreements = Agreements(plan, self.control, drafter, self._stepped())
         barriers = self.barriers if plan.updates else None
-        compiler = Compiler(self.stages, cells, barriers, [self.clock, self.trail])
+        beside = None
+        if plan.accelerator.queues and not plan.grid.alone:
+            beside = self.control.beside()
+        compiler = Compiler(self.stages, cells, barriers, [self.clock, self.trail], beside)
         programs = Programs(plan, schedule, compiler, transports, self.control)
         opening = Opening(self.announcements, agreements, programs, cells)
         return Runner(plan, schedule, cells, opening, self.under_way)
@@ -109,6 +112,7 @@ def assemble(plan: Plan, world: World) -> Parts:
             plan.accelerator,
             follows=plan.transport.queues,
         ),
+        busy_clock(plan.accelerator),
     )
 
 

@@ -28,6 +28,11 @@ CLOSE = Request("close", has_loss=False)
 REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE)
 
 
+def autocast_kinds(device: torch.device) -> set[str]:
+    """The types of device on which what runs there may be computed in lower precision."""
+    return set(filter(torch.amp.is_autocast_available, {"cpu", device.type}))
+
+
 @attrs.frozen(eq=False)
 class Call:
     """One call of the executor, handed to whatever it runs.
@@ -57,8 +62,7 @@ class Call:
         keeps_outputs: bool,
     ) -> Call:
         """A call that begins now, under its caller's autocast; `device` is that of the stages."""
-        kinds = {"cpu", device.type}
-        autocast = tuple(kind for kind in kinds if torch.is_autocast_enabled(kind))
+        autocast = tuple(kind for kind in autocast_kinds(device) if torch.is_autocast_enabled(kind))
         precision = torch.get_autocast_dtype(device.type) if device.type in autocast else None
         return cls(request, number, seed, step, keeps_outputs, autocast, precision)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import CLOSE, Call, Request
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
@@ -47,13 +48,18 @@ class Engine:
             self._world = World(plan)
             with self._world.together("making the executor"):
                 self.parts = assemble(plan, self._world)
-            self._feeder = Feeder(plan, self._world.control)
+                self._feeder = Feeder(plan, self._world.control, self._world.groups)
             self._losses = Losses(plan, self._world.control)
             self.training = self.parts.runner(trains=True)
             self.evaluation = self.parts.runner(trains=False)
         # Without a close, too, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
-            self, _arrive, self.parts.under_way, self.parts.trail, plan.accelerator
+            self,
+            _arrive,
+            self.parts.under_way,
+            self.parts.trail,
+            self._world.control.courier,
+            plan.accelerator,
         )
 
     @property
@@ -81,12 +87,12 @@ class Engine:
         return result
 
     def _call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
-        started, busy_before = perf_counter(), self.parts.clock.seconds
         self._world.check_usable()
+        began = self._plan.accelerator.mark(timed=True)
         seed, device = self._plan.arguments.seed, self._plan.device
         call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
         runner = self.training if request.trains else self.evaluation
-        saved = SavedRng()
+        saved = SavedRng(self._plan.generators)
         try:
             # What is refused here has moved nothing.
             feed = self._feeder.cut(given, request)
@@ -94,7 +100,7 @@ class Engine:
             if request.trains:
                 self.parts.shared.check_frozen()
             try:
-                loss, outputs = self._run(runner, call, given.inputs, feed)
+                loss, outputs, ended = self._run(runner, call, given.inputs, feed)
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if failure is error:
@@ -103,18 +109,31 @@ class Engine:
         finally:
             self._tidy(runner)
             saved.restore()
+            busy = self.parts.clock.take()
         self._calls += 1
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
-        busy = self.parts.clock.seconds - busy_before
-        return StepResult(loss, norm, outputs, busy, perf_counter() - started)
+        elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
+
+        def late(fetch: Callable[[], float], what: str) -> Callable[[], float]:
+            return partial(self._read, fetch, ended, f"the {what} of {call}")
+
+        return StepResult(
+            None if loss is None else late(loss, "loss"),
+            None if norm is None else late(norm, "norm"),
+            outputs,
+            late(busy, "time"),
+            late(elapsed, "time"),
+        )
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
-    ) -> tuple[Callable[[], float] | None, list[Any] | None]:
-        """Run the list; returns how to get the loss, and the outputs, where they are wanted."""
+    ) -> tuple[Callable[[], float] | None, list[Any] | None, Callable[[], bool]]:
+        """Run the list; returns how to get the loss, and the outputs, where they are wanted, and
+        what tells whether the device has come to the end."""
         request, cells = call.request, runner.cells
         self.parts.trail.begin()
+        self._look_back(wait=False)
         exchange = self._losses.expect() if request.has_loss else None
         opened = runner.opening.open(call, inputs, feed)
         cells.share_loss(self._feeder.shares(feed.counts, request))
@@ -127,14 +146,22 @@ class Engine:
             for reduction in self.parts.reductions.values():
                 reduction.finish()
             self.parts.drift.step()
-        fetch = None
+        loss = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
-            fetch = self._losses.share(exchange, feed.counts, ran)
-        ended = self.parts.trail.end()
-        loss = None if fetch is None else self._awaited(fetch, ended, call)
+            loss = self._losses.share(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
-        return loss, cells.results(opened.rows) if call.keeps_outputs else None
+        outputs = cells.results(opened.rows) if call.keeps_outputs else None
+        return loss, outputs, self.parts.trail.end()
+
+    def _look_back(self, wait: bool) -> None:
+        """At what earlier calls have left on the device: what has arrived here, or all.
+
+        Raises ExecutionError where that was wrong.
+        """
+        self._feeder.look(wait)
+        if self.parts.clipping is not None:
+            self.parts.clipping.look(wait)
 
     def _begin_training(self) -> None:
         """At the present weights, with no gradients of this call."""
@@ -151,25 +178,20 @@ class Engine:
             reduction.restore()
         runner.cells.clear()
 
-    def _awaited(
-        self, fetch: Callable[[], float], ended: Callable[[], bool], call: Call
-    ) -> Callable[[], float]:
-        """How to get the loss of a call that has `ended`, which may be waited for in vain."""
-
-        def fetched() -> float:
-            try:
-                self.parts.trail.reach(ended)
-                return fetch()
-            except WaitError as stalled:
-                raise self._failed(stalled, f"the loss of {call}") from None
-
-        return fetched
+    def _read(self, fetch: Callable[[], float], ended: Callable[[], bool], what: str) -> float:
+        """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
+        try:
+            self.parts.trail.reach(ended)
+            return fetch()
+        except WaitError as stalled:
+            raise self._failed(stalled, what) from None
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
         """A call has failed, and with several processes the executor; returns what to raise."""
         for runner in (self.training, self.evaluation):
             runner.reset()
         self.parts.barriers.reset()
+        self.parts.shared.reset()
         self.parts.trail.drop()
         failure = self._world.failure(error, where)
         if self._world.broken is not None:
@@ -184,15 +206,25 @@ class Engine:
                 self._leave.detach()
                 wait_for(self.parts.under_way)
                 self.parts.trail.settle()
+                self.parts.shared.settle()
+                self._world.control.courier.finish()
                 self.parts.announcements.last(Call(CLOSE, self._calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
                 self.parts.drift.compare()
                 self._world.leave(self._calls)
+                self._look_back(wait=True)
 
 
-def _arrive(works: list[Work], trail: Trail, accelerator: Accelerator) -> None:
+def _between(began: Mark, ended: Mark) -> float:
+    """The seconds from one mark to another."""
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def _arrive(works: list[Work], trail: Trail, courier: Courier, accelerator: Accelerator) -> None:
     with suppress(WaitError):  # the other side may be gone
         wait_for(works)
         trail.settle()
         accelerator.synchronize()
+    courier.finish()

@@ -57,6 +57,11 @@ class Plan:
         """Where the stages here are."""
         return self.accelerator.device
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that the forwards here may draw from; other devices' are left alone."""
+        return (torch.default_generator, *self.accelerator.generators())
+
     def posted(self, schedule: Schedule, room: int | None = None) -> Schedule:
         """A list with its receives as far ahead as `channel` allows, and `room` for buffers."""
         return posted(schedule, self.channel, _stages_of(self.arguments.ties), room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from schedir.errors import ExecutionError
@@ -12,31 +13,43 @@ class StepResult:
     """The result of one step, on every rank.
 
     `outputs` is what the last stage returned, by microbatch, without its graph: where that was
-    asked for, on the rank of the last stage; else None. `grad_norm` is the norm of all gradients
-    before they were clipped, on every rank with a stage; None where they were not. `busy` is the
-    time that this rank spent in compute, `elapsed` that of the whole step, both in seconds.
+    asked for, on the rank of the last stage; else None. On a device that queues its work all other
+    is known when that has come to it: it is waited for where it is read.
     """
 
     def __init__(
         self,
         loss: Callable[[], float] | None,
-        grad_norm: float | None,
+        grad_norm: Callable[[], float] | None,
         outputs: list[Any] | None,
-        busy: float,
-        elapsed: float,
+        busy: Callable[[], float],
+        elapsed: Callable[[], float],
     ) -> None:
-        self._fetch = loss
-        self.grad_norm = grad_norm
+        self._loss = loss
+        self._grad_norm = grad_norm
         self.outputs = outputs
-        self._loss: float | None = None
-        self.busy = busy
-        self.elapsed = elapsed
+        self._busy = busy
+        self._elapsed = elapsed
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """The mean loss over the samples of the step; reading it waits for it to arrive."""
         if self._loss is None:
-            if self._fetch is None:
-                raise ExecutionError("inference has no loss")
-            self._loss = self._fetch()
-        return self._loss
+            raise ExecutionError("inference has no loss")
+        return self._loss()
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients before they were clipped, on every rank with a stage; None
+        where they were not."""
+        return None if self._grad_norm is None else self._grad_norm()
+
+    @cached_property
+    def busy(self) -> float:
+        """The seconds that this rank spent in compute."""
+        return self._busy()
+
+    @cached_property
+    def elapsed(self) -> float:
+        """The seconds that the whole step took."""
+        return self._elapsed()

@@ -29,6 +29,9 @@ from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
+_OTHERS = 2
+"""The groups on a device beside those of transfers and gradients: for norms, and for samples."""
+
 
 @attrs.frozen
 class Transports:
@@ -87,7 +90,7 @@ class World:
         # In every pipeline the ranks are in as many as in this one.
         held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
         held.update(process for members in sums for process in members)
-        self.groups.share_gpu(processors, most=max(held.values(), default=1))
+        self.groups.share_gpu(processors, most=max(held.values(), default=0) + _OTHERS)
         nccl = {rank: NcclTransport(processes, rank, found, device, self.groups)}
         return Transports(nccl, nccl)
 

@@ -7,22 +7,29 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
 from schedir.runtime.batch import fingerprint
 from schedir.runtime.batch.microbatches import (
     Batch,
+    Count,
     Microbatch,
     Pieces,
+    check_count,
+    check_total,
     cut,
     loss_shares,
+    rows,
     samples,
 )
 from schedir.runtime.batch.placing import placed
 from schedir.runtime.call import Request
+from schedir.runtime.late import Late, Unread
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, Control
+from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
 
 
 @attrs.frozen(eq=False)
@@ -49,7 +56,7 @@ class Feed:
     extras: Mapping[int, Sequence[Microbatch]]
     targets: Sequence[Microbatch]
     loss_keywords: Sequence[Mapping[str, Any]]
-    counts: Sequence[float]
+    counts: Sequence[Count]
     rows: int | None
     fingerprints: tuple[int, int]
 
@@ -61,13 +68,16 @@ class Feed:
 class Feeder:
     """Cuts what calls are given into what the stages here take."""
 
-    def __init__(self, plan: Plan, control: Control) -> None:
+    def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
         schedule = plan.schedule
         self._microbatches = schedule.microbatches
         self._last = plan.last_stage
         self._local = plan.local_stages
         self._count = plan.arguments.count
-        self._grid, self._control, self._device = plan.grid, control, plan.device
+        self._grid, self._control = plan.grid, control
+        self._accelerator, self._device = plan.accelerator, plan.device
+        self._group = self._group_of_counts(groups)
+        self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
         # One rank alone has nobody to compare with; others don't read what they are given.
         alone = {*schedule.placement[0], *schedule.placement[-1]} == {plan.grid.rank}
@@ -103,10 +113,10 @@ class Feeder:
                     "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
                     f"{type(piece).__name__}"
                 )
-        rows = _common_rows(pieces)
-        counts = [samples(self._count, target) for target in targets]
-        if rows is not None:  # what stands in for missing microbatches counts for nothing
-            counts[rows:] = [0.0] * len(counts[rows:])
+        given_rows = _common_rows(pieces)
+        counts = [samples(self._count, target, self._accelerator) for target in targets]
+        if given_rows is not None:  # what stands in for missing microbatches counts for nothing
+            counts[given_rows:] = [0.0] * len(counts[given_rows:])
         # Counted where they were given: the host need not wait for what is on the CPU.
         inputs = placed(inputs, self._device, "inputs")
         extras = {s: placed(given, self._device, _extra(s)) for s, given in extras.items()}
@@ -115,21 +125,51 @@ class Feeder:
         fingerprints = (fingerprint.NOTHING, fingerprint.NOTHING)
         if self._compares:
             fingerprints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
-        return Feed(inputs, extras, targets, keywords, counts, rows, fingerprints)
+        return Feed(inputs, extras, targets, keywords, counts, given_rows, fingerprints)
 
-    def shares(self, counts: Sequence[float], request: Request) -> Sequence[float]:
+    def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
-        They wait for each other, so they have compared their calls before.
+        They wait for each other, so they have compared their calls before. What is counted on the
+        device is checked once it has arrived; see `look`.
         """
         if not counts:  # the loss is on another rank
             return ()
         # Without its updates a call accumulates all of its microbatches.
         accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
-        totals = [sum(counts[m] for m in together) for together in accumulated]
+        totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
         if request.trains:
             totals = self._over_pipelines(totals)
+        if any(isinstance(n, Tensor) for n in (*counts, *totals)):
+            self._check_late(counts, totals, accumulated)
         return loss_shares(counts, accumulated, totals)
+
+    def _check_late(
+        self, counts: Sequence[Count], totals: Sequence[Count], accumulated: Sequence[list[int]]
+    ) -> None:
+        """What `samples` and `loss_shares` refuse at once where the host knows it."""
+
+        def check(copied: Tensor) -> None:
+            read = copied.tolist()
+            for n in read[: len(counts)]:
+                check_count(n)
+            for n, together in zip(read[len(counts) :], accumulated, strict=True):
+                check_total(n, together)
+
+        found = torch.stack([self._on_device(n) for n in (*counts, *totals)])
+        self._unread.add(Late(self._accelerator, found, check))
+
+    def look(self, wait: bool = False) -> None:
+        """Look at the counts of earlier calls that the device has come to, or at all.
+
+        Raises ExecutionError where they can't be right.
+        """
+        self._unread.look(wait)
+
+    def _on_device(self, count: Count) -> Tensor:
+        if isinstance(count, Tensor):
+            return count
+        return torch.full((), count, dtype=torch.float64, device=self._accelerator.device)
 
     def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
         """What stages get beside their input, of all of them where the first one runs, since shapes
@@ -142,15 +182,28 @@ class Feeder:
             if batch is not None and (stage in self._local or 0 in self._local):
                 yield stage, batch
 
-    def _over_pipelines(self, totals: list[float]) -> list[float]:
+    def _group_of_counts(self, groups: Groups) -> Group | None:
+        """Where the pipelines sum what each has counted on the device; None where hosts do."""
+        if self._count is rows or self._last not in self._local or self._grid.pipelines == 1:
+            return None
+        if not self._accelerator.queues:
+            return None
+        processes = self._grid.holders([self._grid.rank])
+        return groups.make(f"samples/{self._grid.rank}", processes, self._accelerator.device)
+
+    def _over_pipelines(self, totals: list[Count]) -> list[Count]:
         """The sums of `totals` over all pipelines, on the ranks that have them."""
         if self._grid.pipelines == 1:
             return totals
+        if self._group is not None:
+            on_device = torch.stack([self._on_device(total) for total in totals])
+            wait_for_sum([self._group.allreduce([on_device])], "all samples")
+            return list(on_device.unbind())
         numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
-        own = torch.tensor(totals, dtype=torch.float64)
+        own = torch.tensor(totals, dtype=torch.float64, device="cpu")
         sizes = dict.fromkeys(numbers, len(totals))
         received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
-        found: list[float] = torch.stack(received).sum(0).tolist()
+        found: list[Count] = torch.stack(received).sum(0).tolist()
         return found
 
 

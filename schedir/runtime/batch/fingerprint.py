@@ -48,13 +48,18 @@ def of_tensors(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def of_weights(parameters: Iterable[Tensor]) -> int:
-    """The fingerprint of some parameters, of values on a GPU too: waits for it once."""
-    samples = []
+def sample_of_weights(parameters: Iterable[Tensor]) -> Tensor:
+    """Some bytes of some parameters, where these are; their fingerprint is `of_sample`."""
+    samples = [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _OF_A_PARAMETER)].contiguous().view(torch.uint8))
-    return zlib.crc32(torch.cat(samples).cpu().numpy().tobytes()) if samples else 0
+    return torch.cat(samples[1:] or samples)
+
+
+def of_sample(sample: Tensor) -> int:
+    """The fingerprint of what was sampled, once it is on the host."""
+    return zlib.crc32(sample.numpy().tobytes()) if len(sample) else 0
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -18,12 +18,17 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Accelerator
 
 Microbatch: TypeAlias = Any
 """One microbatch's tensors, in any structure, with constants among them."""
 
 Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Microbatch]
 """A whole batch, or a list or iterator of ready microbatches."""
+
+
+Count: TypeAlias = float | Tensor
+"""How many samples there are; a scalar on the device where the host does not know it."""
 
 
 @attrs.frozen(eq=False)
@@ -161,25 +166,46 @@ def rows(target: Microbatch) -> int:
     raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")
 
 
-def samples(count: Callable[[Any], float | Tensor], target: Microbatch) -> float:
+def samples(
+    count: Callable[[Any], float | Tensor], target: Microbatch, accelerator: Accelerator
+) -> Count:
     """How many samples a microbatch's mean loss is over, as `count` says."""
-    found = float(count(target))
-    if not 0 <= found < math.inf:
-        raise ExecutionError(f"count says {found:g} of a microbatch; it must be 0 or more")
+    said = count(target)
+    if isinstance(said, Tensor) and accelerator.makes(said):
+        return said.detach().to(torch.float64).reshape(())
+    found = float(said)
+    check_count(found)
     return found
 
 
+def check_count(found: float) -> None:
+    """Raise ExecutionError for what can be no number of samples."""
+    if not 0 <= found < math.inf:
+        raise ExecutionError(f"count says {found:g} of a microbatch; it must be 0 or more")
+
+
+def check_total(total: float, together: Sequence[int]) -> None:
+    """Raise ExecutionError where microbatches that are accumulated together have no samples."""
+    if not total:
+        raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
+
+
 def loss_shares(
-    counts: Sequence[float], accumulated: Sequence[Sequence[int]], totals: Sequence[float]
-) -> list[float]:
+    counts: Sequence[Count], accumulated: Sequence[Sequence[int]], totals: Sequence[Count]
+) -> list[Count]:
     """Each microbatch's share of the samples that its OPTIM_STEP accumulates.
 
     `accumulated` are the microbatches of each OPTIM_STEP, `totals` their samples.
     """
-    shares = [0.0] * len(counts)
+    shares: list[Count] = [0.0] * len(counts)
     for together, total in zip(accumulated, totals, strict=True):
-        if not total:
-            raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
+        if isinstance(total, Tensor):
+            total = total.clamp_min(_LEAST)  # of nothing, each has no share; it is said later
+        else:
+            check_total(total, together)
         for m in together:
             shares[m] = counts[m] / total
     return shares
+
+
+_LEAST = 1e-300

@@ -26,6 +26,7 @@ from schedir.runtime.boundaries.boundary import Boundary, Grads, TensorMeta, emp
 from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.runtime.boundaries.memory import sharing
 from schedir.runtime.boundaries.standin import StandIn, State
+from schedir.runtime.call import autocast_kinds
 
 
 @attrs.frozen
@@ -155,7 +156,7 @@ class FakeRun:
         if not wanted or not roots:
             return tuple(None for _ in self._leaves)
         with self._faking(), ExitStack() as stack:
-            for kind in {"cpu", roots[0][0].device.type}:  # autocast is for forwards alone
+            for kind in autocast_kinds(roots[0][0].device):  # autocast is for forwards alone
                 stack.enter_context(torch.autocast(kind, enabled=False))
             found = torch.autograd.grad(
                 [output for output, _ in roots],

@@ -129,7 +129,8 @@ class Occupied:
         """Take the tensor's memory; says whether another one has taken a part of it before."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return False
-        storage = tensor.untyped_storage().data_ptr()
+        held = tensor.untyped_storage()
+        storage: int = held.data_ptr() or held._cdata  # one without memory is that of no other
         own = _range(tensor)
         taken = self._ranges.get(storage)
         if taken is None:

@@ -4,7 +4,11 @@
     rank 1   … 1B7 1OPTIM_STEP ─┴ barrier: its action, then each steps
 
 Between processes the action itself waits for the others: it sums tied gradients, or takes the norm
-of all. Within one process it is carried out by the last rank that arrives.
+of all. Within one process it is carried out by the last rank that arrives, on a stream that has
+waited for those of the others; and what these do next waits for it.
+
+    rank 0's stream   … 0B7 ─mark──┐          ┌─wait─ 0OPTIM_STEP
+    rank 1's stream   … 1B7 ───── wait ─ action ─mark─ 1OPTIM_STEP
 """
 
 from __future__ import annotations
@@ -12,24 +16,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
+from torch import nn
+
+from schedir.runtime.accelerator import Accelerator, Mark
 
 
 class Barrier:
-    """An action that is carried out once `parties` ranks of this process have arrived."""
+    """An action that is carried out once `parties` ranks of this process have arrived.
 
-    def __init__(self, parties: int, action: Callable[[], None]) -> None:
+    It makes new gradients for the parameters `remade`, on its own stream.
+    """
+
+    def __init__(
+        self,
+        parties: int,
+        action: Callable[[], None],
+        accelerator: Accelerator,
+        remade: Sequence[nn.Parameter] = (),
+    ) -> None:
         self._parties = parties
         self._action = action
-        self._waiting = 0
+        self._accelerator = accelerator
+        self._remade = remade
+        self._arrived: list[Mark] = []
+        self._done: Mark | None = None
         self._passed = 0
 
     def arrive(self) -> int:
         """A rank is there; the result is the turn that it waits for, for `is_past`."""
         turn = self._passed
-        self._waiting += 1
-        if self._waiting == self._parties:
+        self._arrived.append(self._accelerator.mark())
+        if len(self._arrived) == self._parties:
+            for mark in self._arrived:
+                mark.wait()
+            self._arrived.clear()
             self._action()
-            self._waiting = 0
+            self._done = self._accelerator.mark()
             self._passed += 1
         return turn
 
@@ -37,9 +59,17 @@ class Barrier:
         """Whether all have arrived in that turn."""
         return self._passed > turn
 
+    def leave(self) -> None:
+        """A rank goes on: its stream waits for the action, and uses what that has made."""
+        if self._done is not None:
+            self._done.wait()
+        for parameter in self._remade:
+            if parameter.grad is not None:
+                self._accelerator.used(parameter.grad)
+
     def reset(self) -> None:
         """Forget who has arrived: a step has failed."""
-        self._waiting = 0
+        self._arrived.clear()
 
 
 @attrs.frozen

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.groups import Group
+from schedir.runtime.gradients.presence import Presence
+from schedir.runtime.processes.groups import Group, wait_for_sum
 
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
@@ -22,25 +22,26 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 class Reduction:
     """The sums of the gradients of one stage's `parameters`, of which there are some.
 
-    `whose` names it in messages. `keeps_earlier` where gradients of earlier calls may be there:
-    those have been summed already and are set aside meanwhile.
+    `whose` names it in messages, `presence` says which gradients there are in any process.
+    `keeps_earlier` where gradients of earlier calls may be there: those have been summed already
+    and are set aside meanwhile.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         group: Group,
+        presence: Presence,
         whose: str,
         keeps_earlier: bool,
     ) -> None:
         self._whose = whose
         self._parameters = parameters
         self._group = group
-        self._device = parameters[0].device
+        self._presence = presence
         self.keeps_earlier = keeps_earlier
         self._earlier: list[Tensor | None] = []
         self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
-        self._present: Tensor | None = None
 
     def begin(self) -> None:
         """Set aside what earlier calls have left, before this one adds to it."""
@@ -56,29 +57,22 @@ class Reduction:
         self.finish()
         for parameter in self._parameters:
             refuse_sparse(parameter, "summed over processes")
-        there = [p.grad is not None for p in self._parameters]
-        present = torch.tensor(there, dtype=torch.int32, device=self._device)
-        self._present = present
-        self._under_way.append((self._sum(present), present, []))
+        self._presence.tell([p.grad is not None for p in self._parameters])
         for bucket in _buckets(self._parameters):
             flat = torch.cat(
                 [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
             )
-            self._under_way.append((self._sum(flat), flat, bucket))
-
-    def _sum(self, tensor: Tensor) -> dist.Work:
-        return self._group.allreduce([tensor])
+            self._under_way.append((self._group.allreduce([flat]), flat, bucket))
 
     def finish(self) -> None:
         """Wait for the sums, and make them the gradients; without a sum under way, do nothing."""
         if not self._under_way:
             return
-        wait_for_sum([work for work, _, _ in self._under_way], self._whose)
-        assert self._present is not None  # set with the first
-        # What no process has a gradient of keeps none: AdamW would decay it on zeros.
-        absent = {p for p, n in zip(self._parameters, self._present.tolist(), strict=True) if not n}
+        wait_for_sum([work for work, _, _ in self._under_way], f"{self._whose} gradients")
+        anywhere = self._presence.anywhere()
+        absent = {p for p, there in zip(self._parameters, anywhere, strict=True) if not there}
         for _, flat, bucket in self._under_way:
-            pieces = flat.split([p.numel() for p in bucket]) if bucket else ()
+            pieces = flat.split([p.numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
                 if parameter not in absent:
                     parameter.grad = laid_out(piece, parameter)
@@ -90,15 +84,6 @@ class Reduction:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
         self._earlier = []
-
-
-def wait_for_sum(works: Sequence[dist.Work], whose: str) -> None:
-    """Wait for sums over processes. Raises WaitError where they can't end any more."""
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise WaitError(error, f"the sum of {whose} gradients") from error
 
 
 def laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -14,9 +14,11 @@ from schedir.errors import ExecutionError
 from schedir.ir import Kind, dumps, loads
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.barriers import Barrier, Barriers
-from schedir.runtime.gradients.clipping import Clipping, NormExchange
+from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.norms import NormsBetweenHosts, NormsOnDevice, NormSource
 from schedir.runtime.gradients.partners import partners
+from schedir.runtime.gradients.presence import Presence
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
@@ -36,7 +38,8 @@ class Shared:
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._schedule, self._stages = plan, plan.schedule, plan.trained
         self._grid, self._control, self._groups = world.grid, world.control, world.groups
-        self._device = world.device
+        self._accelerator, self._device = world.accelerator, world.device
+        self._presences: list[Presence] = []
         self._own = self._grid.processes[self._grid.pipeline][self._grid.rank]
         # The stages whose sums share a group, and the group's processes.
         self._summed = [
@@ -128,12 +131,36 @@ class Shared:
                 continue
             purpose = f"stages/{','.join(map(str, stages))}"
             group = self._groups.make(purpose, processes, self._device)
+            beside = self._beside(purpose, processes, group)
             for stage, parameters in trained.items():
                 if parameters:
                     self._fix_trained(stage)
                     whose, keeps_earlier = f"stage {stage}'s", not self._plan.updates
-                    found[stage] = Reduction(parameters, group, whose, keeps_earlier)
+                    presence = self._presence(beside, whose)
+                    found[stage] = Reduction(parameters, group, presence, whose, keeps_earlier)
         return found
+
+    def _beside(self, purpose: str, processes: Sequence[int], group: Group) -> Group:
+        """The group in which hosts tell each other what gradients there are: that of the sums on
+        the CPU, else one beside it."""
+        if self._accelerator.queues:
+            return self._groups.make(f"{purpose}/presence", processes)
+        return group
+
+    def _presence(self, beside: Group, whose: str) -> Presence:
+        """What tells of gradients that are summed over processes."""
+        self._presences.append(Presence(beside, whose))
+        return self._presences[-1]
+
+    def settle(self) -> None:
+        """Wait for what processes have told each other, before they leave."""
+        for presence in self._presences:
+            presence.settle()
+
+    def reset(self) -> None:
+        """A call has failed: nobody answers any more."""
+        for presence in self._presences:
+            presence.forget()
 
     def drift(self) -> Drift:
         """The copies here that exist elsewhere, or here, as well: to be compared now and then."""
@@ -149,7 +176,8 @@ class Shared:
                 ranks = {rank for stage, _ in tie for rank in self._schedule.placement[stage]}
                 copies[_label(tie)] = [[copy] for copy in held.values()]
                 holders[_label(tie)] = [*map(self._grid.number, ranks)]
-        return Drift(copies, holders, self._grid.number(self._grid.rank), self._control)
+        own = self._grid.number(self._grid.rank)
+        return Drift(copies, holders, own, self._control, self._accelerator)
 
     def _fix_trained(self, stage: int) -> None:
         """From here on the same parameters of the stage must be trained."""
@@ -184,8 +212,12 @@ class Shared:
             stage: [p for p in module.parameters() if p.requires_grad]
             for stage, module in self._stages.items()
         }
-        exchange = NormExchange(self._plan, self._control, self._sizes)
-        return Clipping(max_norm, trained, self._skipped, exchange, self._norm_type)
+        how: NormSource
+        if self._accelerator.queues:
+            how = NormsOnDevice(self._plan, self._groups, self._sizes, self._norm_type)
+        else:
+            how = NormsBetweenHosts(self._plan, self._control, self._sizes, self._norm_type)
+        return Clipping(max_norm, trained, self._skipped, how, self._accelerator)
 
     def barriers(self, clipping: Clipping | None) -> Barriers:
         """What the ranks here wait for before they step."""
@@ -197,23 +229,27 @@ class Shared:
             if not held:
                 continue
             ranks = {placement[stage][0] for stage, _ in tie}
-            action = Tie(list(held.values()), groups.get(number)).sum
-            barrier = Barrier(len(ranks.intersection(local_ranks)), action)
+            copies = list(held.values())
+            action = Tie(copies, *groups.get(number, (None, None))).sum
+            parties = len(ranks.intersection(local_ranks))
+            barrier = Barrier(parties, action, self._accelerator, copies)
             tied.append(({stage for stage, _ in tie}, barrier))
         common = []
         if clipping is not None:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in local_ranks]
-            common.append(Barrier(sum(steps), clipping.clip))
+            common.append(Barrier(sum(steps), clipping.clip, self._accelerator))
         return Barriers(tied, common)
 
-    def _groups_of_ties(self) -> dict[int, Group]:
-        """By the number of the tie, the group in which its copies are summed; none where all of
-        them are here."""
-        found: dict[int, Group] = {}
+    def _groups_of_ties(self) -> dict[int, tuple[Group, Presence]]:
+        """By the number of the tie, the group in which its copies are summed, and what tells
+        whether there is a gradient; none where all of them are here."""
+        found: dict[int, tuple[Group, Presence]] = {}
         for number in in_turn(self._tied, self._own):
             if len(processes := self._tied[number]) > 1:
                 purpose = f"tie/{number}/{','.join(map(str, processes))}"
-                found[number] = self._groups.make(purpose, processes, self._device)
+                group = self._groups.make(purpose, processes, self._device)
+                beside = self._beside(purpose, processes, group)
+                found[number] = group, self._presence(beside, "a tied parameter's")
         return found
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.grid import Grid
-from schedir.runtime.processes.groups import Groups
+from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.processes.message import Message
 from schedir.runtime.processes.relay import Relay
 
@@ -25,6 +29,7 @@ _ROOM_TAG = 4
 DRIFT_TAG = 5
 PIPELINE_TAG = 6
 RANK_TAG = 7
+_BESIDE_TAG = 8
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -70,6 +75,9 @@ class Control:
         self._relays: list[Relay] = []
         self._earlier: list[Message] = []  # posted by the calls before
         self._posted: list[Message] = []
+        self._posting = Lock()  # the courier posts as well
+        self._late: WeakSet[Message] = WeakSet()  # what that waits for
+        self.courier = Courier()
 
     def connect(self, groups: Groups) -> None:
         """Make the group. Raises WaitError where the other processes don't come in time."""
@@ -88,6 +96,10 @@ class Control:
             self._send(found, number)
         return found
 
+    def beside(self) -> Beside:
+        """How ranks send each other what their hosts know, where payloads are on a device."""
+        return Beside(self._group, self._numbers)
+
     def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
         """A relay between some numbers, of which this process is one."""
         self._relays.append(Relay(self._group, members, self._own, size, tag))
@@ -103,30 +115,37 @@ class Control:
 
     def _send(self, value: object, number: int) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([len(content)])
+        size = torch.tensor([len(content)], device="cpu")
         for part in (size, content):
             what = "a message to reach"
             Message(self._group.send, part, number, _OBJECT_TAG, what).wait()
 
     def _receive(self, number: int) -> Any:
         what = "a message from"
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         Message(self._group.recv, size, number, _OBJECT_TAG, what).wait()
-        content = torch.empty(int(size), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         Message(self._group.recv, content, number, _OBJECT_TAG, what).wait()
         return pickle.loads(content.numpy().tobytes())  # from a process of the same job
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""
         exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
-        own = torch.tensor([value], dtype=torch.float64)
+        own = torch.tensor([value], dtype=torch.float64, device="cpu")
         return [int(number) for number in exchange.give(own, self._numbers).result()]
 
-    def expect(self, sizes: Mapping[int, int], tag: int) -> Exchange:
-        """Post receives of vectors of float64, from these numbers and of these sizes."""
+    def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
+        """Post receives of vectors of float64, from these numbers and of these sizes.
+
+        What comes `late`, from a device, the courier waits for, and no call after this one.
+        """
         others = {number: size for number, size in sizes.items() if number != self._own}
         receives = {n: self._receive_vector(size, n, tag) for n, size in others.items()}
-        self._posted += receives.values()
+        if late:
+            self._late.update(receives.values())
+        else:
+            with self._posting:
+                self._posted += receives.values()
         return Exchange(self, tag, [receives.get(number) for number in sizes])
 
     def tell(self, value: Tensor, numbers: Iterable[int], tag: int) -> None:
@@ -134,22 +153,41 @@ class Control:
         for number in numbers:
             if number != self._own:
                 what = f"{_WORDS[tag]} to reach"
-                self._posted.append(Message(self._group.send, value, number, tag, what))
+                message = Message(self._group.send, value, number, tag, what)
+                with self._posting:
+                    self._posted.append(message)
 
     def _receive_vector(self, size: int, number: int, tag: int) -> Message:
-        buffer = torch.empty(size, dtype=torch.float64)
+        buffer = torch.empty(size, dtype=torch.float64, device="cpu")
         return Message(self._group.recv, buffer, number, tag, f"{_WORDS[tag]} of")
 
     def settle(self) -> None:
         """Wait for what the steps before this one have posted, so that nothing piles up."""
         for message in self._earlier:
             message.wait()
-        self._earlier, self._posted = self._posted, []
+        with self._posting:
+            self._earlier, self._posted = self._posted, []
 
     def drop(self) -> None:
         """Forget what is under way."""
+        self.courier.stop()
         for relay in self._relays:
             relay.drop()
-        for message in (*self._earlier, *self._posted):
+        for message in (*self._earlier, *self._posted, *self._late):
             message.drop()
         self._earlier, self._posted = [], []
+
+
+class Beside:
+    """Transfers of tensors of the CPU between the ranks of a pipeline, in order on each channel."""
+
+    def __init__(self, group: Group, numbers: Sequence[int]) -> None:
+        self._group, self._numbers = group, numbers
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Post a send."""
+        return self._group.send([tensor], self._numbers[peer], _BESIDE_TAG)
+
+    def receive(self, buffer: Tensor, peer: int) -> dist.Work:
+        """Post a receive."""
+        return self._group.recv([buffer], self._numbers[peer], _BESIDE_TAG)

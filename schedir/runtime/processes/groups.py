@@ -104,6 +104,15 @@ class NcclGroup(Group):
         return work
 
 
+def wait_for_sum(works: Sequence[dist.Work], whose: str) -> None:
+    """Wait for sums over processes. Raises WaitError where they can't end any more."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise WaitError(error, f"the sum of {whose}") from error
+
+
 def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
     """A call that posts, hidden from a profiler that runs.
 

@@ -37,7 +37,7 @@ class Relay:
     def _post_receive(self) -> Message | None:
         if self._parent is None:
             return None
-        buffer = torch.empty(self._size, dtype=torch.int64)
+        buffer = torch.empty(self._size, dtype=torch.int64, device="cpu")
         return Message(self._group.recv, buffer, self._parent, self._tag, "the call of")
 
     def pass_on(self, own: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def announcement_of(call: Call, feed: Feed, agreement: int | None) -> Announceme
 def encoded(a: Announcement) -> Tensor:
     """As it is sent: SIZE integers."""
     kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
-    return torch.tensor((kind, a.call, precision, a.rows, a.inputs, a.target, a.agreement))
+    sent = kind, a.call, precision, a.rows, a.inputs, a.target, a.agreement
+    return torch.tensor(sent, device="cpu")
 
 
 def decoded(received: Tensor) -> Announcement:

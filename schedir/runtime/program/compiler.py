@@ -52,6 +52,7 @@ class _Place:
     action: Action
     versions: Mapping[int, StageVersions]
     poster: Poster
+    beside: Poster
 
 
 @attrs.frozen
@@ -59,13 +60,15 @@ class Compiler:
     """What the lists' actions are resolved against.
 
     `barriers` come before OPTIM_STEPs; None where these are left to the caller. `observers` watch
-    every run.
+    every run. `beside` takes from rank to rank what hosts have to know; None where the transport
+    of the payloads does that as well.
     """
 
     stages: Mapping[int, Stage]
     cells: Cells
     barriers: Barriers | None
     observers: Sequence[Observer]
+    beside: Poster | None
 
     def compile(
         self, schedule: Schedule, rank: int, transport: Transport, listed_at: Sequence[int]
@@ -79,6 +82,7 @@ class Compiler:
         actions = schedule.flat[rank]
         arrived = arrivals(schedule, rank)
         versions = weight_versions(schedule.columns, rank)
+        beside = self.beside or transport
         program: list[Instruction] = []
         turn = 0
         for index, entry in enumerate(schedule.actions[rank]):
@@ -87,7 +91,9 @@ class Compiler:
             made = []
             for action in parts:
                 sends = [self._sends(actions[send]) for send in arrived.get(turn, ())]
-                place = _Place(schedule, rank, index, turn, action, versions, batch or poster)
+                place = _Place(
+                    schedule, rank, index, turn, action, versions, batch or poster, beside
+                )
                 for operation in _MAKERS[action.kind](self, place):
                     made.append(
                         instruction(rank, index, listed_at[index], action, operation, sends)
@@ -118,12 +124,13 @@ class Compiler:
 
     def _send(self, place: _Place, kind: type[Send]) -> Iterator[Operation]:
         device = self.stages[place.action.stage].device
-        yield kind(self._cell(place.action), place.poster, _peer(place), device)
+        yield kind(self._cell(place.action), place.poster, place.beside, _peer(place), device)
 
     def _receive(self, place: _Place, kind: type[Receive]) -> Iterator[Operation]:
         pool, device = self.cells.pool(place.rank), self.stages[place.action.stage].device
         make = partial(empty, device=device) if pool is None else pool.empty
-        yield kind(self._cell(place.action), place.poster, _peer(place), device, make)
+        cell = self._cell(place.action)
+        yield kind(cell, place.poster, place.beside, _peer(place), device, make)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction

@@ -141,7 +141,10 @@ class _FromOutputs(Compute):
                     "the loss depends on nothing that requires grad: all parameters that it comes "
                     "from are frozen, or it is detached from them; thaw what is to be trained"
                 )
-            return [loss], [torch.full_like(loss, cell.loss_share)]
+            share = cell.loss_share
+            if isinstance(share, Tensor):
+                return [loss], [share.to(loss.dtype).expand_as(loss)]
+            return [loss], [torch.full_like(loss, share)]
         if cell.mask is not None:
             present = cell.mask.tolist()
             cell.output_grads = tuple(

@@ -5,6 +5,7 @@ instruction waits for and does:
 
     observer        around the wait                     around the run
     BusyClock       nothing                             takes the time, of compute
+    QueuedClock     nothing                             leaves two marks, of compute
     profiler        a range "wait for 0F1"              a range "0F1"
 
 So an instruction that nobody observes costs nothing, and the loop that runs a list knows of no
@@ -23,6 +24,7 @@ import attrs
 import torch
 from torch.autograd.profiler import record_function
 
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.call import Call
 from schedir.runtime.program.instruction import Instruction
 
@@ -31,23 +33,64 @@ P = ParamSpec("P")
 
 
 class BusyClock:
-    """The `seconds` that this process has spent in compute so far."""
+    """The time that this process spends in compute."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._seconds = 0.0
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
         if not instruction.operation.computes:
             return instruction
-        run = instruction.run
+        return attrs.evolve(instruction, run=self._timed(instruction.run))
 
+    def _timed(self, run: Callable[[Call], None]) -> Callable[[Call], None]:
         def timed(call: Call) -> None:
             started = perf_counter()
             run(call)
-            self.seconds += perf_counter() - started
+            self._seconds += perf_counter() - started
 
-        return attrs.evolve(instruction, run=timed)
+        return timed
+
+    def take(self) -> Callable[[], float]:
+        """How to get the seconds since this was asked for last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return lambda: seconds
+
+
+class QueuedClock(BusyClock):
+    """On a device that queues its work, by marks before and after it, which are read later."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self._spans: list[tuple[Mark, Mark]] = []
+
+    def _timed(self, run: Callable[[Call], None]) -> Callable[[Call], None]:
+        mark = self._accelerator.mark
+
+        def marked(call: Call) -> None:
+            started = mark(timed=True)
+            run(call)
+            self._spans.append((started, mark(timed=True)))
+
+        return marked
+
+    def take(self) -> Callable[[], float]:
+        """How to get the seconds; the host waits for the device then."""
+        spans, self._spans = self._spans, []
+
+        def seconds() -> float:
+            for _, ended in spans:
+                ended.synchronize()
+            return sum(started.elapsed_time(ended) for started, ended in spans) / 1e3
+
+        return seconds
+
+
+def busy_clock(accelerator: Accelerator) -> BusyClock:
+    """The clock for a device."""
+    return QueuedClock(accelerator) if accelerator.queues else BusyClock()
 
 
 def profiler_ranges(instruction: Instruction) -> Instruction:

@@ -57,22 +57,25 @@ def take_turns(
         with accelerator.on(stream):
             begun.wait()
     progress = True
-    while progress:
-        progress = False
-        for turn, instructions in enumerate(lists):
-            first = reached[turn]
-            with accelerator.on(streams[turn]):
-                while reached[turn] < len(instructions):
-                    instruction = instructions[reached[turn]]
-                    if instruction.is_blocked(call):
-                        break
-                    advance((instruction,), call)
-                    reached[turn] += 1
-            progress |= reached[turn] > first
-    for stream in streams:
-        with accelerator.on(stream):
-            ended = accelerator.mark()
-        ended.wait()
+    try:
+        while progress:
+            progress = False
+            for turn, instructions in enumerate(lists):
+                first = reached[turn]
+                with accelerator.on(streams[turn]):
+                    while reached[turn] < len(instructions):
+                        instruction = instructions[reached[turn]]
+                        if instruction.is_blocked(call):
+                            break
+                        advance((instruction,), call)
+                        reached[turn] += 1
+                progress |= reached[turn] > first
+    finally:
+        # After an error too: what was computed is given up, and its memory given out again.
+        for stream in streams:
+            with accelerator.on(stream):
+                ended = accelerator.mark()
+            ended.wait()
     for at, instructions in zip(reached, lists, strict=True):
         if at < len(instructions):
             raise ExecutionError(

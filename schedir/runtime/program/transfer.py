@@ -15,10 +15,16 @@ from schedir.runtime.transports.transport import Poster, Work
 
 
 class Transfer(Operation):
-    """One end of a transfer between a cell and another rank; its works go to `works`."""
+    """One end of a transfer between a cell and another rank; its works go to `works`.
 
-    def __init__(self, cell: Cell, poster: Poster, peer: int, device: torch.device) -> None:
-        self.cell, self.poster, self.peer, self.device = cell, poster, peer, device
+    What moves payloads is `poster`, and `beside` what the host has to know.
+    """
+
+    def __init__(
+        self, cell: Cell, poster: Poster, beside: Poster, peer: int, device: torch.device
+    ) -> None:
+        self.cell, self.poster, self.beside = cell, poster, beside
+        self.peer, self.device = peer, device
         self.works = self._works_of(cell)
 
     @staticmethod
@@ -35,6 +41,9 @@ class Send(Transfer):
     def send_placeholders(self) -> None:
         """Send as much without meaning, to receives that were posted for another call."""
         raise NotImplementedError
+
+    def _post_mask(self, present: Sequence[bool]) -> None:
+        self.works.append(self.beside.send(torch.tensor(present, device="cpu"), self.peer))
 
     def _send_empty(self, metas: Sequence[TensorMeta | None]) -> None:
         for meta in metas:
@@ -64,8 +73,8 @@ class SendActivations(Send):
 class SendGradients(Send):
     """SEND_GRAD: posts the gradients of the cell's inputs.
 
-    Where nobody could tell which there are, a mask that says so goes first, and zeros stand for
-    those that there are not.
+    Where nobody could tell which there are, a mask that says so goes first, from host to host, and
+    zeros stand for those that there are not.
     """
 
     @staticmethod
@@ -80,8 +89,7 @@ class SendGradients(Send):
         agreed = wiring.grads_out
         if agreed is None:
             agreed = _possible(wiring.before.metas)
-            present = [grad is not None for grad in grads]
-            self._post(torch.tensor(present, device=self.device))
+            self._post_mask([grad is not None for grad in grads])
         for grad, meta in zip(grads, agreed, strict=True):
             if meta is not None:
                 sent = empty(meta, self.device).zero_() if grad is None else grad
@@ -91,8 +99,7 @@ class SendGradients(Send):
         """As many, of the gradients."""
         wiring = self.cell.wiring
         if wiring.grads_out is None:
-            flags = torch.zeros(len(wiring.before.metas), dtype=torch.bool)
-            self._post(flags.to(self.device))
+            self._post_mask([False] * len(wiring.before.metas))
         self._send_empty(wiring.grads_out or _possible(wiring.before.metas))
 
 
@@ -103,11 +110,12 @@ class Receive(Transfer):
         self,
         cell: Cell,
         poster: Poster,
+        beside: Poster,
         peer: int,
         device: torch.device,
         make: Callable[[TensorMeta], Tensor],
     ) -> None:
-        super().__init__(cell, poster, peer, device)
+        super().__init__(cell, poster, beside, peer, device)
         self._make = make
 
     def _buffer(self, meta: TensorMeta) -> Tensor:
@@ -146,8 +154,8 @@ class ReceiveGradients(Receive):
         expected = wiring.grads_in
         if expected is None:
             expected = _possible(wiring.after.metas)
-            cell.mask = torch.empty(len(expected), dtype=torch.bool, device=self.device)
-            self._post(cell.mask)
+            cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
+            self.works.append(self.beside.receive(cell.mask, self.peer))
         cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
 
 

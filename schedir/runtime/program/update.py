@@ -47,6 +47,8 @@ class PassBarriers(Operation):
         """Run it."""
         if call.request.updates:
             self._arrive()
+            for barrier in self.barriers:
+                barrier.leave()
         self._turns = None
 
     def _arrive(self) -> list[int]:

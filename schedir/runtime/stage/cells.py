@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.boundaries.agreement import Agreement
 from schedir.runtime.boundaries.buffers import Pool
 from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
@@ -37,7 +38,7 @@ class Cell:
     extra: Any = None  # what the stage is given beside its input
     target: Any = None  # the last stage's, with what its loss takes beside it
     loss_keywords: Mapping[str, Any] = attrs.field(factory=dict)
-    loss_share: float = 1.0
+    loss_share: Count = 1.0
     inputs: tuple[Tensor, ...] = ()
     leaves: tuple[Tensor, ...] = ()
     computed_grads: dict[int, Tensor] = attrs.field(factory=dict)  # of leaves, in their own layout
@@ -50,7 +51,7 @@ class Cell:
     weight_part: WeightPart | None = None  # what I has left to W
     statistics: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
-    mask: Tensor | None = None  # which of `output_grads` are there, once they have arrived
+    mask: Tensor | None = None  # which of `output_grads` are there, on the host, once it is known
     input_grads: tuple[Tensor | None, ...] = ()
     input_receives: list[Work] = attrs.field(factory=list)
     grad_receives: list[Work] = attrs.field(factory=list)
@@ -126,7 +127,7 @@ class Cells:
                 cell.target = feed.targets[m] if feed.targets else None
                 cell.loss_keywords = feed.loss_keywords[m] if feed.loss_keywords else {}
 
-    def share_loss(self, shares: Sequence[float]) -> None:
+    def share_loss(self, shares: Sequence[Count]) -> None:
         """Give the last stage's microbatches their shares of the loss."""
         for m, share in enumerate(shares):
             self._cells[self._last, m].loss_share = share

@@ -6,37 +6,40 @@ and a loop in one process, drops out the same units.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from types import TracebackType
 
 import torch
 
+from schedir.runtime.accelerator import current_accelerator
+
 _MASK = (1 << 64) - 1
 
 
 def rng(seed: int, step: int, stage: int, microbatch: int) -> SavedRng:
-    """Seed torch's default generators as the executor does before that stage's forward.
+    """Seed torch's default generators as the executor does before that stage's forward: the CPU's,
+    and that of the current device.
 
     The seeding happens at the call; used as a context manager, the result restores the state that
     was found. `step` counts the executor's calls of `step` from 0.
     """
-    saved = SavedRng()
-    seed_generators(seed, step, stage, microbatch)
+    generators = (torch.default_generator, *current_accelerator().generators())
+    saved = SavedRng(generators)
+    seed_generators(generators, seed, step, stage, microbatch)
     return saved
 
 
 class SavedRng:
-    """The state of torch's default generators, restored on leaving the context."""
+    """The state of some generators, restored on leaving the context."""
 
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._found = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
         """Put the generators back to where they were."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for generator, state in self._found:
+            generator.set_state(state)
 
     def __enter__(self) -> SavedRng:
         return self
@@ -50,14 +53,14 @@ class SavedRng:
         self.restore()
 
 
-def seed_generators(seed: int, step: int, stage: int, microbatch: int) -> None:
-    """Seed torch's default generators from the four numbers."""
+def seed_generators(
+    generators: Iterable[torch.Generator], seed: int, step: int, stage: int, microbatch: int
+) -> None:
+    """Seed some generators from the four numbers."""
     mixed = _mix(_of_stage(seed, step, stage) ^ _mix(microbatch + 1))
     # The generators directly: torch.manual_seed costs a hundred times as much.
-    torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(mixed)
+    for generator in generators:
+        generator.manual_seed(mixed)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -40,6 +40,7 @@ class Stage:
         self.index = index
         self.module = plan.arguments.stages[index]
         self.device = plan.device
+        self._generators = plan.generators
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
         self.recompute = index in plan.recomputed
         self.weights = weights
@@ -62,7 +63,7 @@ class Stage:
     def output(self, call: Call, cell: Cell, keep_input: bool) -> Any:
         """Run the module on the cell's input; `keep_input` if it will be run again."""
         wiring = cell.wiring
-        seed_generators(call.seed, call.step, self.index, cell.draw)
+        seed_generators(self._generators, call.seed, call.step, self.index, cell.draw)
         extra = _copy_of(cell.extra) if wiring.mutates_extra else cell.extra
         if self.index == 0:
             given = _copy_of(cell.batch) if any(wiring.mutates) else cell.batch

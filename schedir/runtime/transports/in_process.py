@@ -75,8 +75,9 @@ class InProcessTransport:
             )
         if met.ready is not None:
             met.ready.wait()
-            # The other rank's stream may free it before this one has come to the copy.
-            self._accelerator.used(met.tensor)
+            if self._accelerator.makes(met.tensor):  # rather than the host, as a mask
+                # The other rank's stream may free it before this one has come to the copy.
+                self._accelerator.used(met.tensor)
         target.tensor.copy_(source.tensor)
         end.copied = met.copied = self._now()
         end.done = met.done = True

@@ -1,0 +1,164 @@
+"""A device that queues all its work and comes to it after the step alone, made up for tests.
+
+Whoever waits for it within a step fails: the host must not. Another thread may wait, until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Condition, current_thread, main_thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.runtime import StepResult, fitting, plan, world
+from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.engine import Engine
+from schedir.runtime.gradients import sharing
+from schedir.runtime.processes.groups import Group
+from schedir.runtime.transports.choice import Choice, transport_for
+
+META = torch.device("meta")
+
+
+class FarDevice(Accelerator):
+    """With the CPU's tensors, or on meta, whose tensors have no values to read at all."""
+
+    name = ""
+    processors = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._condition = Condition()
+        self._depth = 0  # of steps in one another
+        self._over = 0  # steps; what was queued in them is done
+        self.fetched = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step inside, or several that are queued behind each other."""
+        with self._condition:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._depth -= 1
+                self._over += not self._depth
+                self._condition.notify_all()
+
+    def now(self) -> int:
+        """How many steps have to be over until the device has come to here."""
+        return self._over + (self._depth > 0)
+
+    def is_past(self, point: int) -> bool:
+        """Whether the device has come to a point."""
+        return self._over >= point
+
+    def wait_for(self, point: int) -> None:
+        """Have the host wait for that."""
+        with self._condition:
+            if current_thread() is main_thread():
+                assert self.is_past(point), "the host waits for the device within a step"
+            self._condition.wait_for(lambda: self.is_past(point))
+
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def stream(self) -> Any:
+        return object()
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self, timed: bool = False) -> _Mark:
+        return _Mark(self)
+
+    def used(self, tensor: Tensor) -> None:
+        assert tensor.device.type == self.device.type
+
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        assert tensor.device.type == self.device.type
+        copy = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
+        copied = self.mark()
+
+        def fetched() -> Tensor:
+            copied.synchronize()
+            self.fetched += 1
+            return copy
+
+        return fetched
+
+    def synchronize(self) -> None:
+        self.wait_for(self.now())
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        return ()
+
+
+class _Mark:
+    def __init__(self, device: FarDevice) -> None:
+        self._device = device
+        self._point = device.now()
+
+    def wait(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self._device.is_past(self._point)
+
+    def synchronize(self) -> None:
+        self._device.wait_for(self._point)
+
+    def elapsed_time(self, end: _Mark) -> float:
+        end.synchronize()
+        return 1.0
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
+    """The CPU, as a device that is far away."""
+    return _stand_for(torch.device("cpu"), monkeypatch)
+
+
+@pytest.fixture
+def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
+    """The device meta, which is refused to users; between processes nothing stands for a tensor."""
+    monkeypatch.setattr(fitting, "_check_tensors", lambda stage, module: None)
+    monkeypatch.setattr(plan, "device_of", lambda stages: META)
+    monkeypatch.setattr(sharing, "digest", lambda parameter: 0)  # read before any step
+    for module in (plan, world):
+        monkeypatch.setattr(module, "transport_for", _without_gpu)
+    for name in ("send", "recv", "allreduce"):
+        monkeypatch.setattr(Group, name, _of_nothing(getattr(Group, name)))
+    return _stand_for(META, monkeypatch)
+
+
+def _stand_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> FarDevice:
+    found = FarDevice(device)
+    real = Engine.call
+
+    def call(self: Engine, *arguments: Any, **options: Any) -> StepResult:
+        with found.step():
+            return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "call", call)
+    monkeypatch.setattr(plan, "accelerator_of", lambda device: found)
+    return found
+
+
+def _without_gpu(alone: bool, device: torch.device) -> Choice:
+    return transport_for(alone, torch.device("cpu"))
+
+
+def _of_nothing(post: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    def posted(group: Group, tensors: list[Tensor], *where: int) -> dist.Work:
+        if tensors[0].is_meta:
+            tensors = [torch.zeros(1)]
+        return post(group, tensors, *where)
+
+    return posted

@@ -1,0 +1,312 @@
+"""What holds on the CPU holds on a device that queues its work, though the host reads nothing
+within a step: the same tests, and what is read late.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+from schedir.runtime.gradients.presence import Presence
+from tests.runtime import test_boundaries_on_ranks as boundaries
+from tests.runtime import test_in_process as in_process
+from tests.runtime import test_replicas_on_ranks as replicas
+from tests.runtime import test_stepping as stepping
+from tests.runtime import test_ties_on_ranks as ties
+from tests.runtime.far import FarDevice
+from tests.runtime.kit import (
+    MSE,
+    Twins,
+    adamw,
+    everyone,
+    linear_stages,
+    message_of,
+    numbered,
+    random_batch,
+    random_batches,
+    sgd,
+    train_on_rank,
+)
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.parity import Case, assert_trains_as_one_process, cases
+from tests.runtime.test_no_host_read import Idle
+
+
+def name_of(test: Callable[..., None]) -> str:
+    return test.__name__.removeprefix("test_")
+
+
+@pytest.mark.parametrize("case", cases(3), ids=str)
+def test_all_ranks_train_as_one_process(case: Case, far: FarDevice) -> None:
+    assert_trains_as_one_process(case, None)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_is_that_of_the_whole_model(max_norm: float, far: FarDevice) -> None:
+    stepping.test_clipping_is_that_of_the_whole_model("interleaved-1f1b", max_norm)
+
+
+def test_tied_embeddings_train_as_one(far: FarDevice) -> None:
+    stepping.test_tied_embeddings_train_as_one("1f1b", 0.05)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        stepping.test_clipping_goes_on_after_a_failure,
+        in_process.test_after_a_failure_the_next_step_finds_nothing_of_it,
+        in_process.test_a_loss_that_is_read_late_is_that_of_its_step,
+        in_process.test_a_profile_names_the_actions,
+    ],
+    ids=name_of,
+)
+def test_in_one_process(test: Callable[[], None], far: FarDevice) -> None:
+    test()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "test",
+    [
+        ties.test_tied_copies_are_clipped_and_trained_as_one_parameter,
+        ties.test_clipping_is_that_of_the_whole_model,
+        ties.test_tied_copies_that_drift_apart_are_found,
+        boundaries.test_several_tensors_cross_a_boundary,
+        boundaries.test_a_gradient_that_is_none_arrives_as_absent,
+    ],
+    ids=name_of,
+)
+def test_on_two_ranks(rank: int, test: Callable[[int], None], far: FarDevice) -> None:
+    test(rank)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "test",
+    [
+        ties.test_the_norm_passes_a_stage_without_parameters,
+        ties.test_ties_may_overlap_in_ranks,
+        replicas.test_replicas_of_a_stage_train_as_one_model,
+        replicas.test_replicas_may_form_a_chain,
+    ],
+    ids=name_of,
+)
+def test_on_three_ranks(rank: int, test: Callable[[int], None], far: FarDevice) -> None:
+    test(rank)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", [(0, 2), (1,)])
+def test_ranks_without_stages_take_part(
+    rank: int, placement: tuple[int, ...], far: FarDevice
+) -> None:
+    boundaries.test_ranks_without_stages_take_part(rank, placement)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"count": Tensor.numel}])
+def test_two_pipelines_train_as_one_model(
+    rank: int, options: dict[str, Any], far: FarDevice
+) -> None:
+    if "count" in options:
+        options = {"count": lambda target: torch.tensor(len(target))}
+    replicas.test_two_pipelines_train_as_one_model(rank, "1f1b", ("dp", "pp"), options)
+
+
+class Chooses(nn.Module):
+    """Whether it uses the second tensor, and so whether that gets a gradient, depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        y: Tensor = self.last(x + other if x.sum() > 0 else x)
+        return y
+
+
+class Offers(nn.Module):
+    """Two tensors, each of a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+@on_ranks(2)
+def test_a_mask_says_which_gradients_there_are(rank: int, far: FarDevice) -> None:
+    example = (torch.empty(2, 4), torch.empty(2, 4))
+    batches = random_batches(4)
+    train_on_rank(rank, [Offers(), Chooses()], batches, boundaries={0: example})
+
+
+@on_ranks(4)
+def test_what_no_replica_has_a_gradient_of_is_left_alone(rank: int, far: FarDevice) -> None:
+    mesh = replicas.pipelines()
+    place = mesh.get_local_rank("pp")
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    torch.manual_seed(0)
+    module = Idle()
+    with Executor(schedule, {place: module}, MSE, adamw, mesh=mesh, clip_grad_norm=1.0) as executor:
+        x, y = random_batch(rows=4)
+        norms = [executor.step(x, target=y).grad_norm for _ in range(3)]
+    assert torch.equal(module.idle, torch.ones(4))  # AdamW would have decayed it
+    assert everyone(norms) == [norms] * 4
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_one_rank_alone_may_read_the_loss(rank: int, reader: int, far: FarDevice) -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=3)
+    twins = Twins(linear_stages(3), schedule, rank)
+    results = []
+    with twins.executor(timeout=60.0) as executor:
+        for x, y in random_batches(5, rows=6):
+            results.append(executor.step(x, target=y))
+            if rank == reader:
+                assert results[-1].loss == twins.step((x, y))
+            else:
+                twins.step((x, y))
+    losses = [result.loss for result in results]  # after the end, too
+    assert everyone(losses) == [losses] * 3
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_ends_the_others_though_losses_are_under_way(
+    rank: int, far: FarDevice
+) -> None:
+    class Fails(nn.Linear):
+        left = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is Tensor and self.training:
+                self.left -= 1
+                if self.left < 0:
+                    raise ValueError("not now")
+            return super().forward(x)
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    stage = [nn.Linear(4, 4), Fails(4, 4)][rank]
+    x, y = random_batch()
+    executor = Executor(schedule, {rank: stage}, MSE, sgd, timeout=60.0)
+    with far.step():  # the device comes to nothing
+        for _ in range(2):
+            executor.step(x, target=y)
+        said = message_of(executor.step, x, target=y)
+    assert "1F0: ValueError: not now" in said
+    assert "is broken" in message_of(executor.step, x, target=y)
+
+
+def infinite(output: Tensor, target: Tensor) -> Tensor:
+    return (output * math.inf).mean()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_infinite_norm_is_said_once_when_it_is_known(
+    reads: bool, far: FarDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    options: dict[str, Any] = {"in_process": True, "clip_grad_norm": 1.0}
+    with (
+        caplog.at_level(logging.WARNING, "schedir"),
+        Executor(schedule, numbered(linear_stages()), infinite, sgd, **options) as executor,
+    ):
+        result = executor.step(x, target=y)
+        assert not caplog.messages
+        if reads:
+            assert result.grad_norm is not None
+            assert not math.isfinite(result.grad_norm)
+            assert len(caplog.messages) == 1
+        executor.step(x, target=y)
+        assert len(caplog.messages) == 1
+        executor.step(x, target=y)
+    (said,) = caplog.messages
+    assert "the norm of the gradients is" in said
+    assert "by those of stage 0, 1" in said
+
+
+@pytest.mark.parametrize(("number", "text"), [(-1.0, "count says -1"), (0.0, "no samples at all")])
+def test_a_wrong_count_is_said_at_the_next_call(number: float, text: str, far: FarDevice) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = numbered(linear_stages())
+    before = [p.clone() for stage in stages.values() for p in stage.parameters()]
+    x, y = random_batch()
+    executor = Executor(
+        schedule, stages, MSE, sgd, in_process=True, count=lambda target: torch.tensor(number)
+    )
+    result = executor.step(x, target=y)
+    if not number:
+        assert math.isnan(result.loss)
+        after = [p for stage in stages.values() for p in stage.parameters()]
+        assert all(map(torch.equal, before, after))  # of nothing there is no gradient
+    with pytest.raises(schedir.ExecutionError, match=text):
+        executor.step(x, target=y)
+
+
+def test_times_are_those_of_the_device(far: FarDevice) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    options: dict[str, Any] = {"in_process": True}
+    with Executor(schedule, numbered(linear_stages()), MSE, sgd, **options) as executor:
+        for _ in range(2):
+            result = executor.step(x, target=y)
+    # A made-up millisecond each: a forward and a backward for each microbatch, and the update.
+    assert result.busy == pytest.approx(2 * (2 * 2 + 1) * 1e-3)
+    assert result.elapsed == 1e-3
+
+
+@on_ranks(4)
+def test_what_hosts_tell_each_other_stays_on_the_host(rank: int) -> None:
+    """Though the caller makes new tensors on another device."""
+    mesh = replicas.pipelines()
+    place = mesh.get_local_rank("pp")
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch(rows=4)
+    options: dict[str, Any] = {"mesh": mesh, "clip_grad_norm": 1.0}
+    losses = []
+    for device in ("cpu", "meta"):
+        module = linear_stages()[place]
+        with torch.device(device), Executor(schedule, {place: module}, MSE, sgd, **options) as made:
+            losses.append([made.step(x, target=y).loss for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+def test_who_has_all_gradients_waits_for_no_other_host() -> None:
+    waited: list[int] = []
+
+    class Work:
+        def wait(self) -> bool:
+            waited.append(len(told))
+            return True
+
+    told: list[Tensor] = []
+
+    class Others:
+        """Who have the second gradient alone."""
+
+        def allreduce(self, tensors: list[Tensor]) -> Work:
+            tensors[0] += torch.tensor([0, 1, 0], dtype=torch.int32)
+            told.append(tensors[0])
+            return Work()
+
+    presence = Presence(Others(), "stage 0's")  # type: ignore[arg-type]
+    presence.tell([True, True, True])
+    assert presence.anywhere() == [True, True, True]
+    assert not waited
+    presence.tell([True, False, False])
+    assert presence.anywhere() == [True, True, False]
+    assert waited == [1, 2]  # the first when the second was told

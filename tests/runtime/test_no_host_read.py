@@ -1,0 +1,179 @@
+"""No host read in a step: everything runs on meta tensors, which have nothing to read.
+
+The stages are on the device meta, and what stands for it says that it queues its work: whoever asks
+for a value in a step, or waits for the device, fails. What is read after the step is made up.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.runtime.far import META, FarDevice
+from tests.runtime.kit import MSE, adamw, linear_stages, momentum, noisy_stages, numbered
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.test_replicas_on_ranks import pipelines
+
+MICROBATCHES = 4
+
+
+class InPlace(nn.Linear):
+    """Changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+class Two(nn.Linear):
+    """Returns two tensors, and uses one."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x * 1.0
+
+
+class One(nn.Linear):
+    """Takes two, and uses one."""
+
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Idle(nn.Linear):
+    """Has a parameter that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.idle = nn.Parameter(torch.ones(4))
+
+
+def with_statistics(number: int) -> list[nn.Module]:
+    return [nn.Sequential(stage, nn.BatchNorm1d(4)) for stage in noisy_stages(number)]
+
+
+def changing(number: int) -> list[nn.Module]:
+    return [nn.Linear(4, 4), *(InPlace(4, 4) for _ in range(number - 1))]
+
+
+def declared(number: int) -> list[nn.Module]:
+    return [*(Two(4, 4) for _ in range(number - 1)), One(4, 4)]
+
+
+def partly_idle(number: int) -> list[nn.Module]:
+    return [Idle() for _ in range(number)]
+
+
+def samples(target: Tensor) -> Tensor:
+    return target.ne(0).sum()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"optimizer": momentum},
+    "the caller steps": {"optimizer": None},
+    "statistics and dropout": {"stages": with_statistics},
+    "recomputed": {"stages": with_statistics, "recompute": True},
+    "clipped": {"clip_grad_norm": 1.0},
+    "clipped, idle parameters": {"clip_grad_norm": 1.0, "stages": partly_idle},
+    "tied": {"tied": True},
+    "tied and clipped": {"tied": True, "clip_grad_norm": 1.0},
+    "counted": {"count": samples},
+    "changed in place": {"stages": changing},
+    "declared": {"stages": declared, "boundaries": True},
+    "declared and recomputed": {"stages": declared, "boundaries": True, "recompute": True},
+}
+
+
+def split(schedule: schedir.Schedule) -> schedir.Schedule:
+    """With every backward in two parts."""
+    text = schedir.dumps(schedule)
+    return schedir.loads(re.sub(r"\b(\d+)B(\d+)\b", r"\1I\2 \1W\2", text))
+
+
+def schedules(ranks: int) -> dict[str, schedir.Schedule]:
+    shape = {"ranks": ranks, "microbatches": MICROBATCHES}
+    built = {
+        name: schedir.build(name, **shape) for name in ("1f1b", "interleaved-1f1b", "pipedream")
+    }
+    return {**built, "in two parts": split(built["interleaved-1f1b"])}
+
+
+NAMES = [*schedules(2)]
+
+
+def runs(name: str, feature: str) -> bool:
+    """Whether that may be asked of the schedule; what updates at every microbatch may not wait."""
+    options = FEATURES[feature]
+    waits = "clip_grad_norm" in options or "tied" in options or not options.get("optimizer", True)
+    return name != "pipedream" or not waits
+
+
+PAIRS = [(name, feature) for name in NAMES for feature in FEATURES if runs(name, feature)]
+
+
+def train(
+    far: FarDevice, schedule: schedir.Schedule, feature: str, rank: int | None, **more: Any
+) -> None:
+    """Train three steps, or one of them without an update, and evaluate, on one rank or on all."""
+    options: dict[str, Any] = {"optimizer": adamw, "stages": linear_stages, **FEATURES[feature]}
+    whole = options.pop("stages")(schedule.stages)
+    last = schedule.stages - 1
+    if options.pop("tied", False):
+        options["ties"] = [[(0, "0.weight"), (last, "0.weight")]]
+    if options.pop("boundaries", False):
+        example = (torch.empty(2, 4, device=META), torch.empty(2, 4, device=META))
+        options["boundaries"] = dict.fromkeys(range(last), example)
+    here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
+    stages = {s: module.to(META) for s, module in numbered(whole).items() if s in here}
+    x, y = torch.empty(2, 2 * MICROBATCHES, 4, device=META)
+    with Executor(schedule, stages, MSE, in_process=rank is None, **options, **more) as executor:
+        for step in range(3):
+            with far.step():
+                result = executor.step(x, target=y, update=step != 1)
+                evaluated = executor.evaluate(x, target=y, outputs=True)
+                outputs = executor.infer(x)
+        assert (outputs is not None) is (last in here)
+        assert result.loss == evaluated.loss == 1.0
+        assert result.busy > 0
+        assert result.elapsed > 0
+        assert (result.grad_norm is not None) is ("clip_grad_norm" in options)
+    assert far.fetched or last not in here
+
+
+@pytest.mark.parametrize(("name", "feature"), PAIRS)
+def test_a_step_of_all_ranks_reads_nothing(far_meta: FarDevice, name: str, feature: str) -> None:
+    train(far_meta, schedules(3)[name], feature, None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["1f1b", "in two parts"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_step_of_one_rank_reads_nothing(
+    rank: int, far_meta: FarDevice, name: str, feature: str
+) -> None:
+    train(far_meta, schedules(2)[name], feature, rank)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("feature", ["plain", "the caller steps", "counted", "declared"])
+def test_a_step_of_one_pipeline_reads_nothing(
+    rank: int, far_meta: FarDevice, name: str, feature: str
+) -> None:
+    if runs(name, feature):
+        mesh = pipelines()
+        train(far_meta, schedules(2)[name], feature, mesh.get_local_rank("pp"), mesh=mesh)
+
+
+@on_ranks(4)
+def test_a_clipped_step_of_one_pipeline_reads_nothing(rank: int, far_meta: FarDevice) -> None:
+    mesh = pipelines()
+    feature = "clipped, idle parameters"
+    train(far_meta, schedules(2)["1f1b"], feature, mesh.get_local_rank("pp"), mesh=mesh)
