@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime import StepResult, fitting, plan, world
+from schedir.runtime import StepResult, fitting, plan
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import sharing
@@ -128,11 +128,10 @@ def far(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
 @pytest.fixture
 def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     """The device meta, which is refused to users; between processes nothing stands for a tensor."""
-    monkeypatch.setattr(fitting, "_check_tensors", lambda stage, module: None)
+    monkeypatch.setattr(fitting, "_check_tensors", lambda *_: None)
     monkeypatch.setattr(plan, "device_of", lambda stages: META)
     monkeypatch.setattr(sharing, "digest", lambda parameter: 0)  # read before any step
-    for module in (plan, world):
-        monkeypatch.setattr(module, "transport_for", _without_gpu)
+    monkeypatch.setattr(plan, "transport_for", _without_gpu)
     for name in ("send", "recv", "allreduce"):
         monkeypatch.setattr(Group, name, _of_nothing(getattr(Group, name)))
     return _stand_for(META, monkeypatch)
