@@ -119,9 +119,10 @@ def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spa
                     if part.kind is Kind.OPTIM_STEP and parts[0].kind is Kind.REDUCE_GRAD:
                         waits += [over(rank, i)] * (parts[0].stage == part.stage)
         else:
+            # A batch is posted as one: once what any of its queues holds before it is over.
+            own = {channel(rank, part) for part in ranks[rank][index]}
             for i, parts in enumerate(before):
-                queued = [p for p in parts if p.kind not in COMPUTE]
-                if any(channel(rank, p) == channel(rank, action) for p in queued):
+                if any(channel(rank, p) in own for p in parts if p.kind not in COMPUTE):
                     waits.append(over(rank, i))
         return max(waits, default=0)
 
@@ -248,6 +249,24 @@ def test_what_is_received_behind_a_part_waits_for_the_whole_batch() -> None:
     spans = planned(schedule)
     sends = [spans[name][0] for name in ("0 0SEND_ACT1", "2 2SEND_GRAD0", "0 0SEND_ACT2")]
     assert sends == [2, 5, 5]
+
+
+def test_no_part_of_a_batch_goes_ahead_of_what_another_is_queued_behind() -> None:
+    # 1F0 is done at 7, but the batch that sends it is posted as one, once 1RECV_ACT1 is over,
+    # which 1RECV_ACT2 is queued behind: at 12.
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1RECV_ACT1 (1RECV_ACT2;1SEND_ACT0) 1F1 1SEND_ACT1 1F2 1SEND_ACT2 "
+        "1RECV_GRAD0 1B0 1SEND_GRAD0 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        f"2RECV_ACT0 {BACKWARDS}",
+    )
+    spans = planned(schedule, transfer=5)
+    by_hand = {"1 1F0": (6, 7), "0 0SEND_ACT1": (7, 12)}
+    by_hand |= {"1 1SEND_ACT0": (12, 17), "0 0SEND_ACT2": (12, 17)}
+    assert {name: spans[name] for name in by_hand} == by_hand
 
 
 def test_batches_that_wait_for_each_other_never_end() -> None:
