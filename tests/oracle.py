@@ -102,9 +102,7 @@ class Oracle:
         for earlier in range(batch[0]):
             other = me.actions[earlier]
             if other.kind in COMPUTE:
-                if not me.done[earlier] and not (
-                    self.channel == "async" and action.kind in RECEIVES
-                ):
+                if not me.done[earlier]:
                     return False
             elif self.channel == "async":
                 # Nothing holds a post back, but the j-th send still meets the j-th receive.

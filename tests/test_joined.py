@@ -248,6 +248,25 @@ def test_a_cycle_through_a_batch_names_its_parts() -> None:
     ]
 
 
+def test_whoever_needs_a_batch_waits_for_its_sends_under_every_model() -> None:
+    """Rank 0 goes on once its gradient has been received, which rank 1 lists after what it gets
+    from rank 0 by way of rank 2: no buffers are there to take it, on gloo either."""
+    lists = (
+        "1RECV_ACT1 1F1 1SEND_ACT1 1RECV_GRAD1 1B1 (1SEND_GRAD1;1RECV_ACT0) 1F0 1SEND_ACT0 "
+        "1RECV_GRAD0 1B0 1SEND_GRAD0",
+        "0F1 0SEND_ACT1 0F0 0SEND_ACT0 3RECV_ACT1 3F1 3B1 3SEND_GRAD1 3RECV_ACT0 3F0 3B0 "
+        "3SEND_GRAD0 0RECV_GRAD1 0B1 0RECV_GRAD0 0B0",
+        "2RECV_ACT1 2F1 2SEND_ACT1 2RECV_GRAD1 2B1 2SEND_GRAD1 2RECV_ACT0 2F0 2SEND_ACT0 "
+        "2RECV_GRAD0 2B0 2SEND_GRAD0",
+    )
+    batch = listed(2, "1 0 2 1", *lists)
+    report = schedir.check(batch, "async")
+    assert [d.code for d in report.errors] == ["S301"]
+    assert report.clean_channels == ()
+    assert {happens(batch, channel) for channel in CHANNELS} == {"blocks"}
+    assert schedir.check(apart(batch), "async").ok
+
+
 def test_no_lint_proposes_to_tear_a_batch() -> None:
     """Its receive comes after its send could, for it waits for the compute before the batch."""
     batch = listed(

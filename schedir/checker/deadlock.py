@@ -69,8 +69,8 @@ def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
 
 
 # Two models may block as another one does. What `host` has compute wait for, `rank` has the
-# communication after it wait for, and compute only matters to that. What `async` lets a receive
-# pass is needed by its user, which stands after both.
+# communication after it wait for, and compute only matters to that. What `edge` has a transfer wait
+# for, the one before it on its channel, waits for nothing that it doesn't wait for itself.
 _AS_HOST = ("host", "rank")
 _AS_EDGE = ("async",)
 

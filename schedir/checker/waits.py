@@ -38,7 +38,6 @@ import numpy as np
 from schedir.ir import (
     COMMUNICATION,
     COMPUTE,
-    RECEIVES,
     Bools,
     Columns,
     Ints,
@@ -191,11 +190,7 @@ def _order(schedule: Schedule, channel: str, ties: Ties) -> Iterator[_Edges]:
         yield _edges(later[after], earlier[after], AFTER)
         yield _edges(later[~after], earlier[~after], QUEUED)
         return
-    later, earlier = _holders(columns, computes, tied)
-    if channel == "async":
-        held = ~columns.is_kind(*RECEIVES)[later]
-        later, earlier = later[held], earlier[held]
-    yield _edges(later, earlier, AFTER)
+    yield _edges(*_holders(columns, computes, tied), AFTER)
     yield _edges(np.arange(len(columns)), previous_of_queue(schedule, channel), QUEUED)
     sums = np.array(sums_of_steps(schedule), np.int64).reshape(-1, 2)
     yield _edges(sums[:, 0], sums[:, 1], NEEDS)
