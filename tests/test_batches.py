@@ -122,6 +122,12 @@ def test_what_is_clean_or_beyond_help_stays_as_it_is() -> None:
     assert batch_communication(stuck) is stuck
     unmatched = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0")
     assert batch_communication(unmatched) is unmatched
+    helped = one_by_one(2, 2)
+    assert batch_communication(helped) is not helped
+    one_more = Schedule(
+        "x", 2, [0, 1], [helped.flat[0], (*helped.flat[1], schedir.send_grad(1, 0))]
+    )
+    assert batch_communication(one_more) is one_more
     crossed = listed(
         2,
         "0 1",

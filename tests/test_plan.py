@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 
 import pytest
 from check_torch import dumped
@@ -11,20 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, Kind, Schedule
+from schedir import CHANNELS, Action, Kind, Schedule, Together, UnsoundError
 from schedir.ir import (
+    COMMUNICATION,
     COMPUTE,
     CONSUMES,
     KINDS,
     SENDS,
+    Entry,
     flat,
     loads_torch_csv,
     peak_activations,
     plan,
 )
-from schedir.passes import insert_communication, strip_communication
-from tests.joined import drawn_joined
+from schedir.passes import forward_only, insert_communication, strip_communication
+from tests.joined import drawn_joined, joined
 from tests.literals import listed
+from tests.test_batches import runs_in_order
+from tests.test_random import drawn
 
 Spans = dict[str, tuple[float, float]]
 
@@ -207,15 +213,72 @@ def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
     assert spans["0 0SEND_ACT0"] == spans["0 0SEND_ACT1"] == (2, 3)
 
 
+BACKWARDS = "2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1 2RECV_ACT2 2F2 2B2 2SEND_GRAD2"
+
+
+def test_what_is_sent_behind_a_part_waits_for_the_whole_batch() -> None:
+    # 1SEND_ACT0 happens at 3, but its batch is over with 1RECV_ACT2, which 0F2 sends at 11; and
+    # so late is 1SEND_ACT1, which follows on the channel.
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0F2 0SEND_ACT2 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1F1 (1SEND_ACT0;1RECV_ACT2) 1SEND_ACT1 1RECV_GRAD0 1B0 "
+        "1SEND_GRAD0 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        f"2RECV_ACT0 {BACKWARDS}",
+    )
+    spans = planned(schedule)
+    sends = [spans[name][0] for name in ("1 1SEND_ACT0", "0 0SEND_ACT2", "1 1SEND_ACT1")]
+    assert sends == [3, 11, 11]
+
+
+def test_what_is_received_behind_a_part_waits_for_the_whole_batch() -> None:
+    # 1RECV_ACT1 happens at 2, but its batch is over with 1RECV_GRAD0, which 2B0 sends at 5; and so
+    # late is 1RECV_ACT2, which follows on the channel, though 0F2 sends it at 3.
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 "
+        "0B2",
+        "1RECV_ACT0 1F0 1SEND_ACT0 (1RECV_ACT1;1RECV_GRAD0) 1RECV_ACT2 1B0 1SEND_GRAD0 1F1 "
+        "1SEND_ACT1 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        f"2RECV_ACT0 {BACKWARDS}",
+    )
+    spans = planned(schedule)
+    sends = [spans[name][0] for name in ("0 0SEND_ACT1", "2 2SEND_GRAD0", "0 0SEND_ACT2")]
+    assert sends == [2, 5, 5]
+
+
+def test_batches_that_wait_for_each_other_never_end() -> None:
+    # What rank 0 receives as 0RECV_GRAD0 is sent behind rank 1's batch, and 1RECV_GRAD0 behind
+    # rank 0's: each batch has a part that waits for the other one.
+    spans = planned(
+        listed(
+            1,
+            "0 1 0",
+            "0F0 (2RECV_ACT0;0SEND_ACT0;0RECV_GRAD0) 2F0 2B0 2SEND_GRAD0 0B0",
+            "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_GRAD0) 1B0 1SEND_GRAD0",
+        )
+    )
+    assert (spans["0 0F0"], spans["1 1F0"]) == ((0, 1), (1, 2))
+    assert {spans[name][1] for name in ("0 2F0", "0 2B0", "0 0B0", "1 1B0")} == {-1}
+
+
 @given(st.integers(0, 1 << 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 2]))
 def test_the_clock_against_a_naive_fixed_point(seed: int, transfer: int, collective: int) -> None:
     schedule = drawn_joined(random.Random(seed))
     apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
     if any(found.code != "S301" for found in schedir.check(apart).errors):
         return  # sends and receives that do not match
+    columns = schedule.columns
     never = naive(schedule, 1, 1) is None  # what waits for itself shows where all takes time
     found = planned(schedule, transfer, collective)
     assert never == any(end < 0 for _, end in found.values())
+    transfers = schedule.dataflow.transfers
+    for send, user in zip(transfers.send.tolist(), transfers.user.tolist(), strict=True):
+        sent, used = (found[f"{columns.rank[p]} {columns.action(p)}"] for p in (send, user))
+        assert used[1] < 0 or sent[1] >= 0
     if not never:
         assert found == naive(schedule, transfer, collective)
 
@@ -226,3 +289,83 @@ def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:
     assert complete.columns.together
     assert max(plan(complete).textbook.ends) == 66
     assert [most for most, _ in peak_activations(complete.columns)] == [9, 9, 9, 9]
+
+
+# Communication around pairs.
+
+
+def runs_alone(schedule: Schedule) -> bool:
+    """Whether compute gets to its end in list order, each entry once the inputs of all its parts
+    are made, wherever that is."""
+    lists = [[[*flat([entry])] for entry in entries] for entries in schedule.actions]
+    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT}
+    made: set[tuple[bool, int, int | None]] = set()
+    at = [0] * len(lists)
+
+    def ready(action: Action) -> bool:
+        stage, m = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return stage == 0 or (True, stage - 1, m) in made
+        return (
+            action.kind not in backwards
+            or stage == schedule.stages - 1
+            or (False, stage + 1, m) in made
+        )
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, entries in enumerate(lists):
+            while at[rank] < len(entries) and all(map(ready, entries[at[rank]])):
+                for action in entries[at[rank]]:
+                    if action.kind is Kind.FORWARD or action.kind in backwards:
+                        made.add((action.kind is Kind.FORWARD, action.stage, action.microbatch))
+                at[rank] += 1
+                moved = True
+    return all(place == len(entries) for place, entries in zip(at, lists, strict=True))
+
+
+@given(st.integers(0, 1 << 32))
+def test_pairs_get_their_communication_where_they_can_start(seed: int) -> None:
+    chance = random.Random(seed)
+    compute_only = joined(drawn(chance), chance)
+    try:
+        complete = insert_communication(compute_only)
+    except UnsoundError:
+        assert not runs_alone(compute_only)
+        return
+    assert runs_alone(compute_only)
+    assert strip_communication(complete) == compute_only
+    assert runs_in_order(complete)
+    assert all(end >= 0 for _, end in planned(complete).values())
+    assert planned(complete, 1, 1) == naive(complete, 1, 1)
+    for channel in CHANNELS:
+        ahead = schedir.advance_receives(complete, channel, room=chance.randrange(9))
+        assert strip_communication(ahead) == compute_only
+        assert channel not in ("host", "rank") or runs_in_order(ahead)
+
+
+@given(st.integers(0, 1 << 32))
+def test_what_runs_in_order_does_so_with_its_receives_ahead(seed: int) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    if runs_in_order(schedule):
+        assert runs_in_order(schedir.advance_receives(schedule, "rank", room=99))
+
+
+@given(st.integers(0, 1 << 32))
+def test_batches_are_left_out_and_cut_down_as_a_whole(seed: int) -> None:
+    schedule = drawn_joined(random.Random(seed))
+    stripped, forwards = strip_communication(schedule), forward_only(schedule)
+    sides = {Kind.FORWARD, Kind.SEND_ACT, Kind.RECV_ACT}
+    for rank, entries in enumerate(schedule.actions):
+        assert [*stripped.actions[rank]] == [*kept(entries, set(Kind) - COMMUNICATION)]
+        newest = [re.sub(r"@\d+", "", str(entry)) for entry in kept(entries, sides)]
+        assert [*map(str, forwards.actions[rank])] == newest
+
+
+def kept(entries: Iterable[Entry], kinds: Set[Kind]) -> Iterator[Entry]:
+    """What is left of the entries with the actions of some kinds only."""
+    for entry in entries:
+        parts = [action for action in flat([entry]) if action.kind in kinds]
+        if parts:
+            yield Together(parts) if len(parts) > 1 else parts[0]

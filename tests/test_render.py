@@ -575,3 +575,25 @@ def test_every_rule_is_explained_by_an_example_that_breaks_it(code: str) -> None
     for part in (code, rule.name, rule.meaning(), rule.why, rule.fix, *rule.example.splitlines()):
         assert " ".join(part.split()) in flowing
     assert f"    {rule.severity}[{code}]: " in text
+
+
+PAIRED = """schedir 1
+name paired
+microbatches 3
+placement 0 1
+rank 0: 0F0 0F1 (0F2;0B0) 0B1 0B2 0OPTIM_STEP
+rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1OPTIM_STEP
+"""
+
+
+def test_an_overlapped_pair_is_one_cell() -> None:
+    line = schedir.simulate(schedir.loads(PAIRED))
+    drawn = timeline_text(line).splitlines()
+    assert drawn[4:6] == [
+        "rank 0  F0 F1       F2;B0--- B1---    B2---*",
+        "rank 1     F0 B0--- F1 B1--- F2 B2---*",
+    ]
+    assert "; between two that run as one" in drawn[7]
+    coarse = plain(overview_blocks(line, 24, 14))
+    assert "   0  FFF   XXXXXBBB BBB\n   1    FBBBFFBBBFBBB\n" in coarse
+    assert "X a forward and a backward as one" in " ".join(coarse.split())

@@ -215,6 +215,7 @@ def test_what_is_moved_or_doubled_leaves_its_entry() -> None:
     # Nor does it reach over to the next rank.
     split = columns.take(np.array([0, 1]), np.array([0, 1, 2]))
     assert [[*map(str, split.entries_of(rank))] for rank in (0, 1)] == [["0F1"], ["1B0"]]
+    assert not split.together
 
 
 # torch's CSV.

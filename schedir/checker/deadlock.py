@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from schedir.ir import (
 )
 
 _AROUND = 2
+_ENDS = 4  # rows of a long way that are shown of each end
 
 
 def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
@@ -119,7 +122,7 @@ def _shortest(
 ) -> Iterator[Finding]:
     """The shortest wait cycle."""
     cycle = shortest_cycle(waiting, never)
-    rows = _rows(schedule.columns, cycle)
+    rows = _shortened(_rows(schedule.columns, cycle))
     communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
     yield Finding(
@@ -152,6 +155,18 @@ def _rows(columns: Columns, cycle: list[Wait]) -> list[tuple[int, str, int]]:
         rows.append((later, REASONS[why], earlier))
     first = min(range(len(rows)), key=lambda row: (rows[row][0], rows[row][1] != MEETS))
     return rows[first:] + rows[:first]
+
+
+def _shortened(rows: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
+    """The rows without the middle of a long way through one list: what is queued behind something
+    is queued behind all before that, too."""
+    kept = []
+    for why, way in groupby(rows, key=itemgetter(1)):
+        own = list(way)
+        if why in (REASONS[QUEUED], REASONS[AFTER]) and len(own) > 2 * _ENDS:
+            own = own[:_ENDS] + own[-_ENDS:]
+        kept += own
+    return kept
 
 
 def _breaking(

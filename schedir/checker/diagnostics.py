@@ -46,8 +46,8 @@ def locate(schedule: Schedule, place: int) -> Location:
     return Location(rank, index, columns.action(place), schedule.source_of(rank, index), within)
 
 
-# Of a batch of thousands, so many parts say what it is.
-_MOST_PARTS = 4
+# Of a batch of more parts, the first few say what it is.
+_MOST_PARTS, _FIRST_PARTS = 4, 2
 
 
 def in_short(columns: Columns, place: int) -> str:
@@ -55,9 +55,10 @@ def in_short(columns: Columns, place: int) -> str:
     first, last = int(columns.heads[columns.entry[place]]), int(columns.last[place])
     if first == last:
         return str(columns.action(first))
-    shown = min(last, first + _MOST_PARTS - 1)
-    parts = [str(columns.action(part)) for part in range(first, shown + 1)]
-    return f"({';'.join(parts)}{f';… {last - shown:,} more' if last > shown else ''})"
+    many = last + 1 - first
+    shown = many if many <= _MOST_PARTS else _FIRST_PARTS
+    parts = [str(columns.action(part)) for part in range(first, first + shown)]
+    return f"({';'.join(parts)}{f';… {many - shown:,} more' if many > shown else ''})"
 
 
 def locations(schedule: Schedule, places: Iterable[int]) -> tuple[Location, ...]:

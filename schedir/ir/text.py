@@ -22,7 +22,16 @@ from schedir.errors import ParseError
 from schedir.ir.printing import FORMAT_VERSION, sched_text
 from schedir.ir.schedule import Schedule, expect_schedule
 from schedir.ir.together import Entry
-from schedir.ir.tokens import NUMBER, TokenError, clip, decode, parse_entry, parts_of, position
+from schedir.ir.tokens import (
+    NUMBER,
+    TokenError,
+    clip,
+    decode,
+    parse_action,
+    parse_entry,
+    parts_of,
+    position,
+)
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
@@ -200,10 +209,12 @@ class _Parser:
 
     def _entries(self, start: int, end: int) -> Iterator[Entry]:
         for word in self._words(start, end):
+            token = word[0]
             try:
-                entry = parse_entry(word[0])
-            except TokenError as error:
-                raise self._error(str(error), word.start() + error.offset) from None
+                entry = parse_entry(token) if token[0] == "(" else parse_action(token)
+            except ValueError as error:
+                offset = error.offset if isinstance(error, TokenError) else 0
+                raise self._error(str(error), word.start() + offset) from None
             yield entry
 
     def _start_of(self, rank: int) -> int:

@@ -59,9 +59,8 @@ def advance_receives(
         queue[steps] = columns.rank[steps]
     held_by = _held_by(queue, moves)
     if columns.together:
-        # A whole batch holds back what a part of it does, and receives keep their order.
+        # Receives keep their order, those in batches too.
         held_by = np.maximum(held_by, _held_by(np.where(receives, columns.rank, -1), moves))
-        held_by = np.where(held_by < 0, -1, columns.last[held_by])
     held = held_by.tolist()
     freed = _freed(complete)
     order: list[int] = []
