@@ -173,6 +173,7 @@ def verdict(schedule: Schedule) -> str:
     batched = batch_communication(schedule)
     if runs_in_order(schedule):
         assert batched is schedule
+        assert "S301" not in {found.code for found in schedir.check(schedule).errors}
         return "clean"
     apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
     if any(found.code != "S301" for found in schedir.check(apart).errors):
@@ -183,6 +184,7 @@ def verdict(schedule: Schedule) -> str:
         return "beyond help"
     assert batched.flat == schedule.flat
     assert runs_in_order(batched)
+    assert schedir.check(batched).ok
     # What was one entry still is, and none grows beyond the communication around it.
     most = all_joined(schedule).columns.joined
     joins = batched.columns.joined

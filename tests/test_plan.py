@@ -119,9 +119,10 @@ def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spa
                     if part.kind is Kind.OPTIM_STEP and parts[0].kind is Kind.REDUCE_GRAD:
                         waits += [over(rank, i)] * (parts[0].stage == part.stage)
         else:
+            # A batch is posted as one: once what any of its queues holds before it is over.
+            own = {channel(rank, part) for part in ranks[rank][index]}
             for i, parts in enumerate(before):
-                queued = [p for p in parts if p.kind not in COMPUTE]
-                if any(channel(rank, p) == channel(rank, action) for p in queued):
+                if any(channel(rank, p) in own for p in parts if p.kind not in COMPUTE):
                     waits.append(over(rank, i))
         return max(waits, default=0)
 

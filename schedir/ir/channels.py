@@ -17,6 +17,11 @@ so that a list that is clean under `rank` is safe whatever the driver does.
 In all of them a transfer happens when both its ends are posted (zero buffering: what is clean
 without buffers is clean with any), communication needs all compute listed before it on its rank
 to have run (but for receives under `async`), and compute needs the receives that it consumes.
+
+A batch is posted as one, and nothing orders its parts among each other; it stands in the queue of
+each of its parts, and what waits for one of them waits for all: what is queued behind it, and the
+compute that consumes it, so that `edge` may block where `async` does not. Under `host` a batch is
+its parts, one after the other.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class Plan:
     `compute` holds the places of all compute, `bounds` the number of each rank's first, `last` the
     number of the last part of each one's entry: a part of an overlapped pair starts and ends when
     that does. The exchanges are the `transfers` of the dataflow; then the `collectives`, the places
-    of REDUCE_GRADs that belong together; then the end of each batch, which waits for its transfers.
+    of REDUCE_GRADs that belong together; then the start and the end of each batch, which nobody
+    posts.
     `last_before[place]` is the number of the compute before a place, -1 for none.
     """
 
@@ -129,32 +130,43 @@ def _plan(schedule: Schedule) -> Plan:
 
 
 def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
-    """The plan with an exchange for the end of each batch: what is queued behind a part of it, and
-    compute that consumes one, wait for that."""
+    """The plan with two exchanges for each batch: its start waits for what its queues hold before
+    it, and each of its transfers for that; what is queued behind a part of it, and compute that
+    consumes one, wait for its end."""
     columns, transfers = schedule.columns, schedule.dataflow.transfers
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     batches = np.unique(columns.entry[batched])
-    end_of = np.full(int(columns.entry[-1]) + 1, -1)  # of an entry: the exchange
-    end_of[batches] = len(planned.posts) + np.arange(len(batches))
+    start_of = np.full(int(columns.entry[-1]) + 1, -1)  # of an entry: the exchange
+    start_of[batches] = len(planned.posts) + np.arange(len(batches))
+    end_of = np.where(start_of < 0, -1, start_of + len(batches))
     sent, received = columns.entry[transfers.send], columns.entry[transfers.receive]
 
-    also: dict[int, list[int]] = {end: [] for end in end_of[batches].tolist()}
+    exchanges = np.concatenate((start_of[batches], end_of[batches]))
+    also: dict[int, list[int]] = {number: [] for number in exchanges.tolist()}
+    waits = []
     for entries in (sent, received):
-        for transfer, end in enumerate(end_of[entries].tolist()):
-            if end >= 0:
-                also[end].append(transfer)
-    before = np.concatenate((planned.before, np.full(len(batches), -1)))
-    before[: len(transfers)] = _queued_behind(transfers, sent, end_of)
-    waits = _queued_behind(transfers, received, end_of)
-    for transfer in np.flatnonzero((waits >= 0) & (waits != before[: len(transfers)])).tolist():
-        also[transfer] = [int(waits[transfer])]
+        queued, starts = _queued_behind(transfers, entries, end_of), start_of[entries]
+        for transfer in np.flatnonzero(starts >= 0).tolist():
+            also[int(end_of[entries[transfer]])].append(transfer)
+            if queued[transfer] >= 0:
+                also[int(starts[transfer])].append(int(queued[transfer]))
+        waits.append(np.where(starts < 0, queued, starts))
+    first, second = waits
+    for transfer in np.flatnonzero((second >= 0) & (second != first)).tolist():
+        also[transfer] = [int(second[transfer])]
+    rest = planned.before[len(transfers) :]
 
     needs = planned.needs.copy()
     received_in = end_of[received]
     consumed = np.flatnonzero(received_in >= 0)
     needs[np.searchsorted(planned.compute, transfers.user[consumed])] = received_in[consumed]
-    posts: list[tuple[int, ...]] = [*planned.posts, *[()] * len(batches)]
-    return attrs.evolve(planned, needs=needs, posts=posts, before=before, also=also)
+    return attrs.evolve(
+        planned,
+        needs=needs,
+        posts=[*planned.posts, *[()] * (2 * len(batches))],
+        before=np.concatenate((first, rest, np.full(2 * len(batches), -1))),
+        also=also,
+    )
 
 
 def _queued_behind(transfers: Transfers, entries: Ints, end_of: Ints) -> Ints:

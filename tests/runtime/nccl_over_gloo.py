@@ -163,10 +163,9 @@ class NcclOverGloo:
     def _start_coalescing(self) -> None:
         self._as_one = []
 
-    def _end_coalescing(self) -> Work:
+    def _end_coalescing(self) -> Work | None:
         posts, self._as_one = self._as_one, None
-        assert posts
-        return self._whole().run(posts)
+        return self._whole().run(posts) if posts else None
 
     def _transfer(self, end: End) -> Work | None:
         assert end.peer is not None

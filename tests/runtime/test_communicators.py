@@ -10,7 +10,8 @@ import pytest
 
 import schedir
 from schedir.runtime.processes.rounds import in_turn, rounds
-from schedir.runtime.transports.communicators import Channel, communicators, ranks_of
+from schedir.runtime.transports.communicators import Channel, batched, communicators, ranks_of
+from tests.runtime.lists import megatron
 
 
 def assert_proper(groups: Sequence[Sequence[int]]) -> None:
@@ -107,3 +108,18 @@ def test_the_order_of_what_is_given_makes_no_difference() -> None:
         draw.shuffle(channels)
         shuffled = [draw.sample(batch, len(batch)) for batch in draw.sample(batches, len(batches))]
         assert communicators(channels, shuffled) == expected
+
+
+def test_channels_of_a_batch_are_found_in_a_schedule() -> None:
+    assert batched(megatron(3, 4)) == {
+        *(frozenset({channel}) for channel in ((0, 1), (1, 2), (2, 1), (1, 0))),
+        frozenset({(0, 1), (1, 0)}),
+        frozenset({(1, 2), (2, 1)}),
+    }
+    assert communicators(ring(3), batched(megatron(3, 4))) == [
+        ((0, 1), (1, 0)),
+        ((0, 2),),
+        ((2, 0),),
+        ((1, 2), (2, 1)),
+    ]
+    assert not batched(schedir.build("1f1b", ranks=3, microbatches=4))

@@ -1,4 +1,4 @@
-"""Every feature on the CPU: in one process, on ranks, and with memory handled as on a device."""
+"""Every feature on the CPU: in one process, on ranks, and as on a device, over NCCL's stand-in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from schedir.runtime import plan
 from tests.runtime.features import FEATURES, Setting, check
+from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.queueing import Queueing
 
@@ -30,3 +31,11 @@ def test_in_one_process_with_buffers_that_are_used_again(
 @on_ranks()
 def test_on_ranks(rank: int, ranks: int, name: str) -> None:
     check(name, Setting(rank=rank))
+
+
+@pytest.mark.parametrize(("ranks", "name"), PROCESSES, ids=name_of)
+@on_ranks()
+def test_over_nccl(rank: int, ranks: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "accelerator_of", Queueing)
+    with nccl_over_gloo():
+        check(name, Setting(rank=rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.runtime.kit import (
     sgd,
     train_on_rank,
 )
+from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import NcclOverGloo, Work, nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 
@@ -103,8 +105,8 @@ def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
     a, b = (0, 1) if rank < 2 else (2, 3)
     summed = "stages/0,2" if own == 0 else "stages/1,3"
     assert made == [
-        f"make channel/{a}-{b} alone 0:1",
-        f"make channel/{b}-{a} alone 0:1",
+        f"make channel/{a}-{b} whole",
+        f"make channel/{b}-{a} whole",
         f"make {summed} whole",
         f"make tie/0/{a},{b} whole",
     ]
@@ -203,10 +205,15 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=3)
     x, y = random_batch(6)
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
-        executor = Executor(schedule, stage, MSE, sgd, timeout=3)
+        executor = Executor(schedule, stage, MSE, sgd, timeout=60 if rank else 3)
         if rank == 0:
-            receive = NcclOverGloo.recv
-            monkeypatch.setattr(NcclOverGloo, "recv", lambda *given: Stuck(receive(*given)))
+            post = NcclOverGloo._end_coalescing
+
+            def post_stuck(self: NcclOverGloo) -> Any:
+                receives = self._as_one and not self._as_one[0].sends
+                return Stuck(post(self)) if receives else post(self)
+
+            monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
             # So the device never comes to what is behind them.
             monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
         result = executor.step(x, target=y)
@@ -226,4 +233,29 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
             assert ("closed" if waits == "close" else "broken") in again
         elif waits == "step":
             assert "the first to fail was rank 0" in message
+        everyone(rank)
+
+
+@on_ranks(2)
+def test_of_a_batch_a_rank_names_all_parts(rank: int) -> None:
+    schedule = megatron(2, 3)
+    stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
+    x, y = random_batch(6)
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        executor = Executor(schedule, stage, MSE, sgd, timeout=3)
+        if rank == 0:
+            post = NcclOverGloo._end_coalescing
+
+            def post_stuck(self: NcclOverGloo) -> Any:
+                batch = self._as_one and len(self._as_one) > 1
+                return Stuck(post(self)) if batch else post(self)
+
+            monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
+            monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
+        result = executor.step(x, target=y)
+        message = message_of(lambda: result.loss)
+        if rank == 0:
+            assert "rank 0 #3 0SEND_ACT1: " in message
+            parts = "0SEND_ACT1 to rank 1, 0RECV_GRAD0 from rank 1"
+            assert f"waited 3 s in vain for all of {parts}" in message
         everyone(rank)

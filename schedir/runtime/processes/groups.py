@@ -82,10 +82,6 @@ class NcclGroup(Group):
         super().__init__(backend)
         self._posted = posted
 
-    def post(self, post: Post) -> dist.Work:
-        """Post one end of a transfer."""
-        return self._noted(self._post(post))
-
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, which no order among them can block."""
         self.backend._start_coalescing()

@@ -5,8 +5,11 @@ What they do is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which th
 - `pointToPoint`: a send or receive alone goes over a communicator of its two ranks, those within
   `startCoalescing` and `endCoalescing` over one of the whole group, as collectives do; each has a
   stream of its own. So one group uses one of the two ways alone. Inside, no call returns a work;
-  the one at the end is of all (`batch_isend_irecv` and `_coalescing_manager`, which do that for
-  torch's own groups, are in torch/distributed/distributed_c10d.py).
+  the one at the end is of all, and holds none of their tensors, as that of a transfer alone would
+  (`batch_isend_irecv` and `_coalescing_manager`, which do that for torch's own groups, are in
+  torch/distributed/distributed_c10d.py).
+- It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
+  host has seen the transfer's stream come past; see `schedir.runtime.boundaries.buffers`.
 - A work's `wait` has the current stream wait, not the host.
 - `shutdown` waits for what is under way, `abort` does not; several are aborted within one group of
   NCCL's calls, or they wait on each other (`_abort_process_group` in distributed_c10d.py).

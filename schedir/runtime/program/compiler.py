@@ -22,7 +22,7 @@ from schedir.runtime.program.compute import (
     Forward,
 )
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
-from schedir.runtime.program.joined import Batch, PostBatch, communicates, wait_of
+from schedir.runtime.program.joined import Batch, communicates, post_of, wait_of
 from schedir.runtime.program.observers import Observer, observed
 from schedir.runtime.program.transfer import (
     Receive,
@@ -94,12 +94,10 @@ class Compiler:
                     )
                 turn += 1
             if batch is not None:
-                end = instruction(rank, index, listed_at[index], parts[0], PostBatch(batch))
-                program += [*made, end]
+                made.append(post_of(batch, made))
             elif len(parts) > 1:
-                program += [wait_of(made[1]), *made]
-            else:
-                program += made
+                made.insert(0, wait_of(made[1]))
+            program += made
         return observed(program, self.observers)
 
     def _sends(self, send: Action) -> list[Work]:

@@ -113,9 +113,15 @@ class PostBatch(Operation):
 
     listed: ClassVar[bool] = False
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, parts: Sequence[Instruction]) -> None:
+        self.batch, self.parts = batch, parts
 
     def run(self, call: Call) -> None:
         """Run it."""
         self.batch.post()
+
+
+def post_of(batch: Batch, parts: Sequence[Instruction]) -> Instruction:
+    """What posts a batch, once its parts have said what."""
+    operation = PostBatch(batch, list(parts))
+    return attrs.evolve(parts[0], operation=operation, run=operation.run)

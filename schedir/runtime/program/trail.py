@@ -25,6 +25,7 @@ from schedir.runtime.call import Call
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.patience import Patience
 from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.joined import PostBatch
 from schedir.runtime.program.transfer import Transfer
 
 
@@ -39,10 +40,17 @@ class _Step:
         """What it waits for, in words."""
         if self.instruction is None:
             return "the device to come to the end of a call"
-        action, operation = self.instruction.action, self.instruction.operation
-        if not isinstance(operation, Transfer):
-            return f"all that take part in {action}"
-        return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
+        operation = self.instruction.operation
+        if isinstance(operation, PostBatch):
+            return f"all of {', '.join(map(_transfer, operation.parts))}"
+        return _transfer(self.instruction)
+
+
+def _transfer(instruction: Instruction) -> str:
+    action, operation = instruction.action, instruction.operation
+    if not isinstance(operation, Transfer):
+        return f"all that take part in {action}"
+    return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
 
 
 class Trail:

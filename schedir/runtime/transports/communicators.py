@@ -14,8 +14,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
+from schedir.ir import Schedule
+
 Channel: TypeAlias = tuple[int, int]
 """The ranks that it leads from and to."""
+
+
+def batched(schedule: Schedule) -> set[frozenset[Channel]]:
+    """The channels of each batch of a schedule, on whatever rank it is listed."""
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    if not columns.together:
+        return set()
+    channels = [*zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)]
+    by_entry: dict[int, set[Channel]] = {}
+    for places in (transfers.send, transfers.receive):
+        for entry, channel in zip(columns.entry[places].tolist(), channels, strict=True):
+            by_entry.setdefault(entry, set()).add(channel)
+    return {frozenset(found) for found in by_entry.values()}
 
 
 def communicators(

@@ -41,8 +41,8 @@ class NcclTransport:
     """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
 
     `communicators` has the channels of each communicator: all in which ranks send to each other.
-    What goes over one of several channels is posted as if in a batch, even where it is alone: other
-    ranks may post their end of it in one.
+    What is alone is posted as a batch of one: other ranks may post their end of it in a batch, and
+    the work of a batch keeps no tensor alive, for as long as somebody looks whether it is done.
     """
 
     channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
@@ -67,7 +67,7 @@ class NcclTransport:
             listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
             group = groups.make_nccl(f"channel/{listed}", members)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
-            lane = _Lane(group, positions, as_one=len(channels) > 1)
+            lane = _Lane(group, positions)
             self._lanes.update(dict.fromkeys(channels, lane))
             # What is posted first makes the communicator, and connects the ends of the channels.
             posts = [
@@ -101,13 +101,11 @@ class _Lane:
 
     group: NcclGroup
     positions: dict[int, int]
-    as_one: bool
 
     def post(self, posts: Sequence[Post]) -> Sequence[dist.Work]:
         own = [Post(_carried(p.tensor), self.positions[p.peer], p.sends) for p in posts]
-        if self.as_one:  # one work of all, which may be waited for more than once
-            return [self.group.together(own)] * len(own)
-        return [self.group.post(post) for post in own]  # in the order that both ends keep
+        # One work of all, which may be waited for more than once.
+        return [self.group.together(own)] * len(own)
 
 
 def _carried(tensor: Tensor) -> Tensor:
