@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
 import schedir
 from schedir import Action, Schedule, together
 from schedir.ir import COMMUNICATION, Entry, flat, ties_of
-from tests.built_in import NAMES, variants
+from schedir.passes import forward_only
+from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.hardware import HARSHEST, KINDEST, Adversary, comes_through
 from tests.literals import listed
 from tests.test_random import drawn, scattered
@@ -38,10 +40,11 @@ def shapes(name: str) -> Iterator[Schedule]:
 @pytest.mark.parametrize("name", NAMES)
 def test_built_in_schedules_come_through_as_they_are_posted(name: str) -> None:
     for schedule in shapes(name):
-        for room in (None, 10**6):
-            posted = schedir.advance_receives(schedule, "rank", room)
+        ties = ((0, schedule.stages - 1),) if name in SYNCHRONOUS else ()
+        for entries, room in product((schedule, forward_only(schedule)), (None, 10**6)):
+            posted = schedir.advance_receives(entries, "rank", room, ties=ties)
             for adversary in adversaries(schedule.ranks):
-                assert comes_through(posted, adversary), (schedule.name, room, adversary)
+                assert comes_through(posted, adversary, ties), (schedule.name, room, adversary)
 
 
 @pytest.mark.parametrize("channel", ["edge", "async"])

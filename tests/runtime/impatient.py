@@ -7,7 +7,7 @@ So does a GPU where a kernel is loaded for the first time, or memory is returned
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -15,9 +15,10 @@ import pytest
 from torch import Tensor
 
 from schedir.runtime.call import Call
+from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.observers import Observer
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports.transport import Transport, Work, wait_for
 
 
 @attrs.define(eq=False)
@@ -41,16 +42,24 @@ class Awaited:
 def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[list[str]]:
     """Executors inside, over a transport, wait so before a computation with some likelihood; where
     they have done so is in the list."""
-    posted: list[Awaited] = []
+    posted: list[Work] = []
     chance = random.Random(seed)
     waited: list[str] = []
 
     def keeping(post: Callable[[Transport, Tensor, int], Work]) -> Callable[..., Awaited]:
         def kept(self: Transport, tensor: Tensor, peer: int) -> Awaited:
-            posted.append(Awaited(post(self, tensor, peer)))
-            return posted[-1]
+            work = Awaited(post(self, tensor, peer))
+            posted.append(work)
+            return work
 
         return kept
+
+    together = transport.together
+
+    def kept_together(self: Transport, posts: Sequence[Post]) -> list[Work]:
+        works: list[Work] = [Awaited(work) for work in together(self, posts)]
+        posted.extend(works)
+        return works
 
     def waits(instruction: Instruction) -> Instruction:
         run = instruction.run
@@ -58,8 +67,7 @@ def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[
         def ran(call: Call) -> None:
             if chance.random() < likely:
                 waited.append(str(instruction.action))
-                while posted:
-                    posted.pop(0).wait()
+                wait_for(posted)
             run(call)
 
         return attrs.evolve(instruction, run=ran) if instruction.operation.computes else instruction
@@ -71,4 +79,5 @@ def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[
         patch.setattr("schedir.runtime.program.opening.listening", listening)
         patch.setattr(transport, "send", keeping(transport.send))
         patch.setattr(transport, "receive", keeping(transport.receive))
+        patch.setattr(transport, "together", kept_together)
         yield waited
