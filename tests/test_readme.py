@@ -61,7 +61,7 @@ def test_the_pictures_are_real(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP\n"
         "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP\n"
     )
-    assert main(["check", str(late), "--channel", "pair"]) == 1
+    assert main(["check", str(late)]) == 1
     assert capsys.readouterr().out.replace(f"{tmp_path}/", "").rstrip() in README
 
 
