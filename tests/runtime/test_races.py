@@ -130,11 +130,6 @@ def tokens(races: Sequence[Race]) -> set[tuple[str, str]]:
     return found
 
 
-WAITS_FOR_NOBODY = pytest.mark.xfail(
-    strict=True, reason="in one process nobody waits for the streams of those that meet"
-)
-
-
 def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
     for name in NAMES:
         first, last = variants(name)[0], variants(name)[-1]
@@ -158,12 +153,7 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [
-        pytest.param(
-            *case, marks=[WAITS_FOR_NOBODY] if {"clip_grad_norm", "ties"} & {*case[1]} else []
-        )
-        for case in cases()
-    ],
+    list(cases()),
     ids=lambda v: f"{v.name}-{v.ranks}" if isinstance(v, Schedule) else "+".join(v) or "plain",
 )
 def test_no_stream_races_with_another(
@@ -207,15 +197,7 @@ def raced(seed: int, communicators: bool) -> list[Race]:
 
 
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"clip_grad_norm": 0.1}, marks=WAITS_FOR_NOBODY),
-        pytest.param({"ties": TIE}, marks=WAITS_FOR_NOBODY),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"ties": TIE}], ids=str)
 def test_without_any_one_of_the_waits_there_is_a_race(
     options: dict[str, Any], communicators: bool
 ) -> None:
