@@ -173,7 +173,7 @@ OUTPUTS = (
         of="schedule",
         about="that CSV with its sends and receives",
         write=_torch_csv,
-        cannot_hold=_NOT_IN_TORCH,
+        cannot_hold=f"{_NOT_IN_TORCH}, nor batches as such",
         extension=".csv",
         communication="with",
     ),
