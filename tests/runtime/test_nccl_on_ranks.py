@@ -198,7 +198,7 @@ class Stuck:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("waits", ["loss", "close", "step"])
+@pytest.mark.parametrize("waits", ["loss", "elapsed", "close", "step"])
 def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
     """The host never waits inside a step, so it looks where it comes to wait for the device."""
     stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
@@ -215,11 +215,11 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
 
             monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
             # So the device never comes to what is behind them.
-            monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
+            monkeypatch.setattr(Host, "mark", lambda *_, **__: SimpleNamespace(query=lambda: False))
         result = executor.step(x, target=y)
         message = ""
-        if waits == "loss":
-            message = message_of(lambda: result.loss)
+        if waits in ("loss", "elapsed"):
+            message = message_of(getattr, result, waits)
         elif waits == "close":
             message = message_of(executor.close)
         else:
@@ -251,7 +251,7 @@ def test_of_a_batch_a_rank_names_all_parts(rank: int) -> None:
                 return Stuck(post(self)) if batch else post(self)
 
             monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
-            monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
+            monkeypatch.setattr(Host, "mark", lambda *_, **__: SimpleNamespace(query=lambda: False))
         result = executor.step(x, target=y)
         message = message_of(lambda: result.loss)
         if rank == 0:
