@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import lru_cache
+
 import attrs
 import torch
 
@@ -28,9 +31,10 @@ CLOSE = Request("close", has_loss=False)
 REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE)
 
 
-def autocast_kinds(device: torch.device) -> set[str]:
+@lru_cache
+def autocast_kinds(device: torch.device) -> Collection[str]:
     """The types of device on which what runs there may be computed in lower precision."""
-    return set(filter(torch.amp.is_autocast_available, {"cpu", device.type}))
+    return frozenset(filter(torch.amp.is_autocast_available, {"cpu", device.type}))
 
 
 @attrs.frozen(eq=False)

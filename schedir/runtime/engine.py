@@ -44,6 +44,7 @@ class Engine:
         self._plan = plan
         self.steps = plan.arguments.step
         self._calls = 0
+        self._generators = plan.generators
         with plan.accelerator.chosen():
             self._world = World(plan)
             with self._world.together("making the executor"):
@@ -92,7 +93,7 @@ class Engine:
         seed, device = self._plan.arguments.seed, self._plan.device
         call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
         runner = self.training if request.trains else self.evaluation
-        saved = SavedRng(self._plan.generators)
+        saved = SavedRng(self._generators)
         try:
             # What is refused here has moved nothing.
             feed = self._feeder.cut(given, request)
@@ -114,17 +115,7 @@ class Engine:
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
         elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
-
-        def late(fetch: Callable[[], float], what: str) -> Callable[[], float]:
-            return partial(self._read, fetch, ended, f"the {what} of {call}")
-
-        return StepResult(
-            None if loss is None else late(loss, "loss"),
-            None if norm is None else late(norm, "norm"),
-            outputs,
-            late(busy, "time"),
-            late(elapsed, "time"),
-        )
+        return StepResult(loss, norm, outputs, busy, elapsed, partial(self._read, call, ended))
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
@@ -178,13 +169,15 @@ class Engine:
             reduction.restore()
         runner.cells.clear()
 
-    def _read(self, fetch: Callable[[], float], ended: Callable[[], bool], what: str) -> float:
+    def _read(
+        self, call: Call, ended: Callable[[], bool], fetch: Callable[[], float], what: str
+    ) -> float:
         """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
         try:
             self.parts.trail.reach(ended)
             return fetch()
         except WaitError as stalled:
-            raise self._failed(stalled, what) from None
+            raise self._failed(stalled, f"the {what} of {call}") from None
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
         """A call has failed, and with several processes the executor; returns what to raise."""

@@ -140,7 +140,7 @@ class Feeder:
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
         if request.trains:
             totals = self._over_pipelines(totals)
-        if any(isinstance(n, Tensor) for n in (*counts, *totals)):
+        if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
             self._check_late(counts, totals, accumulated)
         return loss_shares(counts, accumulated, totals)
 

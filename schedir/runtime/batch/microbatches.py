@@ -171,7 +171,7 @@ def samples(
 ) -> Count:
     """How many samples a microbatch's mean loss is over, as `count` says."""
     said = count(target)
-    if isinstance(said, Tensor) and accelerator.makes(said):
+    if accelerator.queues and isinstance(said, Tensor) and accelerator.makes(said):
         return said.detach().to(torch.float64).reshape(())
     found = float(said)
     check_count(found)

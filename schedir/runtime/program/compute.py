@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -69,9 +69,13 @@ class Forward(Compute):
             made, copied = cell.wiring.after.tensors(output, with_graph), cell.wiring.copied
             outputs = _with_copies(made, copied) if copied else made
             if cell.following is not None:
-                cell.following.inputs, cell.outputs = outputs, made
+                cell.following.inputs = outputs
+                cell.outputs = _roots_of(made)
             else:
-                cell.outputs_to_send, cell.outputs = outputs, tuple(map(_edge, made))
+                cell.outputs_to_send = outputs
+                cell.outputs = tuple(
+                    [get_gradient_edge(t) if t.requires_grad else None for t in made]
+                )
         else:
             if call.keeps_outputs:
                 cell.result = tree_map_only(Tensor, torch.detach, output)
@@ -92,8 +96,9 @@ def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[
     )
 
 
-def _edge(output: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(output) if output.requires_grad else None
+def _roots_of(outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Those that a backward can start from."""
+    return tuple([output if output.requires_grad else None for output in outputs])
 
 
 class _FromOutputs(Compute):
@@ -125,7 +130,7 @@ class _FromOutputs(Compute):
         with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
             output = stage.output(call, cell, keep_input=False)
             if stage.loss_fn is None:
-                cell.outputs = cell.wiring.after.tensors(output)
+                cell.outputs = _roots_of(cell.wiring.after.tensors(output))
             else:
                 cell.outputs = (stage.loss(cell, output),)
         cell.statistics = None
@@ -134,8 +139,7 @@ class _FromOutputs(Compute):
         """The outputs to start from, and their gradients; the loss's own is its share."""
         cell = self.cell
         if self.stage.loss_fn is not None:
-            (loss,) = cell.outputs
-            assert isinstance(loss, Tensor)  # it goes nowhere
+            loss = cast(Tensor, cell.outputs[0])  # it goes nowhere
             if not loss.requires_grad:
                 raise ExecutionError(
                     "the loss depends on nothing that requires grad: all parameters that it comes "
@@ -156,7 +160,7 @@ class _FromOutputs(Compute):
         grads: list[Tensor] = []
         for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
             # Of a declared boundary the next stage can't know what requires none.
-            if grad is not None and output is not None and _requires_grad(output):
+            if grad is not None and output is not None:
                 roots.append(output)
                 grads.append(grad)
         return roots, grads
@@ -214,10 +218,6 @@ class BackwardWeight(Compute):
         weights.collect(self.version)
         if self.last_read:
             weights.release(self.version)
-
-
-def _requires_grad(output: _Root) -> bool:
-    return isinstance(output, GradientEdge) or output.requires_grad
 
 
 def _run_engine(roots: list[_Root], grads: list[Tensor]) -> None:
