@@ -25,7 +25,7 @@ from typing import Any, Literal
 import attrs
 
 from schedir import Action, Kind, Schedule, Together
-from schedir.ir import COMPUTE, RECEIVES, SENDS, Entry
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, RECEIVES, SENDS, Entry
 
 Outcome = Literal["completes", "wrong", "blocks"]
 
@@ -219,7 +219,8 @@ class Oracle:
         if action.microbatch is not None and attrs.evolve(action, version=None) in before:
             me.faults.append(f"{action} runs again")
         sums = [a for a, done in zip(me.actions[:index], me.done, strict=False) if not done]
-        if any(a.kind is Kind.REDUCE_GRAD and a.stage == action.stage for a in sums):
+        touches = action.kind in COMPLETES_GRADIENTS or action.kind is Kind.OPTIM_STEP
+        if touches and any(a.kind is Kind.REDUCE_GRAD and a.stage == action.stage for a in sums):
             me.faults.append(f"{action} runs beside the sum that it comes after")
         if self.races(rank, index):
             me.faults.append(f"{action} does not wait for its receive")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 import schedir
-from schedir import Kind
+from schedir import CHANNELS, Kind
 from schedir.passes import insert_reductions
 from tests.built_in import NAMES
 from tests.literals import listed
+from tests.oracle import happens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,3 +59,17 @@ def test_a_stage_that_has_sums_is_left_alone() -> None:
     assert " ".join(map(str, insert_reductions(schedule).actions[0])) == (
         "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP"
     )
+
+
+def test_forwards_may_run_while_the_gradients_are_summed() -> None:
+    """Rank 0 has nothing to add to the first sum, and goes on beside it."""
+    schedule = listed(
+        2,
+        "0,1",
+        "0REDUCE_GRAD 0F1 0OPTIM_STEP 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0REDUCE_GRAD 0OPTIM_STEP",
+    )
+    for channel in CHANNELS:
+        assert schedir.check(schedule, channel).ok
+        for seed in range(5):
+            assert happens(schedule, channel, seed) == "completes"

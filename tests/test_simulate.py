@@ -154,8 +154,8 @@ def test_a_timeline_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("starts", "ends", "message"),
     [
-        (STARTS[:-1], ENDS, r"starts must hold one time for each of the 8 entries.*\(7,\)"),
-        (STARTS, [*ENDS, 9], r"ends must hold one time for each of the 8 entries.*\(9,\)"),
+        (STARTS[:-1], ENDS, r"starts must hold one time for each of the 8 actions.*\(7,\)"),
+        (STARTS, [*ENDS, 9], r"ends must hold one time for each of the 8 actions.*\(9,\)"),
         (STARTS, [*ENDS[:6], 4, 8], r"rank 1 #2 1B0 is said to run from 4.5 to 4.0"),
         ([-1, *STARTS[1:]], ENDS, r"at least 0: rank 0 #0 0F0 is said to run from -1.0 to 2.0"),
         (STARTS, [*ENDS[:7], float("inf")], r"ends: a time .*rank 1 #3 1SEND_GRAD0 .* to inf"),

@@ -13,6 +13,7 @@ from schedir.ir.together import Entry, Together
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
+_NESTED = re.compile(r"[(;](?=\()")  # up to the bracket that opens the inner entry
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -69,14 +70,16 @@ def _parse_together(token: str) -> Together:
             f"{clip(token)} lacks its ')': actions that run together are one word without blanks, "
             "such as (0F4;7B3)"
         )
+    # The first ')' of nested ones ends the inner one, so that what follows it is not to blame.
+    nested = _NESTED.search(token, 0, end)
+    if nested:
+        raise TokenError("entries of several actions can't be nested", nested.end())
     if token[end + 1 :]:
         raise TokenError(f"{clip(token[end + 1 :])} can't follow the ')' of an entry", end + 1)
     actions: list[Action] = []
     for part, offset in parts_of(token[1:end], ";", 1):
         if not part:
             raise TokenError("an empty part; actions that run together read (0F4;7B3)", offset)
-        if part.startswith("("):
-            raise TokenError("entries of several actions can't be nested", offset)
         try:
             actions.append(parse_action(part))
         except ValueError as error:

@@ -73,7 +73,7 @@ _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_
 class Timeline:
     """When every entry of a schedule starts and ends: plain data, from which all else follows.
 
-    `starts` and `ends` hold one time per entry, rank after rank in list order, shape [actions]:
+    `starts` and `ends` hold one time per action, rank after rank in list order, shape [actions]:
     0 is the beginning of the step, NaN stands for what is not known, and the unit is the caller's.
     What is not known counts as nothing: it makes no rank busy and no step longer.
 
@@ -90,7 +90,7 @@ class Timeline:
         for name, times in (("starts", self.starts), ("ends", self.ends)):
             if times.shape != shape:
                 raise ValueError(
-                    f"{name} must hold one time for each of the {shape[0]} entries, not an array "
+                    f"{name} must hold one time for each of the {shape[0]} actions, not an array "
                     f"of shape {times.shape}"
                 )
             self._refuse(np.isinf(times) | (times < 0), f"{name}: a time must be at least 0")
