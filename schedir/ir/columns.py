@@ -185,6 +185,8 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
     versions: list[int] = []
     for rank, entries in enumerate(lists):
         listed: list[Action] = []
+        if not isinstance(entries, Iterable):
+            raise TypeError(f"the list of rank {rank} is no list but {entries!r}")
         for index, entry in enumerate(entries):
             if isinstance(entry, Action):
                 listed.append(entry)

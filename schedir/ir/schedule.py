@@ -119,7 +119,7 @@ class Schedule:
     ) -> Schedule:
         """The schedule with these lists, one for each rank, in the tokens of the text form.
 
-            Schedule.of("mine", [0, 1], ["0F0 0F1 0B0 0B1", "1F0 1B0 (1F1;1B1) ..."])
+            Schedule.of("mine", [0, 1], ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"])
 
         A list is a string of tokens, or an iterable of tokens and entries. Without `microbatches`,
         there are as many as the highest one named says.
@@ -129,7 +129,10 @@ class Schedule:
         """
         if isinstance(lists, str):
             raise TypeError("lists must hold one list for each rank, not be a str")
-        columns = columns_of(_parsed(rank, entries) for rank, entries in enumerate(lists))
+        columns = columns_of(
+            _parsed(rank, entries) if isinstance(entries, Iterable) else entries
+            for rank, entries in enumerate(lists)
+        )
         if microbatches is None:
             microbatches = 1 + int(columns.microbatch.max(initial=-1))
             if not microbatches:
