@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, ClassVar
@@ -84,24 +84,28 @@ class NcclGroup(Group):
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, which no order among them can block."""
-        self.backend._start_coalescing()
-        try:
+        with self._as_one() as works:
             for post in posts:
-                self._post(post)
-        finally:
-            work: dist.Work = self.backend._end_coalescing()
-        return self._noted(work)
+                (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
+        return works[0]
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
-        """Post a sum over all of the group."""
-        return self._noted(super().allreduce(tensors))
+        """Post a sum over all of the group, as one as well: a work of its own would keep its
+        tensors, and so the gradients of a step, for as long as it is noted."""
+        with self._as_one() as works:
+            super().allreduce(tensors)
+        return works[0]
 
-    def _post(self, post: Post) -> dist.Work:
-        return (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
-
-    def _noted(self, work: dist.Work) -> dist.Work:
-        self._posted.append(work)
-        return work
+    @contextmanager
+    def _as_one(self) -> Iterator[list[dist.Work]]:
+        """Post what is posted inside as one; its work is in the list then."""
+        works: list[dist.Work] = []
+        self.backend._start_coalescing()
+        try:
+            yield works
+        finally:
+            works.append(self.backend._end_coalescing())
+        self._posted += works
 
 
 def wait_for_sum(works: Sequence[dist.Work], whose: str) -> None:
