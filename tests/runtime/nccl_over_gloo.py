@@ -189,13 +189,16 @@ class NcclOverGloo:
             self._log.append(f"make {self._name} {key}")
         return self._communicators[key]
 
-    def abort(self) -> None:
-        self._log.append(f"abort {self._name}")
+    def _end(self, how: str) -> None:
+        if self._communicators:
+            self._log.append(f"{how} {self._name}")
         self._communicators.clear()
 
+    def abort(self) -> None:
+        self._end("abort")
+
     def shutdown(self) -> None:
-        self._log.append(f"shutdown {self._name}")
-        self._communicators.clear()
+        self._end("shutdown")
 
 
 def _taken(tensor: Tensor) -> Tensor:

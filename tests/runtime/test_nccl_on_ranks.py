@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
+from schedir.runtime.processes import groups as module
 from schedir.runtime.processes.groups import Groups, Post
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.nccl import NcclTransport
@@ -160,6 +162,29 @@ def test_over_gloo_nothing_that_goes_together_blocks(rank: int) -> None:
     assert [post.tensor.tolist() for post in posts[2:]] == [[1.0 - rank] * 2] * 2
     everyone(rank)
     groups.close()
+
+
+@on_ranks(3)
+def test_the_first_group_of_a_process_tells_its_rank(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else flight recorders of several processes would write the same file."""
+    monkeypatch.setattr(Groups, "_told_rank", False)
+    made: list[tuple[int, Sequence[int]]] = []
+    with nccl_over_gloo():
+        backend = module.nccl_backend
+
+        def noted(store: Any, position: int, processes: Sequence[int], *rest: Any) -> Any:
+            made.append((position, [*processes]))
+            return backend(store, position, processes, *rest)
+
+        monkeypatch.setattr(module, "nccl_backend", noted)
+        if rank:
+            groups = Groups((1, 2), None)
+            NcclTransport((1, 2), rank - 1, [[(0, 1)], [(1, 0)]], torch.device("cpu"), groups)
+            assert made == [(rank, [0, 1, 2]), *[(rank - 1, [1, 2])] * 2]
+            groups.close()
+        everyone(rank)
 
 
 @on_ranks(2)

@@ -144,6 +144,7 @@ class Groups:
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+    _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
         # All members have made as many executors together, so they find the same keys.
@@ -182,6 +183,11 @@ class Groups:
 
     def make_nccl(self, purpose: str, processes: Sequence[int]) -> NcclGroup:
         """One of NCCL, which has to be warmed up by what it is for, on all processes at once."""
+        if not Groups._told_rank:
+            # The first one of a process gives it the rank that its flight recorder's file is named
+            # by. So it is one of all processes; it is never used, and no communicator is made.
+            Groups._told_rank = True
+            self.make_nccl("everyone", range(dist.get_world_size()))
         store, position = self._place(purpose, processes)
         name = f"{self._name}/{purpose}"
         try:

@@ -16,6 +16,7 @@ What they do is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which th
   that the caller waits for: several are aborted at the same time, or the first one waits for what
   only the others would end. (A group of NCCL's calls around them, as `_abort_process_group` of
   distributed_c10d.py has, does not reach those threads.)
+- The first group of a process, of whatever library, tells it its rank (`globalRank`).
 - The watchdog ends the process where a work is not done in time, counted from its post.
 """
 
@@ -64,7 +65,7 @@ def nccl_backend(
     # The watchdog counts from the post, which may be a call ahead of the device, and ends the
     # process without a word of where it stands: it is there for a host that hangs.
     options._timeout = max(2 * settings.timeout, _WATCHDOG)
-    # By these the flight recorder names its files, and what is in them.
+    # By these the flight recorder names what is in its files.
     options.group_name = name
     options.global_ranks_in_group = list(processes)
     if settings.max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
