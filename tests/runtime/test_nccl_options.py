@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.runtime.processes.groups import NcclGroup
+from schedir.runtime.processes.groups import Group, Groups, NcclGroup
 from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
 
 STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
@@ -108,6 +108,16 @@ def test_all_are_aborted_at_the_same_time() -> None:
     failed = [SimpleNamespace(abort=aborted) for _ in range(3)]
     end(failed, abort=True)
     assert not ended.broken
+
+
+def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
+    """Others may wait for that, and the abort for theirs."""
+    groups = Groups((0,), timedelta(seconds=1))
+    hosts, seen = Group("gloo"), []
+    backend = SimpleNamespace(abort=lambda: seen.append(hosts.backend))
+    groups._groups += [hosts, NcclGroup(backend, [])]
+    groups.close(abort=True)
+    assert seen == [None]
 
 
 def test_a_sum_is_posted_as_a_transfer_is() -> None:

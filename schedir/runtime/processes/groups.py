@@ -218,9 +218,12 @@ class Groups:
     def close(self, abort: bool = False) -> None:
         """Let all groups go; the latest first, as all processes do."""
         groups, self._groups = self._groups[::-1], []
-        end([group.backend for group in groups if isinstance(group, NcclGroup)], abort)
+        backends = [group.backend for group in groups if isinstance(group, NcclGroup)]
+        # First those of gloo: an abort may wait for the other ranks to abort too, and these may
+        # wait for this one's connections to end.
         for group in groups:
             group.backend = None
+        end(backends, abort)
 
 
 def goes_over_nccl(device: torch.device | None) -> bool:
