@@ -208,6 +208,11 @@ def test_a_failure_aborts_all_groups_at_once(rank: int) -> None:
         assert sorted(log[len(made) :]) == ended
 
 
+def _never(host: Host, timed: bool = False) -> Any:
+    """A mark that the device never comes to."""
+    return SimpleNamespace(query=lambda: False)
+
+
 class Stuck:
     """A work that the device never comes to the end of, as far as the host can see."""
 
@@ -239,7 +244,7 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
 
             monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
             # So the device never comes to what is behind them.
-            monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
+            monkeypatch.setattr(Host, "mark", _never)
         result = executor.step(x, target=y)
         message = ""
         if waits == "loss":
@@ -275,7 +280,7 @@ def test_of_a_batch_a_rank_names_all_parts(rank: int) -> None:
                 return Stuck(post(self)) if batch else post(self)
 
             monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
-            monkeypatch.setattr(Host, "mark", lambda *_: SimpleNamespace(query=lambda: False))
+            monkeypatch.setattr(Host, "mark", _never)
         result = executor.step(x, target=y)
         message = message_of(lambda: result.loss)
         if rank == 0:
