@@ -216,8 +216,8 @@ def _between(began: Mark, ended: Mark) -> float:
 
 
 def _arrive(works: list[Work], trail: Trail, courier: Courier, accelerator: Accelerator) -> None:
-    with suppress(WaitError):  # the other side may be gone
+    with suppress(WaitError):  # the other side may be gone, and the device wait for it for ever
         wait_for(works)
         trail.settle()
         accelerator.synchronize()
-    courier.finish()
+        courier.finish()

@@ -19,6 +19,7 @@ from schedir.runtime.processes.failure import (
     Board,
     OneLineError,
     WaitError,
+    describe,
     end_in_one_line,
     record,
 )
@@ -138,8 +139,11 @@ class World:
         seconds = self.groups.timeout.total_seconds()
         how = f"waited {seconds:g} s in vain" if stalled.timed_out else "waited"
         ended = "" if stalled.timed_out else ", but the connection has ended"
+        if isinstance(stalled.cause, dist.DistBackendError):  # NCCL says more than that
+            ended = f", but {describe(stalled.cause)}"
+        awaited = stalled.what or "the other ranks"
         return OneLineError(
-            f"{what}: {how} for {stalled.what}{ended}{self._board.reasons(self.grid.everyone)}",
+            f"{what}: {how} for {awaited}{ended}{self._board.reasons(self.grid.everyone)}",
             rank=self.grid.rank if stalled.rank is None else stalled.rank,
             index=stalled.index,
             action=stalled.action,

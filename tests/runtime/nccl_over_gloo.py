@@ -156,8 +156,11 @@ class NcclOverGloo:
         (tensor,) = map(_taken, tensors)
         return self._transfer(End(tensor, rank, sends=False))
 
-    def allreduce(self, tensors: list[Tensor]) -> Work:
+    def allreduce(self, tensors: list[Tensor]) -> Work | None:
         (tensor,) = map(_taken, tensors)
+        if self._as_one is not None:
+            self._as_one.append(End(tensor))
+            return None
         return self._whole().run([End(tensor)])
 
     def _start_coalescing(self) -> None:
@@ -186,19 +189,16 @@ class NcclOverGloo:
             self._log.append(f"make {self._name} {key}")
         return self._communicators[key]
 
-    def abort(self) -> None:
-        self._log.append(f"abort {self._name}")
+    def _end(self, how: str) -> None:
+        if self._communicators:
+            self._log.append(f"{how} {self._name}")
         self._communicators.clear()
+
+    def abort(self) -> None:
+        self._end("abort")
 
     def shutdown(self) -> None:
-        self._log.append(f"shutdown {self._name}")
-        self._communicators.clear()
-
-    def _group_start(self) -> None:
-        self._log.append("group start")
-
-    def _group_end(self) -> None:
-        self._log.append("group end")
+        self._end("shutdown")
 
 
 def _taken(tensor: Tensor) -> Tensor:

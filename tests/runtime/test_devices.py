@@ -13,7 +13,7 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.accelerator import Accelerator, Host
+from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.batch.placing import placed
 from schedir.runtime.fitting import check_modules
 from schedir.runtime.gradients import sharing
@@ -167,3 +167,12 @@ def test_modules_without_values_are_told_where_to_put_them(monkeypatch: pytest.M
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert 'to_empty(device="cuda:3")' in message_of(check_modules, {0: meta})
     assert 'to_empty(device="cpu")' in message_of(check_modules, {0: nn.Linear(2, 2), 1: meta})
+
+
+def test_random_numbers_are_the_cpus_where_an_accelerator_is_not_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of a Mac has no way to tell."""
+    for device in (None, torch.device("mps")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda device=device: device)
+        assert isinstance(current_accelerator(), Host)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from schedir.runtime.processes.groups import Group, Groups, NcclGroup
 from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
 
 STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
@@ -31,7 +33,11 @@ class Backend:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda: self.calls.append(name)
+        def called(*_: object) -> str:
+            self.calls.append(name)
+            return f"the work of {name}"
+
+        return called
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +92,38 @@ def test_communicators_end_when_done_or_at_once() -> None:
     assert [backend.calls for backend in done] == [["shutdown"]] * 3
     failed = [made() for _ in range(3)]
     end(failed, abort=True)
-    assert Counter(call for backend in failed for call in backend.calls)["abort"] == 3
-    assert failed[0].calls == ["_group_start", "abort", "_group_end"]
+    assert [backend.calls for backend in failed] == [["abort"]] * 3
     end([], abort=True)
+
+
+@pytest.mark.timeout(20)
+def test_all_are_aborted_at_the_same_time() -> None:
+    """Each ends its own kernels, and then waits for those of all."""
+    ended = Barrier(3)
+
+    def aborted() -> None:
+        ended.wait(timeout=5)
+        raise RuntimeError("it has failed already")
+
+    failed = [SimpleNamespace(abort=aborted) for _ in range(3)]
+    end(failed, abort=True)
+    assert not ended.broken
+
+
+def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
+    """Others may wait for that, and the abort for theirs."""
+    groups = Groups((0,), timedelta(seconds=1))
+    hosts, seen = Group("gloo"), []
+    backend = SimpleNamespace(abort=lambda: seen.append(hosts.backend))
+    groups._groups += [hosts, NcclGroup(backend, [])]
+    groups.close(abort=True)
+    assert seen == [None]
+
+
+def test_a_sum_is_posted_as_a_transfer_is() -> None:
+    """By itself, its work would keep the gradients for as long as somebody looks at it."""
+    posted: list[Any] = []
+    backend = made()
+    NcclGroup(backend, posted).allreduce([torch.zeros(3)])
+    assert backend.calls == ["_start_coalescing", "allreduce", "_end_coalescing"]
+    assert posted == ["the work of _end_coalescing"]

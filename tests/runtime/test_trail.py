@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 from datetime import timedelta
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
+from schedir.runtime.engine import _arrive
+from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.patience import Patience
 from schedir.runtime.program.trail import Trail
+from schedir.runtime.world import World
 from tests.runtime.kit import MSE, sgd
 
 CPU = torch.device("cpu")
@@ -56,6 +61,22 @@ def test_leaving_waits_for_the_device(closes: bool, monkeypatch: pytest.MonkeyPa
     del executor
     gc.collect()
     assert waited == [CPU] * (not closes)
+
+
+@pytest.mark.timeout(20)
+def test_leaving_ends_where_the_device_stands_still() -> None:
+    """What the courier has to send never comes from it; nobody may wait for that for ever."""
+
+    def stalled() -> None:
+        raise WaitError(TimeoutError("timed out"), "0RECV_GRAD0")
+
+    courier, comes = Courier(), Event()
+    sent = courier.send(comes.wait)
+    trail: Any = SimpleNamespace(settle=stalled)
+    _arrive([], trail, courier, Host(CPU))
+    assert not sent.done()
+    comes.set()
+    courier.finish()
 
 
 class Works:
@@ -102,3 +123,17 @@ def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
     trail.reach(trail.end())
     trail.settle()
     assert len(posted) == 1
+
+
+def test_what_nccl_says_is_not_lost() -> None:
+    """Such as that two ranks have one GPU: no connection has ended."""
+    world: Any = SimpleNamespace(
+        groups=SimpleNamespace(timeout=SECOND),
+        grid=SimpleNamespace(rank=1, everyone=(0, 1)),
+        _board=SimpleNamespace(reasons=lambda everyone: ""),
+    )
+    stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
+    assert str(World._explained(world, stalled, "making the executor")) == (
+        "rank 1: making the executor: waited for the other ranks, but DistBackendError: "
+        "NCCL error: Duplicate GPU detected"
+    )

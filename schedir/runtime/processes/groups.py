@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, ClassVar
@@ -84,24 +84,28 @@ class NcclGroup(Group):
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, which no order among them can block."""
-        self.backend._start_coalescing()
-        try:
+        with self._as_one() as works:
             for post in posts:
-                self._post(post)
-        finally:
-            work: dist.Work = self.backend._end_coalescing()
-        return self._noted(work)
+                (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
+        return works[0]
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
-        """Post a sum over all of the group."""
-        return self._noted(super().allreduce(tensors))
+        """Post a sum over all of the group, as one as well: a work of its own would keep its
+        tensors, and so the gradients of a step, for as long as it is noted."""
+        with self._as_one() as works:
+            super().allreduce(tensors)
+        return works[0]
 
-    def _post(self, post: Post) -> dist.Work:
-        return (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
-
-    def _noted(self, work: dist.Work) -> dist.Work:
-        self._posted.append(work)
-        return work
+    @contextmanager
+    def _as_one(self) -> Iterator[list[dist.Work]]:
+        """Post what is posted inside as one; its work is in the list then."""
+        works: list[dist.Work] = []
+        self.backend._start_coalescing()
+        try:
+            yield works
+        finally:
+            works.append(self.backend._end_coalescing())
+        self._posted += works
 
 
 def wait_for_sum(works: Sequence[dist.Work], whose: str) -> None:
@@ -140,6 +144,7 @@ class Groups:
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+    _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
         # All members have made as many executors together, so they find the same keys.
@@ -178,6 +183,11 @@ class Groups:
 
     def make_nccl(self, purpose: str, processes: Sequence[int]) -> NcclGroup:
         """One of NCCL, which has to be warmed up by what it is for, on all processes at once."""
+        if not Groups._told_rank:
+            # The first one of a process gives it the rank that its flight recorder's file is named
+            # by. So it is one of all processes; it is never used, and no communicator is made.
+            Groups._told_rank = True
+            self.make_nccl("everyone", range(dist.get_world_size()))
         store, position = self._place(purpose, processes)
         name = f"{self._name}/{purpose}"
         try:
@@ -208,9 +218,12 @@ class Groups:
     def close(self, abort: bool = False) -> None:
         """Let all groups go; the latest first, as all processes do."""
         groups, self._groups = self._groups[::-1], []
-        end([group.backend for group in groups if isinstance(group, NcclGroup)], abort)
+        backends = [group.backend for group in groups if isinstance(group, NcclGroup)]
+        # First those of gloo: an abort may wait for the other ranks to abort too, and these may
+        # wait for this one's connections to end.
         for group in groups:
             group.backend = None
+        end(backends, abort)
 
 
 def goes_over_nccl(device: torch.device | None) -> bool:

@@ -5,14 +5,18 @@ What they do is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which th
 - `pointToPoint`: a send or receive alone goes over a communicator of its two ranks, those within
   `startCoalescing` and `endCoalescing` over one of the whole group, as collectives do; each has a
   stream of its own. So one group uses one of the two ways alone. Inside, no call returns a work;
-  the one at the end is of all, and holds none of their tensors, as that of a transfer alone would
-  (`batch_isend_irecv` and `_coalescing_manager`, which do that for torch's own groups, are in
-  torch/distributed/distributed_c10d.py).
+  the one at the end is of all, and holds none of their tensors once it is waited for, as that of a
+  transfer or sum alone would (`batch_isend_irecv` and `_coalescing_manager`, which do that for
+  torch's own groups, are in torch/distributed/distributed_c10d.py).
 - It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
   host has seen the transfer's stream come past; see `schedir.runtime.boundaries.buffers`.
 - A work's `wait` has the current stream wait, not the host.
-- `shutdown` waits for what is under way, `abort` does not; several are aborted within one group of
-  NCCL's calls, or they wait on each other (`_abort_process_group` in distributed_c10d.py).
+- `shutdown` waits for what is under way, `abort` does not. Each ends its kernels first and then
+  frees memory, which waits for the kernels of all communicators, and does so on a thread of its own
+  that the caller waits for: several are aborted at the same time, or the first one waits for what
+  only the others would end. (A group of NCCL's calls around them, as `_abort_process_group` of
+  distributed_c10d.py has, does not reach those threads.)
+- The first group of a process, of whatever library, tells it its rank (`globalRank`).
 - The watchdog ends the process where a work is not done in time, counted from its post.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import attrs
@@ -60,7 +65,7 @@ def nccl_backend(
     # The watchdog counts from the post, which may be a call ahead of the device, and ends the
     # process without a word of where it stands: it is there for a host that hangs.
     options._timeout = max(2 * settings.timeout, _WATCHDOG)
-    # By these the flight recorder names its files, and what is in them.
+    # By these the flight recorder names what is in its files.
     options.group_name = name
     options.global_ranks_in_group = list(processes)
     if settings.max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
@@ -78,8 +83,13 @@ def end(backends: Iterable[Any], abort: bool) -> None:
         for backend in own:
             backend.shutdown()
         return
-    own[0]._group_start()
-    for backend in own:
-        with suppress(RuntimeError):  # it has failed already
-            backend.abort()
-    own[0]._group_end()
+    threads = [Thread(target=_abort, args=(backend,)) for backend in own]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):  # it has failed already
+        backend.abort()
