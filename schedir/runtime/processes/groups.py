@@ -205,7 +205,10 @@ class Groups:
         """Wait for works that warm a group up, host and device."""
         for work in works:
             self.patience.until(work.is_completed, lambda: _MAKING)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise WaitError(error, _MAKING) from error
         self.posted.clear()
 
     def share_gpu(self, processors: int, most: int) -> None:
