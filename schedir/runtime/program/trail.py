@@ -86,6 +86,8 @@ class Trail:
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
+        if not self._follows:
+            return
         self._end(self._before)
         self._before.extend(self._latest)
         self._latest.clear()
