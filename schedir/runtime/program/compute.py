@@ -97,8 +97,11 @@ def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[
 
 
 def _roots_of(outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Those that a backward can start from."""
-    return tuple([output if output.requires_grad else None for output in outputs])
+    """Those that a backward can start from: nearly always all of them, so that is quick."""
+    for output in outputs:
+        if not output.requires_grad:
+            return tuple([output if output.requires_grad else None for output in outputs])
+    return outputs
 
 
 class _FromOutputs(Compute):
