@@ -27,7 +27,7 @@ from schedir.runtime.fitting import (
     tied_copies,
 )
 from schedir.runtime.processes.grid import Grid, grid
-from schedir.runtime.transports.choice import Choice, channel_for, transport_for
+from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
 
 
 @attrs.frozen(eq=False)
@@ -134,9 +134,11 @@ def plan_of(given: Arguments) -> Plan:
     accelerator = accelerator_of(device_of(trained))
     transport = transport_for(place.alone, accelerator.device)
     channel = channel_for(transport, given.channel, warns=place.rank == place.pipeline == 0)
+    complete = proved(schedule, channel, ties, transport.laxest)
+    check_streams(complete, transport, channel)
     return Plan(
         given,
-        proved(schedule, channel, ties, transport.laxest),
+        complete,
         place,
         local_ranks,
         trained,

@@ -24,7 +24,7 @@ from schedir.runtime.processes.failure import (
     record,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
-from schedir.runtime.transports.communicators import batched, communicators, ranks_of
+from schedir.runtime.transports.communicators import communicators_of, ranks_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
@@ -85,9 +85,7 @@ class World:
             return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
         if choice is not NcclTransport:
             raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
-        transfers = self._schedule.dataflow.transfers
-        pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
-        found = communicators(pairs, batched(self._schedule))
+        found = communicators_of(self._schedule)
         # In every pipeline the ranks are in as many as in this one.
         held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
         held.update(process for members in sums for process in members)

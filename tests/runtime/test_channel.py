@@ -18,7 +18,7 @@ from schedir.runtime import Executor, plan
 from schedir.runtime.call import Call
 from schedir.runtime.program import opening
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.transports.choice import channel_for
+from schedir.runtime.transports.choice import channel_for, check_streams
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.nccl import NcclTransport
@@ -33,6 +33,7 @@ from tests.runtime.kit import (
     sgd,
     train_on_rank,
 )
+from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 
@@ -88,6 +89,40 @@ def test_nccl_refuses_a_list_before_any_group_is_made(monkeypatch: pytest.Monkey
     (found,) = refused.value.diagnostics
     assert len(found.locations) == 4
     assert not torch.distributed.is_initialized()
+
+
+# Rank 1 hands one activation on while it takes the next.
+ONWARD = schedir.Schedule.of(
+    "onward",
+    [0, 1, 2],
+    [
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1",
+        "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_ACT1) 1F1 1SEND_ACT1",
+        "2RECV_ACT0 2F0 2RECV_ACT1 2F1",
+    ],
+)
+
+
+def test_batches_that_couple_streams_are_refused_where_the_model_takes_them_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Channels that share a communicator share its stream, so the proof would not hold."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
+    stages = {0: nn.Linear(3, 3)}
+    message = message_of(Executor, megatron(2, 4), stages, MSE, sgd, channel="edge")
+    assert "'edge'" in message
+    assert "the batches of megatron have the channels 0→1 1→0 share a stream" in message
+    assert not torch.distributed.is_initialized()
+    check_streams(megatron(2, 4), NcclTransport, "pair")  # it has one for both directions
+    check_streams(megatron(3, 4), NcclTransport, "pair")
+    with pytest.raises(schedir.ExecutionError, match="0→1 1→2 share a stream"):
+        check_streams(ONWARD, NcclTransport, "pair")
+    for allowed in ("host", "rank"):
+        check_streams(ONWARD, NcclTransport, allowed)
+    check_streams(ONWARD, GlooTransport, "edge")
+    check_streams(schedir.build("1f1b", ranks=3, microbatches=4), NcclTransport, "edge")
 
 
 @on_ranks(2)

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 
 from schedir.errors import ExecutionError
-from schedir.ir import CHANNELS, expect_channel
+from schedir.ir import CHANNELS, Schedule, expect_channel
+from schedir.runtime.transports.communicators import communicators_of, ranks_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.nccl import NcclTransport
@@ -54,3 +55,21 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
             transport.channel,
         )
     return wanted
+
+
+def check_streams(schedule: Schedule, transport: Choice, channel: str) -> None:
+    """Raise ExecutionError where the model takes streams apart that the transport has in one.
+
+    Channels that go together in a batch share a communicator of NCCL, and so a stream. Under `rank`
+    that adds nothing; under `pair` it does from the third rank on.
+    """
+    if transport is not NcclTransport or channel not in ("pair", "edge"):
+        return
+    for channels in communicators_of(schedule):
+        if len(channels) > 1 and (channel == "edge" or len(ranks_of(channels)) > 2):
+            listed = " ".join(f"{source}→{target}" for source, target in channels)
+            raise ExecutionError(
+                f"channel={channel!r}: on NCCL the batches of {schedule.name} have the channels "
+                f"{listed} share a stream, which the proof would take for several; leave channel "
+                "out, or list their sends and receives singly"
+            )

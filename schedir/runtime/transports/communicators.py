@@ -33,6 +33,13 @@ def batched(schedule: Schedule) -> set[frozenset[Channel]]:
     return {frozenset(found) for found in by_entry.values()}
 
 
+def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
+    """The channels of each communicator that carries out a schedule."""
+    transfers = schedule.dataflow.transfers
+    channels = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
+    return communicators(channels, batched(schedule))
+
+
 def communicators(
     channels: Iterable[Channel], together: Iterable[Collection[Channel]]
 ) -> list[tuple[Channel, ...]]:
