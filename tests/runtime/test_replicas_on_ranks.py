@@ -5,7 +5,7 @@ They train as one model does, and what makes their copies differ is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import schedir
-from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
 from schedir.runtime import Executor, rng
 from tests.literals import listed
+from tests.runtime.features import round_robin
 from tests.runtime.kit import (
     MSE,
     Batch,
@@ -153,22 +153,6 @@ def test_gradients_add_up_over_calls(rank: int, optimizer: Any) -> None:
     expected = {name: p.grad for name, p in whole[place][0].named_parameters()}  # type: ignore[index]
     torch.testing.assert_close(mine, expected, atol=1e-7, rtol=1e-5)
     assert module[2].weight.grad is None
-
-
-@schedir.schedule("round-robin", placement=lambda pipe: [(0, 1), 2])
-def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """PipeDream's 1F1B-RR, flushed: two replicas of stage 0 take turns."""
-    own = range(rank, pipe.microbatches, 2) if rank < 2 else range(pipe.microbatches)
-    stage = 0 if rank < 2 else 1
-    for m in own:
-        yield forward(stage, m)
-        if stage:
-            yield backward(stage, m)
-    if not stage:
-        for m in own:
-            yield backward(stage, m)
-        yield reduce_grad(stage)
-    yield optim_step(stage)
 
 
 def accumulate_by_replica(whole: Sequence[nn.Module], x: Tensor, y: Tensor, step: int) -> float:

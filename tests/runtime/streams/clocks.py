@@ -172,6 +172,15 @@ class FakeDevice(Accelerator):
         for stream in self._streams:
             advance(stream.clock, self._host)
 
+    def unjoined(self) -> list[int]:
+        """The streams that have done something which the current one does not come after."""
+        own = self.current.clock
+        return [
+            stream.number
+            for stream in self._streams
+            if own.get(stream.number, 0) < stream.clock.get(stream.number, 0)
+        ]
+
     def access(self, tensors: Iterable[Tensor], operator: str, writes: bool) -> None:
         """The current stream reads or writes tensors, at one point."""
         stream = self.current
