@@ -24,11 +24,14 @@ class Page:
 
     `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
     of the terminal, in columns and lines; `width` is None where nothing is to be folded.
+    `against` is a second timeline, for the same time axis; `memory` asks for curves of it.
     """
 
     subject: str = ""
     width: int | None = None
     height: int = 24
+    against: Timeline | None = None
+    memory: bool = False
 
 
 @attrs.frozen

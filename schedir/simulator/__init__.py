@@ -1,7 +1,7 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
-from schedir.simulator.costs import CostModel
+from schedir.simulator.costs import CostModel, Sizes, Unit
 from schedir.simulator.run import simulate
-from schedir.simulator.timeline import RankStats, Span, Timeline
+from schedir.simulator.timeline import Measured, RankStats, Span, Timeline
 
-__all__ = ["CostModel", "RankStats", "Span", "Timeline", "simulate"]
+__all__ = ["CostModel", "Measured", "RankStats", "Sizes", "Span", "Timeline", "Unit", "simulate"]

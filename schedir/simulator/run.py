@@ -13,16 +13,16 @@ transfer starts when both its ends are posted and its channel has finished the t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from schedir.checker import prove
 from schedir.ir import (
     CHANNELS,
     KINDS,
-    Kind,
     Plan,
     Schedule,
-    Time,
     Times,
     expect_schedule,
     plan,
@@ -42,23 +42,45 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
     what is no Schedule.
     """
     expect_schedule(schedule)
-    price = (costs or CostModel()).by_kind()
+    costs = costs or CostModel()
     report = prove(schedule, CHANNELS[-1])
     complete = report.proved()
     planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
-    textbook = price == {kind: kind.traits.cost for kind in Kind}
-    times = planned.textbook if textbook else _run(complete, planned, price)
-    return _timeline(complete, planned, times, price)
+    if costs == CostModel():
+        return _timeline(complete, planned, planned.textbook, 0, 0, costs)
+    columns = complete.columns
+    transfer = _first(costs.latency) + _first(costs.boundary_bytes) / _first(costs.bandwidth)
+    collective = _first(costs.reduce_grad)
+    durations = [
+        _at(getattr(costs, KINDS[kind].name.lower()), stage)
+        for kind, stage in zip(
+            columns.kind[planned.compute].tolist(),
+            columns.stage[planned.compute].tolist(),
+            strict=True,
+        )
+    ]
+    times = planned.priced(durations, transfer, collective)
+    return _timeline(complete, planned, times, transfer, collective, costs)
 
 
-def _run(schedule: Schedule, planned: Plan, price: dict[Kind, Time]) -> Times:
-    durations = [price[KINDS[kind]] for kind in schedule.columns.kind[planned.compute].tolist()]
-    return planned.priced(durations, price[Kind.SEND_ACT], price[Kind.REDUCE_GRAD])
+def _first(value: Any) -> float:
+    return value if isinstance(value, (int, float)) else 0
 
 
-def _timeline(schedule: Schedule, planned: Plan, times: Times, price: dict[Kind, Time]) -> Timeline:
+def _at(value: Any, stage: int) -> Any:
+    return value[stage] if isinstance(value, tuple) else value
+
+
+def _timeline(
+    schedule: Schedule,
+    planned: Plan,
+    times: Times,
+    transfer: float,
+    collective: float,
+    costs: CostModel,
+) -> Timeline:
     """The start and the end of every action, rank after rank."""
-    whole = all(isinstance(cost, int) for cost in price.values())
+    whole = all(isinstance(t, int) for t in (*times.ends, transfer, collective))
     starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
     ends = np.zeros_like(starts)
     starts[planned.compute] = np.array(times.starts, starts.dtype)[planned.last]
@@ -66,8 +88,9 @@ def _timeline(schedule: Schedule, planned: Plan, times: Times, price: dict[Kind,
     transfers = schedule.dataflow.transfers
     begins = np.array(times.begins[: len(transfers)], starts.dtype)
     for side in (transfers.send, transfers.receive):
-        starts[side], ends[side] = begins, begins + price[Kind.SEND_ACT]
+        starts[side], ends[side] = begins, begins + transfer
     for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=False):
         starts[list(places)] = begin
-        ends[list(places)] = starts[places[0]] + price[Kind.REDUCE_GRAD]
-    return Timeline(schedule, starts, ends)
+        ends[list(places)] = starts[places[0]] + collective
+    sizes = costs.sizes
+    return Timeline(schedule, starts, ends, sizes if sizes.known else None, costs.unit)

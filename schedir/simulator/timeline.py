@@ -21,6 +21,7 @@ from schedir.ir import (
     peak_activations,
     weight_versions,
 )
+from schedir.simulator.costs import Sizes, Unit
 
 Numbers: TypeAlias = NDArray[Any]
 """Times: all of them integers, or all floats."""
@@ -65,6 +66,15 @@ def _times(values: ArrayLike) -> Numbers:
     return times
 
 
+@attrs.frozen
+class Measured:
+    """How a measured timeline came about: the `step` that it is of, and by how much, in its unit of
+    time, the clocks of two ranks may differ at most (`clock_error`)."""
+
+    step: int
+    clock_error: float = 0.0
+
+
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
 
 
@@ -77,6 +87,9 @@ class Timeline:
     0 is the beginning of the step, NaN stands for what is not known, and the unit is the caller's.
     What is not known counts as nothing: it makes no rank busy and no step longer.
 
+    `sizes` are the bytes of what is kept, where they are known; `unit` is the unit of time, None
+    for any; `measured` says of which step it is, None for a simulated one.
+
     Raises ValueError where the times do not fit the schedule: another number of them, one that is
     negative or infinite, an entry that ends before it starts.
     """
@@ -84,6 +97,9 @@ class Timeline:
     schedule: Schedule
     starts: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
     ends: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
+    sizes: Sizes | None = attrs.field(default=None, repr=False)
+    unit: Unit | None = None
+    measured: Measured | None = None
 
     def __attrs_post_init__(self) -> None:
         shape = (len(self.schedule.columns),)
