@@ -7,7 +7,6 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from schedir.checker import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
 from schedir.library import built_in
+from tests.command_line import Run, runner
 from tests.findings import odd
 
 SCHEDULES = [generator.name for generator in built_in()]
@@ -46,24 +46,12 @@ def stuck(pipe, rank):
         yield backward(rank, 1)
 """
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        try:
-            code = main(argv)
-        except SystemExit as end:  # argparse
-            code = end.code if isinstance(end.code, int) else -1
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return call
+    return runner(capsys)
 
 
 def schedir_process(*argv: str, cwd: Path, **kwargs: object) -> "subprocess.CompletedProcess[str]":

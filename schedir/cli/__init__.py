@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import schedir
 from schedir.cli import check, explain, export, list, show
-from schedir.cli.terminal import fail, show_parse_error
+from schedir.cli.proving import RefusedError
+from schedir.cli.terminal import fail, refuse, show_parse_error
 from schedir.errors import ParseError, SchedirError
 from schedir.render import legible
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
             return code
+        except RefusedError as refused:
+            return refuse(refused.report, refused.subject)
         except ParseError as error:
             return show_parse_error(error)
         except SchedirError as error:

@@ -1,4 +1,4 @@
-"""`schedir export`: write a schedule in a format that others read."""
+"""`schedir export`: write a schedule, or its timeline, in a format that others read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import argparse
 import io
 import logging
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
-from schedir.checker import CHANNELS, prove
+from schedir.cli.proving import proved
 from schedir.cli.target import add_target, load_target, subject_of
-from schedir.cli.terminal import fail, refuse
+from schedir.cli.terminal import fail
+from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
-from schedir.render.styled import plain
-from schedir.simulator import simulate
+from schedir.render.styled import Block, plain
+from schedir.simulator import Timeline, simulate
 
 logger = logging.getLogger("schedir")
 
@@ -26,9 +29,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "export",
-        help="write a schedule to a file",
-        description="Write a schedule in a format that others read. What the format cannot hold "
-        f"is left out with a warning. {described('export')}.",
+        help="write a schedule or its timeline to a file",
+        description="Write a schedule, or its timeline, in a format that others read. What the "
+        f"format cannot hold is left out with a warning. {described('export')}.",
         allow_abbrev=False,
     )
     add_target(parser)
@@ -42,39 +45,59 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--compute-only", action="store_true", help="leave the sends and receives out"
     )
+    parser.add_argument(
+        "--memory", action="store_true", help="draw what is kept over time as well, in a timeline"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the schedule, or say why it can't be completed."""
+    """Write the schedule or its timeline, or say why it can't be completed."""
     output = _output(args)
+    if output.of == "timeline":
+        return _write_timeline(output, args)
+    for option, given in (("--memory", args.memory),):
+        if given:
+            args.parser.error(f"{option} is for timelines: {output.name} holds none")
     schedule = load_target(args)
     if args.compute_only or output.communication == "without":
         schedule = strip_communication(schedule)
     elif not schedule.is_complete:
-        report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be completed
-        if report.schedule is None:
-            return refuse(report, subject_of(args, schedule))
-        schedule = report.schedule
-    content = simulate(schedule) if output.of == "timeline" else schedule
-    written = output.write(content, Page(subject_of(args, schedule)))
+        schedule = proved(args, schedule)
+    return _write(output, schedule, Page(subject_of(args, schedule)), args.output)
+
+
+def _write_timeline(output: Output, args: argparse.Namespace) -> int:
+    if args.compute_only:
+        args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
+    schedule = load_target(args)
+    timeline = simulate(proved(args, schedule))
+    page = Page(subject_of(args, schedule), memory=args.memory)
+    return _write(output, timeline, page, args.output)
+
+
+def _write(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:
+    """Write to a file, or to stdout where there is none; returns the exit code."""
+    written = output.write(content, page)
     for sentence in written.left_out:
         logger.warning("%s", sentence)
-    return _save(plain(written.blocks), args.output)
-
-
-def _save(text: str, file: str | None) -> int:
-    """Write to a file, or to stdout where there is none; returns the exit code."""
     if file is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in the file that it may become
-        sys.stdout.write(text)
+        _print(written.blocks, sys.stdout)
         return 0
     try:
-        Path(file).write_text(text, encoding="utf-8", newline="\n")
+        with open(file, "w", encoding="utf-8", newline="\n") as opened:
+            _print(written.blocks, opened)
     except OSError as error:
         return fail(f"{file}: {error.strerror}")
     return 0
+
+
+def _print(blocks: Iterable[Block], stream: TextIO) -> None:
+    """Write one after the other: all of them at once may be more than there is memory for."""
+    for block in blocks:
+        stream.write(plain([block]))
 
 
 def _output(args: argparse.Namespace) -> Output:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.checker import CHANNELS, prove
-from schedir.cli.target import add_target, load_target, subject_of
-from schedir.cli.terminal import is_terminal, page_for, refuse, write
+from schedir.cli.proving import proved
+from schedir.cli.target import add_target, load_target
+from schedir.cli.terminal import is_terminal, page_for, write
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
@@ -52,11 +52,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
-    schedule = load_target(args)
-    report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
-    if report.schedule is None:
-        return refuse(report, subject_of(args, schedule))
-    schedule = report.schedule
+    schedule = proved(args, load_target(args))
     output = outputs_of("show")[_form(args.json, args.full or lists)]
     written = output.write(simulate(schedule), page_for(sys.stdout))
     write(written.blocks, sys.stdout)

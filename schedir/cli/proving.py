@@ -1,0 +1,26 @@
+"""From a target to what a command draws or writes: a proved list, or what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+
+from schedir.checker import CHANNELS, Report, prove
+from schedir.cli.target import subject_of
+from schedir.ir import Schedule
+
+
+class RefusedError(Exception):
+    """What `subject` names has errors, which are in the `report`: a command can't go on."""
+
+    def __init__(self, report: Report, subject: str) -> None:
+        super().__init__(subject)
+        self.report = report
+        self.subject = subject
+
+
+def proved(args: argparse.Namespace, schedule: Schedule) -> Schedule:
+    """The complete form of a schedule that runs on some transport. Raises RefusedError."""
+    report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
+    if report.schedule is None:
+        raise RefusedError(report, subject_of(args, schedule))
+    return report.schedule
