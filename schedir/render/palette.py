@@ -1,9 +1,12 @@
 """The words, marks and colours that all renderers share.
 
-A style is written as rich writes it: `bold red`, `#000000 on #5fafff`.
+A style is written as rich writes it: `bold red`, `#000000 on #5fafff`. Pictures have fills of their
+own: a terminal may make few colours of many, and paper is white.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from schedir.ir import COMPUTE, Kind
 
@@ -37,3 +40,41 @@ def shade(kind: Kind, chunk: int = 0) -> str:
     """The style of a kind's cells, for the `chunk`-th stage of its rank."""
     shades = _SHADES.get(kind, _OTHER_SHADES)
     return f"#000000 on {shades[chunk % len(shades)]}"
+
+
+class Fill(NamedTuple):
+    """The colours of a cell in a picture, `#rrggbb`: its area, and the ink of its label."""
+
+    area: str
+    ink: str
+
+
+# The hues of Okabe and Ito (2008), which all kinds of colour blindness keep apart, and for the
+# gradient of the input, which stands beside the other two, a purple. Printed in grey the kinds are
+# still four: the lightness (CIE L*) of F is 79 to 91, of W 66 to 74, of B 52 to 61, of I 35 to 45.
+# The shades of a rank's stages stay within that.
+_FILLS = {
+    Kind.FORWARD: ("#86ccf2", "#b7e3fd", "#95d6fb", "#c9eafe"),
+    Kind.BACKWARD: ("#058f68", "#17a67a", "#02966d", "#039f74"),
+    Kind.BACKWARD_INPUT: ("#793783", "#94509e", "#82408d", "#8c4996"),
+    Kind.BACKWARD_WEIGHT: ("#d69404", "#f1a815", "#e09b01", "#eaa30a"),
+}
+_OTHER_FILLS = ("#bcbcbc", "#dadada", "#acacac", "#cccccc")
+_WHITE_LABELS = {Kind.BACKWARD_INPUT}
+
+PAPER, INK, FAINT_INK, GRID = "#ffffff", "#1a1a1a", "#595959", "#d9d9d9"
+"""A picture's background, its text and axes, its lesser text, and its grid."""
+IDLE_FILL = "#f4f4f4"
+"""A rank's lane, where it does nothing."""
+STEP_FILL = "#1a1a1a"
+"""The mark of an OPTIM_STEP."""
+TRANSFER_LINE = "#767676"
+CRITICAL_LINE = "#b30000"
+"""The critical path: a dark red, which no fill is."""
+MEMORY_LINE, MEMORY_FILL = "#0072b2", "#cce3f0"
+
+
+def picture_fill(kind: Kind, chunk: int = 0) -> Fill:
+    """The colours of a kind's cells, for the `chunk`-th stage of its rank."""
+    fills = _FILLS.get(kind, _OTHER_FILLS)
+    return Fill(fills[chunk % len(fills)], "#ffffff" if kind in _WHITE_LABELS else "#000000")
