@@ -2,6 +2,24 @@
 
 from schedir.simulator.costs import CostModel, Sizes, Unit
 from schedir.simulator.run import simulate
-from schedir.simulator.timeline import Measured, RankStats, Span, Timeline
+from schedir.simulator.timeline import (
+    RankStats,
+    Span,
+    Timeline,
+    load_timelines,
+    save_timelines,
+)
+from schedir.simulator.times import Measured
 
-__all__ = ["CostModel", "Measured", "RankStats", "Sizes", "Span", "Timeline", "Unit", "simulate"]
+__all__ = [
+    "CostModel",
+    "Measured",
+    "RankStats",
+    "Sizes",
+    "Span",
+    "Timeline",
+    "Unit",
+    "load_timelines",
+    "save_timelines",
+    "simulate",
+]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from pathlib import Path
 
 import attrs
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
+from schedir.errors import LoadError
 from schedir.ir import (
     COMPUTE,
     READS_WEIGHTS,
@@ -21,10 +22,9 @@ from schedir.ir import (
     peak_activations,
     weight_versions,
 )
+from schedir.simulator import saving
 from schedir.simulator.costs import Sizes, Unit
-
-Numbers: TypeAlias = NDArray[Any]
-"""Times: all of them integers, or all floats."""
+from schedir.simulator.times import Measured, Numbers, numbers
 
 
 @attrs.frozen
@@ -57,24 +57,6 @@ class RankStats:
     weight_versions: int
 
 
-def _times(values: ArrayLike) -> Numbers:
-    """The times as an array that nobody writes: of int64 where they are integers, else float64."""
-    times = np.asarray(values)
-    whole = times.size > 0 and times.dtype.kind in "iu"
-    times = times.astype(np.int64 if whole else np.float64)
-    times.flags.writeable = False
-    return times
-
-
-@attrs.frozen
-class Measured:
-    """How a measured timeline came about: the `step` that it is of, and by how much, in its unit of
-    time, the clocks of two ranks may differ at most (`clock_error`)."""
-
-    step: int
-    clock_error: float = 0.0
-
-
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
 
 
@@ -95,8 +77,8 @@ class Timeline:
     """
 
     schedule: Schedule
-    starts: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
-    ends: Numbers = attrs.field(converter=_times, repr=False, eq=_SAME_TIMES, hash=False)
+    starts: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
+    ends: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
     sizes: Sizes | None = attrs.field(default=None, repr=False)
     unit: Unit | None = None
     measured: Measured | None = None
@@ -109,7 +91,9 @@ class Timeline:
                     f"{name} must hold one time for each of the {shape[0]} actions, not an array "
                     f"of shape {times.shape}"
                 )
-            self._refuse(np.isinf(times) | (times < 0), f"{name}: a time must be at least 0")
+            self._refuse(
+                np.isinf(times) | (times < 0), f"{name}: a time must be finite and at least 0"
+            )
         self._refuse(self.ends < self.starts, "an entry ends before it starts")
 
     def _refuse(self, wrong: Bools, why: str) -> None:
@@ -122,6 +106,24 @@ class Timeline:
                 f"{why}: rank {rank} #{index} {columns.action(place)} is said to run from "
                 f"{self.starts[place]} to {self.ends[place]}"
             )
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline to a file, as `save_timelines` does several."""
+        save_timelines([self], path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """The timeline in a file that `save` or `save_timelines` wrote.
+
+        Raises what `load_timelines` does, and LoadError where the file holds several, or none.
+        """
+        found = load_timelines(path)
+        if len(found) != 1:
+            raise LoadError(
+                f"{path} holds {len(found)} timelines and not one; "
+                "schedir.simulator.load_timelines reads them all"
+            )
+        return found[0]
 
     @cached_property
     def makespan(self) -> float:
@@ -173,6 +175,23 @@ class Timeline:
             )
             for entries in self.schedule.actions
         )
+
+
+def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
+    """Write timelines, such as those of a run's steps, to one file: JSON, see `saving`.
+
+    Raises OSError where the file can't be written.
+    """
+    saving.write(timelines, path)
+
+
+def load_timelines(path: str | Path) -> list[Timeline]:
+    """The timelines in a file that `save_timelines` or `Timeline.save` wrote, in its order.
+
+    Raises LoadError, or ParseError with line and column, for a file that can't be read, is cut
+    short or holds what is no timeline, with the place.
+    """
+    return saving.read(path, Timeline)
 
 
 def _busy(starts: Numbers, ends: Numbers) -> float:

@@ -1,0 +1,210 @@
+"""Timelines in files: what is written is read back exactly, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import LoadError, ParseError, SchedirError, Timeline
+from schedir.simulator import Measured, Sizes, load_timelines, save_timelines
+from tests.built_in import NAMES
+
+SHORT = schedir.loads(
+    "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
+    "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
+)
+STARTS = [0.5, 2, math.nan, 8.5, 2, 3, 4.5, 7]
+ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
+MEASURED = Timeline(
+    SHORT, STARTS, ENDS, Sizes(4, 2, (30, 40), 100, 100.5, 200), "s", Measured(3, 2e-5)
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_simulated_timeline_is_read_back(name: str, tmp_path: Path) -> None:
+    line = schedir.simulate(schedir.build(name))
+    line = attrs.evolve(line, sizes=Sizes(activation=3), unit="ms")
+    line.save(tmp_path / "run.json")
+    found = Timeline.load(tmp_path / "run.json")
+    assert found == line
+    assert found.starts.dtype == line.starts.dtype == np.int64
+    assert (found.sizes, found.unit, found.measured) == (Sizes(activation=3), "ms", None)
+
+
+times = st.floats(0, 1e15) | st.just(math.nan)
+
+
+@given(st.lists(st.tuples(times, times), min_size=8, max_size=8))
+def test_floats_are_read_back_with_all_their_digits(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "floats.json"
+    ordered = [(min(pair), max(pair)) if pair[0] == pair[0] else pair for pair in pairs]
+    starts, ends = zip(*ordered, strict=True)
+    line = Timeline(SHORT, starts, ends, measured=Measured(0))
+    line.save(path)
+    found = Timeline.load(path)
+    assert found == line
+    assert found.starts.tobytes() == line.starts.tobytes()
+
+
+def test_several_timelines_share_their_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    steps = [attrs.evolve(MEASURED, measured=Measured(step)) for step in range(3)]
+    other = schedir.simulate(schedir.build("1f1b"))
+    save_timelines([*steps, other], path)
+    found = load_timelines(path)
+    assert found == [*steps, other]
+    assert found[0].schedule is found[2].schedule
+    assert path.read_text().count("name x") == 1
+    with pytest.raises(LoadError, match=r"run\.json holds 4 timelines and not one; .*load_timel"):
+        Timeline.load(path)
+    save_timelines([], path)
+    assert load_timelines(path) == []
+    with pytest.raises(LoadError, match="holds 0 timelines"):
+        Timeline.load(path)
+
+
+def test_the_form_of_the_file(tmp_path: Path) -> None:
+    MEASURED.save(tmp_path / "run.json")
+    assert (tmp_path / "run.json").read_text() == (
+        '{"schedir timelines": 1,\n'
+        f'"schedules": {json.dumps([schedir.dumps(SHORT)])},\n'
+        '"timelines": [\n'
+        '{"schedule":0,"unit":"s","measured":{"step":3,"clock_error":2e-05},"sizes":'
+        '{"boundary":4,"input":2,"activation":[30,40],"weight":100,"gradient":100.5,'
+        '"optimizer":200},\n'
+        '"starts": [0.5,2.0,null,8.5,2.0,3.0,4.5,7.0],\n'
+        '"ends": [2.0,2.5,8.0,10.0,3.0,4.5,7.0,8.0]}]}\n'
+    )
+
+
+def content() -> Any:
+    """The content of a sound file."""
+    return {
+        "schedir timelines": 1,
+        "schedules": [schedir.dumps(SHORT)],
+        "timelines": [
+            {
+                "schedule": 0,
+                "unit": "s",
+                "measured": {"step": 0, "clock_error": 0},
+                "sizes": dict.fromkeys(attrs.asdict(Sizes()), 0),
+                "starts": [0, 1, 6, 7, 1, 2, 4, 6],
+                "ends": [1, 2, 7, 9, 2, 4, 6, 7],
+            }
+        ],
+    }
+
+
+BROKEN = [
+    (("starts", 5), -1, "starts: a time must be finite and at least 0: rank 1 #1 1F0 is said"),
+    (("starts", 5), True, "starts: rank 1 #1 1F0: a time is a finite number, .*, not True"),
+    (("starts", 5), "2", "starts: rank 1 #1 1F0: a time is .* not '2'"),
+    (("starts", 5), [2], r"starts: rank 1 #1 1F0: a time is .* not \[2\]"),
+    (("starts", 5), math.nan, "starts: rank 1 #1 1F0: a time is .* not nan"),
+    (("ends", 5), math.inf, "ends: rank 1 #1 1F0: a time is .* not inf"),
+    (("ends", 5), 10**30, "ends: rank 1 #1 1F0: a time is .* not 1000"),
+    (("ends", 5), 1, "an entry ends before it starts: rank 1 #1 1F0 is said to run from 2 to 1"),
+    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of x, not 7"),
+    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of x, not 9"),
+    (("ends",), 9, "ends must be a list, not 9"),
+    (("ends",), None, "ends must be a list, not None"),
+    (("schedule",), 1, "there is no schedule 1"),
+    (("schedule",), -1, "there is no schedule -1"),
+    (("schedule",), False, "there is no schedule False"),
+    (("unit",), "h", "unit must be null, s, ms or us, not 'h'"),
+    (("unit",), [], r"unit must be null, s, ms or us, not \[\]"),
+    (("measured",), 3, "measured must be an object, not 3"),
+    (("measured", "step"), 1.5, "measured: step must be an int >= 0, not 1.5"),
+    (("measured", "clock_error"), None, "measured: clock_error must be a finite number >= 0, not"),
+    (("measured", "when"), 0, "measured: unknown key 'when'; known: step, clock_error"),
+    (("sizes", "weight"), -1, "sizes: weight must be a finite number >= 0, not -1"),
+    (("sizes", "weight"), [1, "2"], "sizes: weight must be a finite number >= 0, not '2'"),
+    (("sizes", "weight"), [1, 2, 3], "sizes: weight must be one number or 2, not 3"),
+    (("sizes", "boundary"), [1, 2], "sizes: boundary must be one number or 1, not 2"),
+    (("sizes", "wieght"), 1, "sizes: unknown key 'wieght'; known: boundary, input, activation"),
+    (("begins",), [], "unknown key 'begins'; known: schedule, unit, measured"),
+]
+
+
+@pytest.mark.parametrize(("keys", "value", "message"), BROKEN)
+def test_a_fault_of_a_timeline_is_named(
+    keys: tuple[Any, ...], value: object, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    whole = content()
+    held = whole["timelines"][0]
+    for key in keys[:-1]:
+        held = held[key]
+    held[keys[-1]] = value
+    path.write_text(json.dumps(whole))
+    with pytest.raises(LoadError, match=rf"run\.json: timeline 0: {message}"):
+        Timeline.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedules": ["schedir 1\nname x y\nmicrobatches 0\n"]}, "schedule 0:3:14: a schedule"),
+        ({"schedules": [3]}, "schedule 0 is no text but 3"),
+        ({"schedules": {}}, "schedules must be a list"),
+        ({"timelines": 3}, "timelines must be a list, not 3"),
+        ({"timelines": [3]}, "timeline 0 must be an object, not 3"),
+        ({"timelines": [{}]}, "timeline 0 lacks 'schedule'"),
+        ({"timeline": []}, "the file: unknown key 'timeline'"),
+        ({"schedir timelines": 2}, "format 2 is unknown; this is format 1"),
+    ],
+)
+def test_a_fault_of_the_file_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content() | change))
+    with pytest.raises(LoadError, match=rf"run\.json: {message}"):
+        load_timelines(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '"schedir timelines"'])
+def test_another_file_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(LoadError, match='it lacks the key "schedir timelines"'):
+        Timeline.load(tmp_path / "run.json")
+
+
+def test_a_file_that_is_cut_short_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    MEASURED.save(path)
+    text = path.read_text().rstrip()
+    for length in range(len(text)):
+        path.write_text(text[:length])
+        with pytest.raises(ParseError, match="no JSON, or cut short") as error:
+            Timeline.load(path)
+        assert error.value.file == str(path)
+        assert error.value.line <= text[:length].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff", b"[" * 100_000, b"9" * 5000, b"", b"\x00", b'{"schedir timelines": '],
+    ids=repr,
+)
+def test_garbage_is_refused(garbage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(garbage)
+    with pytest.raises(SchedirError, match=r"run\.json"):
+        Timeline.load(path)
+
+
+def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"none\.json: No such file"):
+        Timeline.load(tmp_path / "none.json")
+    with pytest.raises(LoadError, match="Is a directory"):
+        Timeline.load(tmp_path)
