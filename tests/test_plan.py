@@ -18,7 +18,6 @@ from schedir.ir import (
     COMMUNICATION,
     COMPUTE,
     CONSUMES,
-    KINDS,
     SENDS,
     Entry,
     flat,
@@ -35,11 +34,16 @@ from tests.test_random import drawn
 Spans = dict[str, tuple[float, float]]
 
 
-def planned(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spans:
-    """When everything runs by schedir's clock, at the textbook costs of compute."""
+def planned(
+    schedule: Schedule, transfer: float = 0, collective: float = 0, latency: float = 0
+) -> Spans:
+    """When everything runs by schedir's clock, at the textbook costs of compute, each transfer
+    on its channel for so long and on its way for the latency more."""
     found, columns, transfers = plan(schedule), schedule.columns, schedule.dataflow.transfers
-    durations = [KINDS[kind].traits.cost for kind in columns.kind[found.compute].tolist()]
-    times = found.priced(durations, transfer, collective)
+    sums = [collective] * len(found.collectives)
+    holds = [transfer] * found.transfers + sums
+    takes = [transfer + latency] * found.transfers + sums
+    times = found.priced(found.durations.tolist(), takes, holds, posts=found.posts)
     spans: Spans = {}
 
     def add(place: int, start: float, end: float) -> None:
@@ -48,7 +52,7 @@ def planned(schedule: Schedule, transfer: float = 0, collective: float = 0) -> S
     for place, last in zip(found.compute.tolist(), found.last.tolist(), strict=True):
         add(place, times.starts[last], times.ends[last])
     for begin, send in zip(times.begins[: found.transfers], transfers.send.tolist(), strict=True):
-        add(send, begin, begin + transfer if begin >= 0 else -1)
+        add(send, begin, begin + transfer + latency if begin >= 0 else -1)
     for turn, places in enumerate(found.collectives, found.transfers):
         for place in places:
             begin = times.begins[turn]
@@ -56,7 +60,9 @@ def planned(schedule: Schedule, transfer: float = 0, collective: float = 0) -> S
     return spans
 
 
-def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spans | None:
+def naive(
+    schedule: Schedule, transfer: float = 0, collective: float = 0, latency: float = 0
+) -> Spans | None:
     """The same, by the meaning of the lists: all times grow until none has to. None where they
     never stop, as something waits for itself."""
     ranks = [[[*flat([entry])] for entry in entries] for entries in schedule.actions]
@@ -85,11 +91,15 @@ def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spa
         return (rank, peer) if action.kind in SENDS else (peer, rank)
 
     def over(rank: int, index: int) -> float:
-        """When a whole entry is."""
+        """When a whole entry is, and all that it sends and receives has arrived."""
         parts = keys[rank][index]
         if parts[0][1].kind in COMPUTE:
             return begin[parts[0]] + sum(lengths[action.kind] for _, action, _ in parts)
-        return max(begin[key] + lengths[key[1].kind] for key in parts)
+        return max(arrived(key) for key in parts)
+
+    def arrived(key: tuple[int, Action, int]) -> float:
+        on_its_way = latency if key[1].kind in COMMUNICATION else 0
+        return begin[key] + lengths[key[1].kind] + on_its_way
 
     def others(key: tuple[int, Action, int]) -> list[tuple[int, Action, int]]:
         """What happens with a send, receive or sum, itself included."""
@@ -123,7 +133,15 @@ def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spa
             own = {channel(rank, part) for part in ranks[rank][index]}
             for i, parts in enumerate(before):
                 if any(channel(rank, p) in own for p in parts if p.kind not in COMPUTE):
-                    waits.append(over(rank, i))
+                    first = keys[rank][i][0]
+                    free = begin[first] + lengths[first[1].kind]
+                    waits.append(over(rank, i) if len(parts) > 1 else free)
+            # Its parts go one after the other on their channel, though none waits to be posted.
+            for each in keys[rank][index]:
+                if each == key:
+                    break
+                if channel(rank, each[1]) == channel(rank, action):
+                    waits.append(begin[each] + lengths[each[1].kind])
         return max(waits, default=0)
 
     for _ in range(2 * len(begin) + 2):
@@ -144,7 +162,7 @@ def naive(schedule: Schedule, transfer: float = 0, collective: float = 0) -> Spa
         if action.kind in COMPUTE:
             spans[f"{rank} {action}"] = (start, over(*at[key]))
         elif action.kind in SENDS or action.kind is Kind.REDUCE_GRAD:
-            spans[f"{rank} {action}"] = (start, start + lengths[action.kind])
+            spans[f"{rank} {action}"] = (start, arrived(key))
     return spans
 
 
@@ -178,7 +196,7 @@ def test_a_pair_starts_with_its_later_input_and_hands_both_outputs_on_at_its_end
     assert {name: spans[name] for name in by_hand} == by_hand
 
 
-def run(first: str, second: str, transfer: float = 0) -> Spans:
+def run(first: str, second: str, transfer: float = 0, latency: float = 0) -> Spans:
     """Two stages and two microbatches: these lists, then the backwards."""
     schedule = listed(
         2,
@@ -186,7 +204,7 @@ def run(first: str, second: str, transfer: float = 0) -> Spans:
         f"{first} 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
         f"{second} 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
     )
-    return planned(schedule, transfer)
+    return planned(schedule, transfer, latency=latency)
 
 
 def test_transfers_of_a_batch_are_posted_after_the_compute_before_it() -> None:
@@ -210,8 +228,11 @@ def test_a_consumer_waits_for_the_whole_batch() -> None:
 
 def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
     lists = "0F0 0F1 (0SEND_ACT0;0SEND_ACT1)", "(1RECV_ACT0;1RECV_ACT1) 1F0 1F1"
-    spans = run(*lists, transfer=1)
-    assert spans["0 0SEND_ACT0"] == spans["0 0SEND_ACT1"] == (2, 3)
+    spans = run(*lists, latency=1)
+    assert [spans[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(2, 3)] * 2
+    # They share their channel all the same.
+    timed = run(*lists, transfer=1)
+    assert [timed[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(2, 3), (3, 4)]
 
 
 BACKWARDS = "2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1 2RECV_ACT2 2F2 2B2 2SEND_GRAD2"
@@ -284,22 +305,29 @@ def test_batches_that_wait_for_each_other_never_end() -> None:
     assert {spans[name][1] for name in ("0 2F0", "0 2B0", "0 0B0", "1 1B0")} == {-1}
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from([0, 1, 3]), st.sampled_from([0, 2]))
-def test_the_clock_against_a_naive_fixed_point(seed: int, transfer: int, collective: int) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    transfer=st.sampled_from([0, 1, 3]),
+    collective=st.sampled_from([0, 2]),
+    latency=st.sampled_from([0, 1, 4]),
+)
+def test_the_clock_against_a_naive_fixed_point(
+    seed: int, transfer: int, collective: int, latency: int
+) -> None:
     schedule = drawn_joined(random.Random(seed))
     apart = Schedule("apart", schedule.microbatches, schedule.placement, schedule.flat)
     if any(found.code != "S301" for found in schedir.check(apart).errors):
         return  # sends and receives that do not match
     columns = schedule.columns
     never = naive(schedule, 1, 1) is None  # what waits for itself shows where all takes time
-    found = planned(schedule, transfer, collective)
+    found = planned(schedule, transfer, collective, latency)
     assert never == any(end < 0 for _, end in found.values())
     transfers = schedule.dataflow.transfers
     for send, user in zip(transfers.send.tolist(), transfers.user.tolist(), strict=True):
         sent, used = (found[f"{columns.rank[p]} {columns.action(p)}"] for p in (send, user))
         assert used[1] < 0 or sent[1] >= 0
     if not never:
-        assert found == naive(schedule, transfer, collective)
+        assert found == naive(schedule, transfer, collective, latency)
 
 
 def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:

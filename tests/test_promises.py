@@ -69,7 +69,11 @@ def broken(seed: int) -> Schedule:
     return Schedule(base.name, base.microbatches, base.placement, lists)
 
 
-PRICES = (CostModel(), CostModel(communication=1, reduce_grad=2), CostModel(forward=0, backward=0))
+PRICES = (
+    CostModel(),
+    CostModel(latency=1, boundary_bytes=1, bandwidth=2, reduce_grad=2),
+    CostModel(forward=0, backward=0),
+)
 FUNCTIONS: dict[str, tuple[Callable[[Schedule], object], tuple[type[Exception], ...]]] = {
     "build": (lambda s: schedir.build(as_generator(s), **shape(s)), (ScheduleError,)),
     "check": (schedir.check, ()),
@@ -298,7 +302,9 @@ def test_a_cost_of_junk_is_a_cost_or_an_error(name: str, cost: Any) -> None:
         made = CostModel(**{name: cost})
     except (TypeError, ValueError):
         return
-    assert schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2), made).makespan >= 0
+    built = schedir.build("1f1b", ranks=2, microbatches=2)
+    with suppress(schedir.SchedirError):  # it is for another number of stages, say
+        assert schedir.simulate(built, made).makespan >= 0
 
 
 @given(st.dictionaries(st.sampled_from(["ranks", "microbatches", "chunks", "group_size"]), JUNK))

@@ -134,7 +134,7 @@ costs = st.builds(
     CostModel,
     forward=st.floats(0.5, 4),
     backward=st.floats(0.5, 4),
-    communication=st.just(0.0) | st.floats(0, 2),
+    latency=st.just(0.0) | st.floats(0, 2),
     optim_step=st.just(0.0) | st.floats(0, 2),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,7 +36,7 @@ def test_1f1b_on_two_ranks_by_hand() -> None:
 
 
 def test_costs_and_communication() -> None:
-    costs = CostModel(forward=2, backward=3, communication=0.5, optim_step=1)
+    costs = CostModel(forward=2, backward=3, latency=0.5, optim_step=1)
     line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=1), costs)
     assert times(line, 1) == [("1F0", 2.5, 4.5), ("1B0", 4.5, 7.5)]
     assert times(line, 0) == [("0F0", 0, 2), ("0B0", 8, 11)]
@@ -51,9 +53,44 @@ def test_transfers_of_one_channel_follow_each_other() -> None:
         "rank 1: 1RECV_ACT0 1RECV_ACT1 1RECV_ACT2 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 "
         "1F2 1B2 1SEND_GRAD2\n"
     )
-    line = schedir.simulate(schedir.loads(text), CostModel(communication=10))
+    line = schedir.simulate(schedir.loads(text), CostModel(boundary_bytes=20, bandwidth=2))
     sends = [s for s in line.spans[0] if s.action.kind is Kind.SEND_ACT]
     assert [(s.start, s.end) for s in sends] == [(1, 11), (11, 21), (21, 31)]
+
+
+LATE = (
+    "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
+    "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
+    "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
+)
+
+
+def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
+    #   time    0    1    2    3    4    5    6    7
+    #   rank 0  0F0  0F1
+    #                └────────1RECV_ACT1                         arrives at 3, before 1B0 is done
+    #   rank 1            1F0  1B0------ 1F1  1B1------           listed: 1F1 at 6
+    schedule = schedir.loads(LATE)
+    ahead = schedir.simulate(schedule, CostModel(latency=1))
+    assert times(ahead, 1) == [("1F0", 2, 3), ("1B0", 3, 5), ("1F1", 5, 6), ("1B1", 6, 8)]
+    assert [(s.start, s.end) for s in ahead.spans[0][3:4]] == [(2, 3)]
+    assert (ahead.makespan, type(ahead.makespan)) == (11, int)
+    listed = schedir.simulate(schedule, CostModel(latency=1), receives="listed")
+    assert times(listed, 1) == [("1F0", 2, 3), ("1B0", 3, 5), ("1F1", 6, 7), ("1B1", 7, 9)]
+    assert [(s.start, s.end) for s in listed.spans[0][3:4]] == [(5, 6)]
+    assert listed.makespan == 12
+
+
+def test_latency_does_not_occupy_the_channel() -> None:
+    #   time    0    1    2    3    4    5    6    7    8
+    #   rank 0  0F0  0F1
+    #                ════════─ ─ ─ ─ ─ ─                      4 bytes at 2 a time, then 3
+    #                          ════════─ ─ ─ ─ ─ ─
+    line = schedir.simulate(
+        schedir.loads(LATE), CostModel(boundary_bytes=4, bandwidth=2, latency=3)
+    )
+    sends = [(s.start, s.end) for s in line.spans[0] if s.action.kind is Kind.SEND_ACT]
+    assert sends == [(1, 6), (3, 8)]
 
 
 def test_split_backward_holds_its_activation_until_w() -> None:
@@ -218,3 +255,159 @@ def test_a_rank_that_never_waits_is_idle_for_exactly_nothing(
     line = schedir.simulate(schedir.build("1f1b", ranks=1, microbatches=microbatches), costs)
     assert (line.ranks[0].idle, line.bubble_fraction) == (0, 0)
     assert line.ranks[0].busy == line.makespan
+
+
+# Costs by stage and by link, and durations of single entries.
+
+
+def compute_times(line: schedir.Timeline) -> dict[str, tuple[float, float]]:
+    spans = (span for rank in line.spans for span in rank)
+    return {str(s.action): (s.start, s.end) for s in spans if s.action.kind in COMPUTE}
+
+
+def test_costs_are_by_stage_and_by_link() -> None:
+    #   time    0         2         4         6         8         10        12
+    #   rank 0  0F0 ───                                    ── 0B0-----
+    #   rank 1            1F0------             ─── 1B0
+    #   rank 2                       ── 2F0 2B0-               boundary 0 takes 4 / 4, and 1 there,
+    #                                                          2 back; boundary 1 takes 2 / 4
+    costs = CostModel(
+        forward=(1, 2, 1),
+        backward=(2, 1, 2),
+        optim_step=(0, 0, 3),
+        boundary_bytes=[4, 2],  # type: ignore[arg-type]
+        bandwidth=4,
+        latency={(0, 1): 1, (1, 2): 0, (2, 1): 1, (1, 0): 2},
+    )
+    line = schedir.simulate(schedir.build("1f1b", ranks=3, microbatches=1), costs)
+    assert compute_times(line) == {
+        "0F0": (0, 1),
+        "1F0": (3, 5),
+        "2F0": (5.5, 6.5),
+        "2B0": (6.5, 8.5),
+        "2OPTIM_STEP": (8.5, 11.5),
+        "1B0": (10, 11),
+        "1OPTIM_STEP": (11, 11),
+        "0B0": (14, 16),
+        "0OPTIM_STEP": (16, 16),
+    }
+
+
+def test_whole_costs_have_whole_times() -> None:
+    built = schedir.build("1f1b", ranks=2, microbatches=4)
+    whole = CostModel(latency=1, boundary_bytes=10, bandwidth={(0, 1): float("inf"), (1, 0): 5})
+    line = schedir.simulate(built, whole, durations={(0, 0): 2**40 + 1})
+    assert line.starts.dtype == np.int64
+    assert line.spans[1][0].start == 2**40 + 1
+    for costs in (CostModel(bandwidth=4, boundary_bytes=10), CostModel(forward=1.0)):
+        assert schedir.simulate(built, costs).starts.dtype == np.float64
+    # What no int64 can hold is a float.
+    long = CostModel(forward=10**15, backward=10**15)
+    many = schedir.build("1f1b", ranks=1, microbatches=5000)
+    assert schedir.simulate(many, long).makespan == pytest.approx(1e19)
+
+
+def test_an_overlapped_pair_costs_what_the_model_says() -> None:
+    pair = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 3\nplacement 0 1\n"
+        "rank 0: 0F0 0F1 (0B0;0F2) 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2\n"
+    )
+    for overlapped, took in [(None, 3), (2, 2), ((4, 9), 4)]:
+        line = schedir.simulate(pair, CostModel(overlapped=overlapped))
+        (start, end), other = (compute_times(line)[name] for name in ("0F2", "0B0"))
+        assert (start, end) == other
+        assert end - start == took
+    line = schedir.simulate(pair, CostModel(overlapped=2.5), durations={(0, 2): 7})
+    assert compute_times(line)["0B0"] == (4, 11)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (CostModel(forward=(1, 2, 3)), "forward has 3 numbers, but 1f1b has 2 stages: give one"),
+        (CostModel(weight_bytes=(1,)), "weight_bytes has 1 numbers, but 1f1b has 2 stages"),
+        (CostModel(boundary_bytes=(1, 2)), "boundary_bytes has 2 numbers, but 1f1b has 1 boundar"),
+        (CostModel(latency={(0, 1): 1}), r"latency has no number for the link \(1, 0\), on which"),
+        (CostModel(bandwidth={}), r"bandwidth has no number for the link \(0, 1\)"),
+    ],
+)
+def test_costs_must_fit_the_schedule(costs: CostModel, message: str) -> None:
+    with pytest.raises(schedir.SchedirError, match=message):
+        schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2), costs)
+
+
+def test_links_must_be_pairs_of_ranks() -> None:
+    with pytest.raises(
+        ValueError, match=r"latency must be by \(source rank, target rank\), not by 0"
+    ):
+        CostModel(latency={0: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"bandwidth of link \(0, 1\) must be above 0"):
+        CostModel(bandwidth={(0, 1): 0})
+
+
+def test_durations_replace_single_costs() -> None:
+    #   time    0         2         4         6         8         10
+    #   rank 0  0F0  0F1------
+    #                ═╴╴╴╴ 0SEND_ACT0 takes 2, one of it on the channel, as the costs say
+    #                          ═ 0SEND_ACT1 is free
+    schedule = schedir.loads(LATE)
+    costs = CostModel(boundary_bytes=1, bandwidth=1, latency=5)
+    line = schedir.simulate(schedule, costs, durations={(0, 1): 2, (0, 2): 2, (1, 4): 0})
+    assert [(s.start, s.end) for s in line.spans[0][:4]] == [(0, 1), (1, 3), (1, 3), (3, 3)]
+    assert compute_times(line)["1F0"] == (3, 4)
+    # Of both ends the longer one counts, and no channel is occupied longer than the transfer lasts.
+    line = schedir.simulate(schedule, costs, durations={(0, 1): 2, (1, 0): 3, (0, 3): 0})
+    assert [(s.start, s.end) for s in line.spans[1][:1]] == [(1, 4)]
+    assert [(s.start, s.end) for s in line.spans[0][3:4]] == [(2, 2)]
+
+
+def test_durations_are_those_of_the_lists_as_given() -> None:
+    compute = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0\n"
+    )
+    line = schedir.simulate(compute, durations={(0, 1): 10, (1, 0): 4})
+    assert compute_times(line) == {"0F0": (0, 1), "1F0": (1, 5), "1B0": (5, 7), "0B0": (7, 17)}
+    complete = schedir.insert_communication(compute)
+    assert schedir.simulate(complete, durations={(0, 3): 10, (1, 1): 4}) == line
+
+
+def test_a_batch_and_a_sum_have_durations() -> None:
+    batched = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
+        "rank 0: 0F0 0F1 (0SEND_ACT0;0SEND_ACT1) 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
+        "rank 1: (1RECV_ACT0;1RECV_ACT1) 1F0 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1\n"
+    )
+    line = schedir.simulate(batched, durations={(1, 0): 3})
+    assert [(s.start, s.end) for s in line.spans[0][2:4]] == [(2, 5)] * 2
+    summed = schedir.loads(
+        "schedir 1\nname x\nmicrobatches 2\nplacement 0,1\n"
+        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\nrank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP\n"
+    )
+    line = schedir.simulate(summed, durations={(0, 2): 3, (1, 2): 2, (1, 3): 5})
+    assert [line.spans[rank][-1].end for rank in (0, 1)] == [6, 11]
+
+
+@pytest.mark.parametrize(
+    ("durations", "message"),
+    [
+        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of x: rank 0 has 8"),
+        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of x: there are 2 ranks"),
+        ({(0, -1): 1}, r"durations\[0, -1\] is of no entry"),
+        ({0: 1}, r"durations must be by \(rank, index\), not by 0"),
+        ({(0, 0.5): 1}, r"durations must be by \(rank, index\), not by \(0, 0.5\)"),
+        ({(0, 1): NAN}, r"durations\[0, 1\], of 0SEND_ACT0, must be finite and >= 0 .* not nan"),
+        ({(0, 0): 1, (1, 2): -1}, r"durations\[1, 2\], of 1B0, must be finite and >= 0 .* not -1"),
+    ],
+)
+def test_durations_must_be_times_of_entries(durations: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedir.simulate(schedir.loads(LATE), durations=durations)
+    with pytest.raises(TypeError, match="must be a number, not '1'"):
+        schedir.simulate(schedir.loads(LATE), durations={(0, 0): "1"})  # type: ignore[dict-item]
+
+
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match='receives must be "ahead" or "listed", not \'late\''):
+        schedir.simulate(schedir.loads(LATE), receives="late")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="costs must be a CostModel, not 3"):
+        schedir.simulate(schedir.loads(LATE), 3)  # type: ignore[arg-type]

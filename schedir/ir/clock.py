@@ -3,7 +3,7 @@
     time     0    1    2    3    4    5
     rank 0   0F0  0F1                       a transfer is posted at each end once the compute
                 ↘    ↘                      before it is done; it begins when all its ends are
-    rank 1        1F0  1B0------ 1F1        posted and the one before it on its channel is over
+    rank 1        1F0  1B0------ 1F1        posted and its channel is free
 
 One pass over all compute, each rank as far as it gets until it waits. Two parts that start together
 are two numbers in a row: the first takes no time, and the second, once it has its input as well,
@@ -12,6 +12,7 @@ the time of both.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,14 +36,18 @@ class Exchanges:
     """What compute waits for: transfers, and collectives, numbered from 0.
 
     `posts[e]` names the compute (its number, -1 for none) after which each end of exchange e is
-    posted; `before[e]` is the exchange that must be over first, -1 for none, with `before` empty
-    where none must; `durations[e]` is how long it takes. Where several must, `also` has the others.
+    posted. What it brings has arrived `takes[e]` after its begin, and what follows it may begin
+    `holds[e]` after that, no later. `before[e]` is the exchange that it follows, -1 for none, with
+    `before` empty where none has to; where it follows several, `also` has the others. Those from
+    `closing` on are the ends of batches, which wait until what they follow has arrived.
     """
 
     posts: Sequence[tuple[int, ...]]
     before: Sequence[int]
-    durations: Sequence[Time]
+    takes: Sequence[Time]
+    holds: Sequence[Time]
     also: Mapping[int, Sequence[int]] = attrs.field(factory=dict)
+    closing: int = sys.maxsize
 
 
 @attrs.frozen
@@ -61,7 +66,7 @@ def run(
 
     `needs[c]` is the exchange that compute c waits for, -1 for none.
     """
-    posts, lengths = exchanges.posts, exchanges.durations
+    posts, takes = exchanges.posts, exchanges.takes
     starts: list[Time] = [-1] * len(durations)
     ends = starts.copy()
     begins: list[Time] = [-1] * len(posts)
@@ -82,7 +87,7 @@ def run(
                         waiting.setdefault(held, []).append(rank)
                         reached[rank] = compute
                         break
-                arrival = begins[need] + lengths[need]
+                arrival = begins[need] + takes[need]
                 if arrival > time:
                     time = arrival
             starts[compute] = time
@@ -138,7 +143,7 @@ def _begin_in_order(
     exchanges: Exchanges, ends: list[Time], begins: list[Time], exchange: int
 ) -> int:
     """Find when an exchange begins that waits for the one before it on its channel."""
-    before, lengths = exchanges.before, exchanges.durations
+    before, holds = exchanges.before, exchanges.holds
     chain = [exchange]
     while before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
         chain.append(before[chain[-1]])
@@ -147,8 +152,8 @@ def _begin_in_order(
         if held >= 0:
             return held
         if before[current] >= 0:
-            over = begins[before[current]] + lengths[before[current]]
-            begins[current] = max(begins[current], over)
+            free = begins[before[current]] + holds[before[current]]
+            begins[current] = max(begins[current], free)
     return -1
 
 
@@ -157,7 +162,7 @@ class _InTurns:
     """Does the same for exchanges that wait for several.
 
     `left[e]` are those that exchange e waits for and that have not been seen to be over, `over[e]`
-    is when the last of the others was.
+    is when it need not wait any more for the others.
     """
 
     exchanges: Exchanges
@@ -167,12 +172,14 @@ class _InTurns:
     over: dict[int, Time] = attrs.field(factory=dict)
 
     def __call__(self, exchange: int) -> int:
-        begins, lengths, over = self.begins, self.exchanges.durations, self.over
+        begins, over, closing = self.begins, self.over, self.exchanges.closing
+        takes, holds = self.exchanges.takes, self.exchanges.holds
         chain = [exchange]  # each waits for the next
         chained = {exchange}
         while chain:
             current = chain[-1]
             left = self.left.get(current, [])
+            lengths = takes if current >= closing else holds
             while left and begins[left[-1]] >= 0:
                 other = left.pop()
                 over[current] = max(over.get(current, 0), begins[other] + lengths[other])

@@ -11,7 +11,7 @@ import numpy as np
 from schedir.ir.actions import COMMUNICATION, COMPUTE
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
-from schedir.ir.columns import Ints
+from schedir.ir.columns import Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
 from schedir.ir.schedule import Schedule
 
@@ -23,10 +23,13 @@ class Plan:
 
     `compute` holds the places of all compute, `bounds` the number of each rank's first, `last` the
     number of the last part of each one's entry: a part of an overlapped pair starts and ends when
-    that does. The exchanges are the `transfers` of the dataflow; then the `collectives`, the places
-    of REDUCE_GRADs that belong together; then the start and the end of each batch, which nobody
-    posts.
-    `last_before[place]` is the number of the compute before a place, -1 for none.
+    that does, and the time of both is the last one's. The exchanges are the `transfers` of the
+    dataflow; then the `collectives`, the places of REDUCE_GRADs that belong together; then the
+    start and the end of each batch, of which there are `batches`, which nobody posts. `exchanged`
+    has the places of those that stand in the lists, and their numbers.
+    `last_before[place]` is the number of the compute before a place, -1 for none. `posts` are as
+    listed, `ahead` those of receives that are posted from the beginning on, but for those in a
+    batch: they are posted with that.
     """
 
     compute: Ints
@@ -35,44 +38,50 @@ class Plan:
     durations: Ints
     needs: Ints
     posts: list[tuple[int, ...]]
+    ahead: list[tuple[int, ...]]
     before: Ints
     also: dict[int, list[int]]
+    batches: int
     transfers: int
     collectives: list[tuple[int, ...]]
+    exchanged: tuple[Ints, Ints]
     last_before: Ints
 
     def run(self, posts: list[tuple[int, ...]]) -> Times:
         """When all runs at the textbook costs, its exchanges posted so."""
-        return self._run(posts, self.durations.tolist(), 0, 0)
+        return self.priced(self.durations.tolist(), posts=posts)
 
-    def priced(self, durations: Sequence[Time], transfer: Time, collective: Time) -> Times:
-        """When all runs at other costs; each transfer takes as long, and each collective."""
-        return self._run(self.posts, durations, transfer, collective)
+    def priced(
+        self,
+        durations: Sequence[Time],
+        takes: Sequence[Time] = (),
+        holds: Sequence[Time] = (),
+        *,
+        posts: list[tuple[int, ...]],
+    ) -> Times:
+        """When all runs at other costs: each compute takes its `durations`, of an overlapped pair
+        the last part that of both and the other one none.
+
+        What a transfer or collective brings has arrived after it `takes` so long, and it `holds` up
+        what follows on its channel; both are empty where they all take no time.
+        """
+        # What takes no time never holds up the next one of its channel or stage.
+        before = self.before.tolist() if any(holds) or self.also else ()
+        points = [0] * (2 * self.batches if takes else len(posts))
+        exchanges = Exchanges(
+            posts,
+            before,
+            [*takes, *points],
+            [*holds, *points],
+            self.also,
+            len(posts) - self.batches,
+        )
+        return run(self.bounds.tolist(), durations, self.needs.tolist(), exchanges)
 
     @cached_property
     def textbook(self) -> Times:
         """When all runs at the textbook costs, as it is listed."""
         return self.run(self.posts)
-
-    def _run(
-        self,
-        posts: list[tuple[int, ...]],
-        durations: Sequence[Time],
-        transfer: Time,
-        collective: Time,
-    ) -> Times:
-        durations = list(durations)
-        for first in np.flatnonzero(self.last > np.arange(len(self.last))).tolist():
-            durations[first + 1] += durations[first]
-            durations[first] = 0
-        collectives = len(self.collectives)
-        lengths = [transfer] * self.transfers + [collective] * collectives
-        lengths += [0] * (len(posts) - len(lengths))
-        # What takes no time never holds up the next one of its channel or stage.
-        timed = transfer or (collectives and collective)
-        before = self.before.tolist() if timed or self.also else ()
-        exchanges = Exchanges(posts, before, lengths, self.also)
-        return run(self.bounds.tolist(), durations, self.needs.tolist(), exchanges)
 
 
 def plan(schedule: Schedule) -> Plan:
@@ -100,9 +109,11 @@ def _plan(schedule: Schedule) -> Plan:
     before[order[1:][follows[1:]]] = order[:-1][follows[1:]]
     sent, received = last_before[transfers.send], last_before[transfers.receive]
     posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
+    received = np.where(columns.shared[transfers.receive], received, -1)
+    ahead: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
 
     collectives = collective_turns(schedule)
-    posts += [tuple(last_before[list(places)].tolist()) for places in collectives]
+    sums = [tuple(last_before[list(places)].tolist()) for places in collectives]
     turns = {p: turn for turn, places in enumerate(collectives, len(transfers)) for p in places}
     for step, reduce in sums_of_steps(schedule):
         needs[number[step]] = turns[reduce]
@@ -117,22 +128,36 @@ def _plan(schedule: Schedule) -> Plan:
         compute=compute,
         bounds=bounds,
         last=number[columns.last[compute]],
-        durations=TEXTBOOK[columns.kind[compute]],
+        durations=summed_at_last(columns, TEXTBOOK[columns.kind])[compute],
         needs=needs,
-        posts=posts,
+        posts=posts + sums,
+        ahead=ahead + sums,
         before=before,
         also={},
+        batches=0,
         transfers=len(transfers),
         collectives=collectives,
+        exchanged=_exchanged(transfers, collectives),
         last_before=last_before,
     )
     return _with_batches(schedule, planned) if columns.together else planned
 
 
+def _exchanged(transfers: Transfers, collectives: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
+    numbers = np.arange(len(transfers) + len(collectives))
+    sums = np.array([place for places in collectives for place in places], np.int64)
+    each = np.repeat(numbers[len(transfers) :], [len(places) for places in collectives])
+    pairs = numbers[: len(transfers)]
+    return (
+        np.concatenate((transfers.send, transfers.receive, sums)),
+        np.concatenate((pairs, pairs, each)),
+    )
+
+
 def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
     """The plan with two exchanges for each batch: its start waits for what its queues hold before
-    it, and each of its transfers for that; what is queued behind a part of it, and compute that
-    consumes one, wait for its end."""
+    it, and each of its transfers for that; its end until all of them have arrived, and what is
+    queued behind a part of it, and compute that consumes one, for that."""
     columns, transfers = schedule.columns, schedule.dataflow.transfers
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     batches = np.unique(columns.entry[batched])
@@ -143,29 +168,29 @@ def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
 
     exchanges = np.concatenate((start_of[batches], end_of[batches]))
     also: dict[int, list[int]] = {number: [] for number in exchanges.tolist()}
-    waits = []
     for entries in (sent, received):
         queued, starts = _queued_behind(transfers, entries, end_of), start_of[entries]
         for transfer in np.flatnonzero(starts >= 0).tolist():
             also[int(end_of[entries[transfer]])].append(transfer)
             if queued[transfer] >= 0:
                 also[int(starts[transfer])].append(int(queued[transfer]))
-        waits.append(np.where(starts < 0, queued, starts))
-    first, second = waits
-    for transfer in np.flatnonzero((second >= 0) & (second != first)).tolist():
-        also[transfer] = [int(second[transfer])]
-    rest = planned.before[len(transfers) :]
+        point = np.where(starts < 0, queued, starts)
+        for transfer in np.flatnonzero(point >= len(planned.posts)).tolist():
+            also.setdefault(transfer, []).append(int(point[transfer]))
 
     needs = planned.needs.copy()
     received_in = end_of[received]
     consumed = np.flatnonzero(received_in >= 0)
     needs[np.searchsorted(planned.compute, transfers.user[consumed])] = received_in[consumed]
+    points: list[tuple[int, ...]] = [()] * (2 * len(batches))
     return attrs.evolve(
         planned,
         needs=needs,
-        posts=[*planned.posts, *[()] * (2 * len(batches))],
-        before=np.concatenate((first, rest, np.full(2 * len(batches), -1))),
+        posts=planned.posts + points,
+        ahead=planned.ahead + points,
+        before=np.concatenate((planned.before, np.full(len(points), -1))),
         also=also,
+        batches=len(batches),
     )
 
 

@@ -82,7 +82,8 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
 
 def _run(columns: Columns, needs: Ints, posts: list[tuple[int, ...]]) -> list[Time]:
     """When each action ends; of an overlapped pair, only the last part's is right."""
-    exchanges = Exchanges(posts, (), [0] * len(posts))
+    none = [0] * len(posts)
+    exchanges = Exchanges(posts, (), none, none)
     costs = summed_at_last(columns, TEXTBOOK[columns.kind]).tolist()
     return run(columns.starts.tolist(), costs, needs.tolist(), exchanges).ends
 

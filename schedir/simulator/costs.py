@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from schedir.ir import Kind
+from schedir.ir import Kind, is_number
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -17,47 +17,60 @@ PerLink: TypeAlias = float | Mapping[tuple[int, int], float]
 Unit: TypeAlias = Literal["s", "ms", "us"]
 """What one unit of time is: a second, a millisecond, a microsecond."""
 
-_MOST = 10**15
+MOST = 10**15
+"""The largest cost: sums over millions of actions stay far from overflow."""
 
 
-def _number(name: str, value: object) -> None:
+def expect_number(name: str, value: object) -> None:
+    """Raise TypeError for what is no number, ValueError for one that is no cost."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    # Sums over millions of actions must stay far from overflow.
-    if not 0 <= value <= _MOST:
-        raise ValueError(f"{name} must be finite and >= 0 (at most {_MOST:.0e}), not {value}")
+    if not 0 <= value <= MOST:
+        raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {value}")
 
 
-def _per_stage(default: float | None) -> Any:
-    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and default is None:
-            return
-        if not isinstance(value, tuple):
-            _number(attribute.name, value)
-            return
-        if not value:
-            raise ValueError(f"{attribute.name} must have one number for each stage, not none")
-        for stage, one in enumerate(value):
-            _number(f"{attribute.name} of stage {stage}", one)
-
-    def tupled(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    return attrs.field(default=default, validator=check, converter=tupled)
+def _check_stages(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is None and attribute.default is None:
+        return
+    if not isinstance(value, tuple):
+        expect_number(attribute.name, value)
+        return
+    if not value:
+        raise ValueError(f"{attribute.name} must have one number for each stage, not none")
+    of = "boundary" if attribute.name == "boundary_bytes" else "stage"
+    for number, one in enumerate(value):
+        expect_number(f"{attribute.name} of {of} {number}", one)
 
 
-def _per_link(default: float) -> Any:
-    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        links = value.items() if isinstance(value, Mapping) else [(None, value)]
-        for link, one in links:
-            name = attribute.name if link is None else f"{attribute.name} of link {link}"
-            if attribute.name == "bandwidth" and one == math.inf:
-                continue
-            _number(name, one)
-            if attribute.name == "bandwidth" and one == 0:
-                raise ValueError(f"{name} must be above 0")
+def _check_links(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    name = attribute.name
+    if not isinstance(value, dict):
+        _expect_of_link(name, value, name)
+        return
+    for link, one in value.items():
+        if not (isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link))):
+            raise ValueError(f"{name} must be by (source rank, target rank), not by {link!r}")
+        _expect_of_link(name, one, f"{name} of link {link}")
 
-    return attrs.field(default=default, validator=check, hash=False)
+
+def _expect_of_link(name: str, value: Any, called: str) -> None:
+    if name == "bandwidth" and value == math.inf:
+        return
+    expect_number(called, value)
+    if name == "bandwidth" and value == 0:
+        raise ValueError(f"{called} must be above 0")
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+_STAGES: dict[str, Any] = {"validator": _check_stages, "converter": _tuple}
+_LINKS: dict[str, Any] = {"validator": _check_links, "converter": _dict, "hash": False}
 
 
 @attrs.frozen
@@ -92,8 +105,8 @@ class CostModel:
     `boundary_bytes` are those of one microbatch between stage s and s + 1.
 
     A (stage, microbatch) keeps `activation_bytes` from its FORWARD to its backward, or
-    `input_bytes` until it is recomputed. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage;
-    each weight version counts.
+    `input_bytes` until it is recomputed. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are
+    per stage; each weight version counts.
 
     The defaults are the textbook's: a backward takes twice as long as a forward, half of it for
     the input and half for the weights, and the rest is free.
@@ -101,22 +114,22 @@ class CostModel:
     Raises TypeError or ValueError for what is no finite number >= 0, with the name of the field.
     """
 
-    forward: PerStage = _per_stage(Kind.FORWARD.traits.cost)
-    backward: PerStage = _per_stage(Kind.BACKWARD.traits.cost)
-    backward_input: PerStage = _per_stage(Kind.BACKWARD_INPUT.traits.cost)
-    backward_weight: PerStage = _per_stage(Kind.BACKWARD_WEIGHT.traits.cost)
-    recompute: PerStage | None = _per_stage(None)
-    reduce_grad: PerStage = _per_stage(Kind.REDUCE_GRAD.traits.cost)
-    optim_step: PerStage = _per_stage(Kind.OPTIM_STEP.traits.cost)
-    overlapped: PerStage | None = _per_stage(None)
-    latency: PerLink = _per_link(0)
-    bandwidth: PerLink = _per_link(math.inf)
-    boundary_bytes: PerStage = _per_stage(0)
-    input_bytes: PerStage = _per_stage(0)
-    activation_bytes: PerStage = _per_stage(0)
-    weight_bytes: PerStage = _per_stage(0)
-    gradient_bytes: PerStage = _per_stage(0)
-    optimizer_bytes: PerStage = _per_stage(0)
+    forward: PerStage = attrs.field(default=Kind.FORWARD.traits.cost, **_STAGES)
+    backward: PerStage = attrs.field(default=Kind.BACKWARD.traits.cost, **_STAGES)
+    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.traits.cost, **_STAGES)
+    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.traits.cost, **_STAGES)
+    recompute: PerStage | None = attrs.field(default=None, **_STAGES)
+    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.traits.cost, **_STAGES)
+    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.traits.cost, **_STAGES)
+    overlapped: PerStage | None = attrs.field(default=None, **_STAGES)
+    latency: PerLink = attrs.field(default=0, **_LINKS)
+    bandwidth: PerLink = attrs.field(default=math.inf, **_LINKS)
+    boundary_bytes: PerStage = attrs.field(default=0, **_STAGES)
+    input_bytes: PerStage = attrs.field(default=0, **_STAGES)
+    activation_bytes: PerStage = attrs.field(default=0, **_STAGES)
+    weight_bytes: PerStage = attrs.field(default=0, **_STAGES)
+    gradient_bytes: PerStage = attrs.field(default=0, **_STAGES)
+    optimizer_bytes: PerStage = attrs.field(default=0, **_STAGES)
     unit: Unit | None = attrs.field(
         default=None, validator=attrs.validators.in_((None, "s", "ms", "us"))
     )

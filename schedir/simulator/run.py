@@ -4,93 +4,95 @@ What runs on some transport runs here: a batch that blocks under `edge`, and not
 block, is run as its parts.
 
 A rank runs its compute in list order, each action as soon as the one before it is done and its
-receive has arrived. A send or receive is posted when the compute listed before it is done; a
-transfer starts when both its ends are posted and its channel has finished the transfer before it.
+receive has arrived. A transfer is posted when the compute listed before its send is done, starts
+when its channel is free, occupies it for as long as its bytes take, and arrives a latency later:
 
-    rank 0   0F0 0SEND_ACT0 0F1 ...         posted at 1 ─┐
-    rank 1   1RECV_ACT0 1F0 ...             posted at 0 ─┴─ starts at 1, 1F0 when it is done
+    rank 0   0F0 0SEND_ACT0 0F1 ...         posted at 1
+                          ══─ ─ ─ ─         starts at 1: on the channel ══, on its way ─ ─
+    rank 1   1RECV_ACT0           1F0 ...   starts when it has arrived
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from schedir.checker import prove
-from schedir.ir import (
-    CHANNELS,
-    KINDS,
-    Plan,
-    Schedule,
-    Times,
-    expect_schedule,
-    plan,
-)
+from schedir.ir import CHANNELS, Plan, Schedule, Times, expect_schedule, plan
 from schedir.passes import split_batches
 from schedir.simulator.costs import CostModel
+from schedir.simulator.overrides import Durations, overridden
+from schedir.simulator.prices import Prices, prices
 from schedir.simulator.timeline import Timeline
 
+Receives: TypeAlias = Literal["ahead", "listed"]
+"""When receives are posted: from the beginning on, or where they are listed."""
+
 _CHANNEL = "edge"
+_MOST_INT = 2**62
 
 
-def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: CostModel | None = None,
+    *,
+    durations: Durations | None = None,
+    receives: Receives = "ahead",
+) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
-    A compute-only schedule gets its communication first. Raises ScheduleError, with what
-    `schedir.check` finds, where the schedule is wrong or runs under no channel model, TypeError for
-    what is no Schedule.
+    Receives are posted `"ahead"` of their place, as the executor does, so they delay nothing; with
+    `"listed"` a transfer also waits for the compute listed before its receive. What is part of a
+    batch is posted with that in both cases.
+
+    `durations[rank, index]` replaces the cost of one entry of the lists as they are given here; for
+    an overlapped pair it is the time of both. For a send or receive it is the time from the start
+    of its transfer to its arrival, whose channel is occupied for as long as `costs` says, but no
+    longer than that; in a batch it is that of each transfer. Where both ends of a transfer, or
+    several REDUCE_GRADs that happen together, have one, the longest counts.
+
+    A compute-only schedule gets its communication first. Times are integers where all costs are.
+
+    Raises ScheduleError, with what `schedir.check` finds, where the schedule is wrong or runs under
+    no channel model; SchedirError where the costs lack a stage or a link of it; ValueError for
+    `durations` of no entry, or that are no finite times >= 0, and other `receives`; TypeError for
+    what is no Schedule or no CostModel.
     """
     expect_schedule(schedule)
-    costs = costs or CostModel()
+    costs = CostModel() if costs is None else costs
+    if not isinstance(costs, CostModel):
+        raise TypeError(f"costs must be a CostModel, not {costs!r}")
+    if receives not in ("ahead", "listed"):
+        raise ValueError(f'receives must be "ahead" or "listed", not {receives!r}')
     report = prove(schedule, CHANNELS[-1])
     complete = report.proved()
     planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
-    if costs == CostModel():
-        return _timeline(complete, planned, planned.textbook, 0, 0, costs)
-    columns = complete.columns
-    transfer = _first(costs.latency) + _first(costs.boundary_bytes) / _first(costs.bandwidth)
-    collective = _first(costs.reduce_grad)
-    durations = [
-        _at(getattr(costs, KINDS[kind].name.lower()), stage)
-        for kind, stage in zip(
-            columns.kind[planned.compute].tolist(),
-            columns.stage[planned.compute].tolist(),
-            strict=True,
-        )
-    ]
-    times = planned.priced(durations, transfer, collective)
-    return _timeline(complete, planned, times, transfer, collective, costs)
-
-
-def _first(value: Any) -> float:
-    return value if isinstance(value, (int, float)) else 0
-
-
-def _at(value: Any, stage: int) -> Any:
-    return value[stage] if isinstance(value, tuple) else value
+    priced = prices(complete, planned, costs)
+    if durations:
+        priced = overridden(priced, schedule, complete, planned, durations)
+    times = planned.priced(
+        priced.compute.tolist(),
+        priced.takes.tolist(),
+        priced.holds.tolist(),
+        posts=planned.ahead if receives == "ahead" else planned.posts,
+    )
+    return _timeline(complete, planned, times, priced, costs)
 
 
 def _timeline(
-    schedule: Schedule,
-    planned: Plan,
-    times: Times,
-    transfer: float,
-    collective: float,
-    costs: CostModel,
+    schedule: Schedule, planned: Plan, times: Times, priced: Prices, costs: CostModel
 ) -> Timeline:
     """The start and the end of every action, rank after rank."""
-    whole = all(isinstance(t, int) for t in (*times.ends, transfer, collective))
-    starts = np.zeros(len(schedule.columns), np.int64 if whole else np.float64)
+    begins = times.begins[: len(priced.takes)]
+    last = max(max(times.ends, default=0), max(begins, default=0))
+    kind = np.int64 if priced.whole and last < _MOST_INT else np.float64
+    starts = np.zeros(len(schedule.columns), kind)
     ends = np.zeros_like(starts)
-    starts[planned.compute] = np.array(times.starts, starts.dtype)[planned.last]
-    ends[planned.compute] = np.array(times.ends, ends.dtype)[planned.last]
-    transfers = schedule.dataflow.transfers
-    begins = np.array(times.begins[: len(transfers)], starts.dtype)
-    for side in (transfers.send, transfers.receive):
-        starts[side], ends[side] = begins, begins + transfer
-    for places, begin in zip(planned.collectives, times.begins[len(transfers) :], strict=False):
-        starts[list(places)] = begin
-        ends[list(places)] = starts[places[0]] + collective
+    starts[planned.compute] = np.array(times.starts, kind)[planned.last]
+    ends[planned.compute] = np.array(times.ends, kind)[planned.last]
+    places, exchanges = planned.exchanged
+    begun = np.array(begins, kind)
+    starts[places], ends[places] = begun[exchanges], (begun + priced.takes)[exchanges]
     sizes = costs.sizes
     return Timeline(schedule, starts, ends, sizes if sizes.known else None, costs.unit)
