@@ -729,8 +729,8 @@ def test_a_csv_that_is_exported_by_its_extension_is_the_whole_list(run: Run) -> 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-o", "x.txt"], "x.txt does not tell the format: end it in .sched or .csv, or add"),
-        (["-o", "x.svg"], "x.svg does not tell the format"),
+        (["-o", "x.txt"], "x.txt does not tell the format: end it in .sched or .csv or "),
+        (["-o", "x.png"], "x.png does not tell the format"),
         (
             ["-o", "x.csv", "--format", "sched"],
             "--format sched contradicts x.csv, which is to hold",

@@ -100,6 +100,13 @@ def _torch_csv(schedule: Schedule, page: Page) -> Written:
     return Written([Piece(text)], left_out)
 
 
+def _perfetto(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.perfetto import left_out, trace_events
+
+    pieces = trace_events(timeline, page.against)
+    return Written(pieces, left_out(timeline, page.against))
+
+
 _NOT_IN_TORCH = "OPTIM_STEP and weight versions"
 
 OUTPUTS = (
@@ -179,6 +186,15 @@ OUTPUTS = (
         cannot_hold=f"{_NOT_IN_TORCH}, nor batches as such",
         extension=".csv",
         communication="with",
+    ),
+    Output(
+        command="export",
+        name="perfetto",
+        of="timeline",
+        about="a trace for ui.perfetto.dev and chrome://tracing",
+        write=_perfetto,
+        cannot_hold="actions of which it is not known when they ran",
+        extension=".json",
     ),
 )
 

@@ -1,0 +1,232 @@
+"""Chrome's trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A rank is a process, with a thread for each of its tracks, and an arrow from each send to its
+receive:
+
+    rank 0   compute      0F0--  0F1--
+             to rank 1         0SEND_ACT0-
+    rank 1   compute           │          1F0--
+             from rank 0       1RECV_ACT0-
+
+The format is Google's Trace Event Format. Its times are microseconds, of which some readers make
+nanoseconds by multiplying floats, and cut off what is left: so they are written in eighths of a
+microsecond, for which that is exact, and no slice reaches into the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, groupby, islice
+
+import attrs
+import numpy as np
+
+from schedir.errors import SchedirError
+from schedir.ir import KIND_INDEX, KINDS, READS_WEIGHTS, Bools, Ints
+from schedir.render.captions import captions
+from schedir.render.styled import Piece
+from schedir.render.tracks import Doing, Track, tracks_of
+from schedir.simulator import Timeline
+
+_MICROSECONDS = {None: 1e6, "s": 1e6, "ms": 1e3, "us": 1.0}
+_PER_MICROSECOND = 8
+_FRACTIONS = ("", ".125", ".25", ".375", ".5", ".625", ".75", ".875")
+_MOST = 2**53 / _PER_MICROSECOND  # microseconds that a float holds with their fractions
+_EVENTS_AT_ONCE = 4096
+
+
+def trace_events(timeline: Timeline, against: Timeline | None = None) -> Iterator[Piece]:
+    """The trace, piece by piece; what is not known when is left out (`left_out` says what).
+
+    A second timeline has processes of its own, each beside that of the same rank. A timeline whose
+    unit of time may be any is written as if it were seconds.
+
+    Raises SchedirError where a timeline takes longer than the format's times can hold.
+    """
+    both = [timeline] if against is None else [timeline, against]
+    names = [""] if against is None else captions(timeline, against)
+    apart = int("1" + "0" * len(str(max(line.schedule.ranks for line in both))))
+    views = [
+        _View.of(line, name, turn, len(both), turn * apart)
+        for turn, (line, name) in enumerate(zip(both, names, strict=True))
+    ]
+    return _pieces(views)
+
+
+def _pieces(views: list[_View]) -> Iterator[Piece]:
+    about = {
+        view.caption or "timeline": {
+            "schedule": view.timeline.schedule.name,
+            "unit of time": view.timeline.unit or "any, written as if it were seconds",
+        }
+        for view in views
+    }
+    yield Piece(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n')
+    # No thread has the number of a process: it would be taken for its main one.
+    threads = count(1 + max(view.process(view.timeline.schedule.ranks) for view in views))
+    events = chain.from_iterable(view.events(threads) for view in views)
+    some = list(islice(events, _EVENTS_AT_ONCE))
+    while some:
+        following = list(islice(events, _EVENTS_AT_ONCE))
+        yield Piece(",\n".join(some) + (",\n" if following else "\n"))
+        some = following
+    yield Piece("]}\n")
+
+
+def left_out(*timelines: Timeline | None) -> list[str]:
+    """What a trace can't hold, in words."""
+    found = []
+    for timeline in filter(None, timelines):
+        unknown = np.flatnonzero(np.isnan(timeline.starts) | np.isnan(timeline.ends))
+        if len(unknown):
+            columns = timeline.schedule.columns
+            rank, index = columns.position(int(unknown[0]))
+            found.append(
+                f"{len(unknown)} of {len(columns)} actions are left out, as it is not known when "
+                f"they ran: rank {rank} #{index} {columns.action(int(unknown[0]))}"
+                + (" is the first" if len(unknown) > 1 else "")
+            )
+    return found
+
+
+@attrs.frozen
+class _View:
+    """A timeline in ticks, eighths of a microsecond: the `turn`-th of so many `views`.
+
+    Its processes are numbered from `first_process` on.
+    """
+
+    timeline: Timeline
+    caption: str
+    turn: int
+    views: int
+    first_process: int
+    starts: Ints
+    ends: Ints
+    known: Bools
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, caption: str, turn: int, views: int, first_process: int
+    ) -> _View:
+        """What is known of a timeline."""
+        factor = _MICROSECONDS[timeline.unit]
+        if timeline.makespan * factor > _MOST:
+            raise SchedirError(
+                f"a trace can't hold a makespan of {timeline.makespan:.6g} seconds: give the "
+                "timeline its unit of time, which counts as a second where none is given"
+            )
+        known = ~np.isnan(timeline.starts) & ~np.isnan(timeline.ends)
+        starts, ends = np.zeros((2, len(known)), np.int64)
+        for times, ticks in ((timeline.starts, starts), (timeline.ends, ends)):
+            ticks[known] = np.rint(times[known] * (factor * _PER_MICROSECOND))
+        return cls(timeline, caption, turn, views, first_process, starts, ends, known)
+
+    def process(self, rank: int) -> int:
+        """The number of a rank's process: viewers show it, so its last digits are the rank."""
+        return rank + self.first_process
+
+    def name(self, rank: int) -> str:
+        """What it is called: some viewers have the names in order, and no number."""
+        digits = len(str(self.timeline.schedule.ranks - 1))
+        return f"rank {rank:0{digits}}" + (f" {self.caption}" if self.caption else "")
+
+    def events(self, threads: Iterator[int]) -> Iterator[str]:
+        """Everything that is said of the timeline; `threads` numbers its tracks."""
+        schedule = self.timeline.schedule
+        tracks = tracks_of(schedule, self.starts, self.ends, np.flatnonzero(self.known))
+        numbered = list(zip(tracks, threads, strict=False))
+        yield from self._names(numbered)
+        # An arrow begins before it ends: all that sends comes first.
+        yield from self._slices(numbered, {Doing.COMPUTE, Doing.SUM, Doing.SEND})
+        yield from self._slices(numbered, {Doing.RECEIVE})
+
+    def _names(self, tracks: Iterable[tuple[Track, int]]) -> Iterator[str]:
+        """The names of processes and threads, and their order."""
+
+        def event(what: str, process: int, thread: int, key: str, value: str | int) -> str:
+            return json.dumps(
+                {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+            )
+
+        for rank in range(self.timeline.schedule.ranks):
+            process = self.process(rank)
+            yield event("process_name", process, 0, "name", self.name(rank))
+            # Those of one rank follow each other.
+            turn = rank * self.views + self.turn
+            yield event("process_sort_index", process, 0, "sort_index", turn)
+        for track, thread in tracks:
+            process = self.process(track.rank)
+            yield event("thread_name", process, thread, "name", track.name)
+            yield event("thread_sort_index", process, thread, "sort_index", thread)
+
+    def _slices(self, tracks: Iterable[tuple[Track, int]], kinds: set[Doing]) -> Iterator[str]:
+        """What runs when, with all that is known of it, and an arrow's end after each transfer."""
+        columns = self.timeline.schedule.columns
+        words = [json.dumps(kind.traits.word) for kind in KINDS]
+        version, arrow = self._versions(), self._arrows()
+        for rank, own in groupby(tracks, lambda numbered: numbered[0].rank):
+            first = int(columns.starts[rank])
+            actions = list(columns.of_rank(rank))
+            indices = (columns.entry[first:] - columns.entry[first]).tolist()
+            for track, thread in own:
+                if track.doing not in kinds:
+                    continue
+                where = f'"pid":{self.process(rank)},"tid":{thread},"ts":'
+                ends = '"ph":"s"' if track.doing is Doing.SEND else '"ph":"f","bp":"e"'
+                for place, start, end, read, number in zip(
+                    track.places.tolist(),
+                    self.starts[track.places].tolist(),
+                    self.ends[track.places].tolist(),
+                    version[track.places].tolist(),
+                    arrow[track.places].tolist(),
+                    strict=True,
+                ):
+                    action = actions[place - first]
+                    about = f'"index":{indices[place - first]},"stage":{action.stage}'
+                    if action.microbatch is not None:
+                        about += f',"microbatch":{action.microbatch}'
+                    if read >= 0:
+                        about += f',"version":{read}'
+                    name = str(action)
+                    if track.doing is Doing.COMPUTE and columns.shared[place]:
+                        other = actions[place - first + 1]
+                        name, about = f"({action};{other})", f'{about},"overlaps":"{other}"'
+                    yield (
+                        f'{{"ph":"X",{where}{_text(start)},"dur":{_text(end - start)},'
+                        f'"name":"{name}","cat":{words[KIND_INDEX[action.kind]]},'
+                        f'"args":{{{about}}}}}'
+                    )
+                    if number >= 0:
+                        yield (
+                            f'{{{ends},{where}{_text(start)},"id":{number},"name":"transfer",'
+                            '"cat":"transfer"}'
+                        )
+
+    def _versions(self) -> Ints:
+        """For every place the weight version that it reads, -1 where it reads none."""
+        columns, dataflow = self.timeline.schedule.columns, self.timeline.schedule.dataflow
+        version = np.full(len(columns), -1)
+        reads = columns.where(*READS_WEIGHTS)
+        version[reads] = dataflow.reads[columns.stage[reads], columns.microbatch[reads]]
+        return version
+
+    def _arrows(self) -> Ints:
+        """For every send and receive the number of its arrow, -1 where there is none.
+
+        An arrow needs both ends, and does not point back in time.
+        """
+        transfers = self.timeline.schedule.dataflow.transfers
+        numbers = np.flatnonzero(transfers.matched)
+        send, receive = transfers.send[numbers], transfers.receive[numbers]
+        drawn = self.known[send] & self.known[receive] & (self.starts[receive] >= self.starts[send])
+        arrow = np.full(len(self.known), -1)
+        for ends in (send, receive):
+            arrow[ends[drawn]] = numbers[drawn] * self.views + self.turn
+        return arrow
+
+
+def _text(ticks: int) -> str:
+    """A number of ticks in microseconds."""
+    return f"{ticks >> 3}{_FRACTIONS[ticks & 7]}"

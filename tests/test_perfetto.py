@@ -1,0 +1,248 @@
+"""The trace for Perfetto: held against the timeline, and against the rules of its format."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import CostModel, SchedirError, Timeline
+from schedir.ir import COMMUNICATION
+from schedir.library import built_in
+from schedir.render import Page, outputs_of
+from schedir.render.styled import plain
+from schedir.simulator import Measured
+from tests.command_line import runner
+
+SCHEDULES = [generator.name for generator in built_in()]
+TOGETHER = """schedir 1
+name together
+microbatches 3
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 (0F2;0B0) (0SEND_ACT2;0RECV_GRAD1) 0B1
+  0RECV_GRAD2 0B2 0OPTIM_STEP
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 (1SEND_GRAD1;1RECV_ACT2) 1F2 1B2
+  1SEND_GRAD2 1OPTIM_STEP
+"""
+
+Event = dict[str, Any]
+
+
+def timeline(name: str, ranks: int, microbatches: int, costs: CostModel | None = None) -> Timeline:
+    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches), costs)
+
+
+def delayed(line: Timeline, latency: float) -> Timeline:
+    """The same with transfers that arrive so much later, whoever waits for them."""
+    transfers = line.schedule.columns.is_kind(*COMMUNICATION)
+    return attrs.evolve(line, ends=line.ends + np.where(transfers, latency, 0))
+
+
+def trace(line: Timeline, against: Timeline | None = None) -> list[Event]:
+    written = outputs_of("export")["perfetto"].write(line, Page(against=against))
+    events: list[Event] = json.loads(plain(written.blocks))["traceEvents"]
+    return events
+
+
+def slices(events: list[Event]) -> list[Event]:
+    return [event for event in events if event["ph"] == "X"]
+
+
+def names(events: list[Event], what: str) -> dict[tuple[int, int], str]:
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == what
+    }
+
+
+def check_tracks(events: list[Event]) -> None:
+    """No slice reaches into the next one of its thread."""
+    threads = defaultdict(list)
+    for event in slices(events):
+        threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for times in threads.values():
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(times)))
+    assert set(threads) == set(names(events, "thread_name"))
+
+
+def check_arrows(events: list[Event], transfers: int) -> None:
+    """Each arrow begins in a send and ends in the receive that the send meets."""
+    # Events of one time are read in the order of the file.
+    before: dict[tuple[int, int], Event] = {}
+    begun: dict[int, Event] = {}
+    met = 0
+    for event in sorted(events, key=lambda event: event.get("ts", -1)):
+        own = event["pid"], event["tid"]
+        if event["ph"] == "X":
+            before[own] = event
+        elif event["ph"] == "s":
+            assert event["id"] not in begun
+            begun[event["id"]] = before[own]
+        elif event["ph"] == "f":
+            assert event["bp"] == "e"
+            send, receive = begun.pop(event["id"]), before[own]
+            assert receive["ts"] <= event["ts"] <= receive["ts"] + receive["dur"]
+            expected = schedir.ir.parse_action(send["name"]).counterpart
+            assert receive["name"] == str(expected)
+            met += 1
+    assert not begun
+    assert met == transfers
+
+
+costs = st.builds(
+    CostModel,
+    forward=st.floats(0.1, 4),
+    backward=st.floats(0.1, 4),
+    latency=st.just(0) | st.floats(0, 9),
+    unit=st.sampled_from([None, "s", "ms", "us"]),
+)
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    costs=st.none() | costs,
+)
+def test_every_action_is_a_slice_at_its_time(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None
+) -> None:
+    line = timeline(name, ranks, microbatches, costs)
+    events = trace(line)
+    factor = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}[line.unit]
+    found = {(e["pid"], e["args"]["index"]): e for e in slices(events)}
+    listed = [(rank, span) for rank, spans in enumerate(line.spans) for span in spans]
+    assert len(found) == len(listed) == len(slices(events))
+    for rank, span in listed:
+        event = found[rank, span.index]
+        assert event["name"] == str(span.action)
+        assert event["args"]["stage"] == span.action.stage
+        assert event["args"].get("microbatch") == span.action.microbatch
+        assert event["ts"] == pytest.approx(span.start * factor, abs=1 / 16)
+        assert event["ts"] + event["dur"] == pytest.approx(span.end * factor, abs=1 / 16)
+    check_tracks(events)
+    check_arrows(events, len(line.schedule.dataflow.transfers))
+
+
+def test_ranks_are_processes_with_a_thread_for_each_peer_and_direction() -> None:
+    events = trace(timeline("1f1b", 12, 4))
+    processes = [name for _, name in sorted(names(events, "process_name").items())]
+    assert processes == [f"rank {rank:02}" for rank in range(12)] == sorted(processes)
+    order = [e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"]
+    assert order == list(range(12))
+    threads = [name for (pid, _), name in sorted(names(events, "thread_name").items()) if pid == 5]
+    assert threads == ["compute", "from rank 4", "from rank 6", "to rank 4", "to rank 6"]
+    assert len(set(names(events, "thread_name"))) == 12 + 4 * 11
+    assert not {tid for _, tid in names(events, "thread_name")} & set(range(12))
+
+
+def test_transfers_that_overlap_have_tracks_of_their_own() -> None:
+    # Five forwards of 1 follow each other, and each payload is under way for 3.
+    events = trace(delayed(timeline("fill-drain", 2, 5), 3))
+    check_tracks(events)
+    check_arrows(events, 10)
+    threads = names(events, "thread_name")
+    sends = [n for (pid, _), n in sorted(threads.items()) if pid == 0 and n.startswith("to")]
+    assert sends == ["to rank 1", "to rank 1 (2)", "to rank 1 (3)"]
+
+
+@given(ranks=st.integers(2, 4), microbatches=st.integers(1, 12), latency=st.floats(0, 30))
+def test_tracks_hold_any_latency(ranks: int, microbatches: int, latency: float) -> None:
+    events = trace(delayed(timeline("1f1b", ranks, microbatches), latency))
+    check_tracks(events)
+    check_arrows(events, 2 * (ranks - 1) * microbatches)
+
+
+def test_pairs_are_one_slice_and_batches_several() -> None:
+    line = schedir.simulate(schedir.loads(TOGETHER), CostModel(latency=0.5))
+    events = trace(line)
+    found = Counter(event["name"] for event in slices(events))
+    assert found["(0F2;0B0)"] == found["0SEND_ACT2"] == found["0RECV_GRAD1"] == 1
+    assert "0F2" not in found
+    (pair,) = (event for event in slices(events) if event["name"] == "(0F2;0B0)")
+    assert pair["args"] == {
+        "index": 5, "stage": 0, "microbatch": 2, "version": 0, "overlaps": "0B0",
+    }  # fmt: skip
+    check_tracks(events)
+    check_arrows(events, 6)
+
+
+def test_the_version_that_an_action_reads_is_said() -> None:
+    line = timeline("pipedream", 4, 8)
+    found = {e["name"]: e["args"].get("version") for e in slices(trace(line))}
+    # Stage 0's versions by minibatch: Harlap et al. 2018, section 3.3.
+    assert [found[f"0B{m}"] for m in range(8)] == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert found["0SEND_ACT0"] is None
+
+
+def test_two_timelines_have_processes_side_by_side() -> None:
+    line = timeline("1f1b", 3, 4)
+    measured = attrs.evolve(line, measured=Measured(step=7), unit="ms")
+    events = trace(line, measured)
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
+    assert [processes[pid] for pid in sorted(order, key=order.__getitem__)] == [
+        f"rank {rank} {which}" for rank in range(3) for which in ("predicted", "measured, step 7")
+    ]
+    check_tracks(events)
+    check_arrows(events, 2 * len(line.schedule.dataflow.transfers))
+    last = {which: max(e["ts"] + e["dur"] for e in slices(events) if (e["pid"] > 9) == which)
+            for which in (False, True)}  # fmt: skip
+    assert last == {False: line.makespan * 1e6, True: line.makespan * 1e3}
+
+
+def test_two_timelines_may_have_different_ranks() -> None:
+    events = trace(timeline("1f1b", 12, 2), timeline("fill-drain", 3, 2))
+    processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
+    assert sorted(processes) == [*range(12), 100, 101, 102]
+    assert processes[11] == "rank 11 predicted, 1f1b"
+    assert processes[102] == "rank 2 predicted, fill-drain"
+    assert not {tid for _, tid in names(events, "thread_name")} & set(processes)
+
+
+def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
+    line = timeline("1f1b", 2, 3)
+    sends = line.schedule.columns.is_kind(*COMMUNICATION)
+    starts = np.where(sends, np.nan, line.starts)
+    unknown = attrs.evolve(line, starts=starts)
+    written = outputs_of("export")["perfetto"].write(unknown, Page())
+    assert list(written.left_out) == [
+        f"{sends.sum()} of {len(sends)} actions are left out, as it is not known when they ran: "
+        "rank 0 #1 0SEND_ACT0 is the first"
+    ]
+    events = json.loads(plain(written.blocks))["traceEvents"]
+    assert len(slices(events)) == len(sends) - sends.sum()
+    assert not [event for event in events if event["ph"] in "sf"]
+    assert "NaN" not in json.dumps(events)
+
+
+def test_a_makespan_that_no_trace_can_hold_is_refused() -> None:
+    line = timeline("1f1b", 2, 3, CostModel(forward=10**10))
+    with pytest.raises(SchedirError, match=r"can't hold a makespan of .* seconds: give the"):
+        trace(line)
+    assert trace(timeline("1f1b", 2, 3, CostModel(forward=10**10, unit="us")))
+
+
+def test_export_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    assert runner(capsys)("export", "1f1b", "-o", str(file)) == (0, "", "")
+    line = timeline("1f1b", 4, 8)
+    assert json.loads(file.read_text())["traceEvents"] == trace(line)
+    assert file.read_text().count("\n") == len(trace(line)) + 2  # an event a line
+
+
+def test_a_name_can_hold_anything() -> None:
+    schedule = attrs.evolve(schedir.build("1f1b", ranks=2, microbatches=2), name='a"b\\</script>é')
+    written = outputs_of("export")["perfetto"].write(schedir.simulate(schedule), Page())
+    about = json.loads(plain(written.blocks))["otherData"]
+    assert about["timeline"]["schedule"] == 'a"b\\</script>é'
