@@ -29,7 +29,7 @@ class ParseError(SchedirError):
 
 
 class LoadError(SchedirError):
-    """A schedule could not be found, or its generator failed."""
+    """A schedule, costs or a timeline could not be found or read, or a generator failed."""
 
 
 class UnsoundError(SchedirError):

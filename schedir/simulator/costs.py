@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
+from schedir.errors import LoadError
 from schedir.ir import Kind, is_number
+from schedir.simulator import cost_file
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -67,6 +70,11 @@ def _tuple(value: Any) -> Any:
 
 def _dict(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value not in (None, *get_args(Unit)):
+        raise ValueError(f"unit must be {', '.join(get_args(Unit))} or None, not {value!r}")
 
 
 _STAGES: dict[str, Any] = {"validator": _check_stages, "converter": _tuple}
@@ -130,9 +138,24 @@ class CostModel:
     weight_bytes: PerStage = attrs.field(default=0, **_STAGES)
     gradient_bytes: PerStage = attrs.field(default=0, **_STAGES)
     optimizer_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    unit: Unit | None = attrs.field(
-        default=None, validator=attrs.validators.in_((None, "s", "ms", "us"))
-    )
+    unit: Unit | None = attrs.field(default=None, validator=_check_unit)
+
+    def save(self, path: str | Path) -> None:
+        """Write the costs to a JSON file. Raises OSError where it can't be written."""
+        cost_file.write(attrs.asdict(self, recurse=False), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """The costs in a JSON file: of what it leaves out, the default.
+
+        Raises ParseError, with line and column, for what is no JSON, as where the file is cut
+        short, LoadError for a file that can't be read, for a key that is unknown or stands there
+        twice, and for what is no finite number >= 0.
+        """
+        try:
+            return cls(**cost_file.read(path, attrs.fields_dict(cls)))
+        except (TypeError, ValueError) as error:
+            raise LoadError(f"{path}: {error}") from None
 
     @property
     def sizes(self) -> Sizes:

@@ -9,7 +9,8 @@ import numpy as np
 
 from schedir.ir import COMMUNICATION, Ints, Plan, Schedule, Time
 from schedir.simulator.costs import MOST, expect_number
-from schedir.simulator.prices import Numbers, Prices
+from schedir.simulator.prices import Prices
+from schedir.simulator.times import Numbers
 
 Durations: TypeAlias = Mapping[tuple[int, int], Time]
 """How long entries take, by (rank, index)."""

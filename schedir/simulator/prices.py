@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.errors import SchedirError
 from schedir.ir import KIND_INDEX, KINDS, Ints, Kind, Plan, Schedule
 from schedir.simulator.costs import CostModel, PerLink, PerStage
-
-Numbers: TypeAlias = NDArray[Any]
-"""Times or bytes: all of them integers, or all floats."""
+from schedir.simulator.times import Numbers
 
 
 @attrs.frozen(eq=False)

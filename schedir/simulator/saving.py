@@ -23,8 +23,9 @@ from typing import Any, TypeVar, get_args
 import attrs
 
 from schedir.errors import LoadError, ParseError
-from schedir.ir import Schedule, decode, dumps, loads
+from schedir.ir import Schedule, dumps, loads
 from schedir.simulator.costs import Sizes, Unit
+from schedir.simulator.json_file import clip, read_json
 from schedir.simulator.times import Measured, Numbers
 
 _FORMAT, _VERSION = "schedir timelines", 1
@@ -72,22 +73,11 @@ def read(path: str | Path, make: Callable[..., _Made]) -> list[_Made]:
     and LoadError, with the place, for what is no timeline: a schedule that is malformed, times that
     are not one for each of its actions, that are negative, or no numbers.
     """
-    file = str(path)
-    try:
-        text = decode(Path(path).read_bytes(), file)
-        content = json.loads(text)
-    except OSError as error:
-        raise LoadError(f"{file}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        why = f"no JSON, or cut short: {error.msg}"
-        raise ParseError(why, file, error.lineno, error.colno) from None
-    except (ValueError, RecursionError, MemoryError):
-        # A number of thousands of digits, brackets in brackets without end.
-        raise LoadError(f"{file}: its JSON is beyond what can be read") from None
+    content = read_json(path)
     try:
         return _timelines(content, make)
     except (ValueError, TypeError, ParseError) as error:
-        raise LoadError(f"{file}: {error}") from None
+        raise LoadError(f"{path}: {error}") from None
 
 
 def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
@@ -100,7 +90,7 @@ def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
     schedules = []
     for number, text in enumerate(_list(whole["schedules"], "schedules")):
         if not isinstance(text, str):
-            raise ValueError(f"schedule {number} is no text but {_clip(text)}")
+            raise ValueError(f"schedule {number} is no text but {clip(text)}")
         schedules.append(loads(text, f"schedule {number}"))
     return [
         _timeline(one, f"timeline {number}", schedules, make)
@@ -115,10 +105,10 @@ def _timeline(
     held = _keys(content, where, fields)
     number = held["schedule"]
     if type(number) is not int or not 0 <= number < len(schedules):
-        raise ValueError(f"{where}: there is no schedule {_clip(number)}")
+        raise ValueError(f"{where}: there is no schedule {clip(number)}")
     schedule = schedules[number]
     if held["unit"] not in _UNITS:
-        raise ValueError(f"{where}: unit must be null, s, ms or us, not {_clip(held['unit'])}")
+        raise ValueError(f"{where}: unit must be null, s, ms or us, not {clip(held['unit'])}")
     starts = _times(held["starts"], f"{where}: starts", schedule)
     ends = _times(held["ends"], f"{where}: ends", schedule)
     sizes, measured = held["sizes"], held["measured"]
@@ -150,7 +140,7 @@ def _times(value: object, where: str, schedule: Schedule) -> list[float]:
         rank, index = columns.position(place)
         raise ValueError(
             f"{where}: rank {rank} #{index} {columns.action(place)}: a time is a finite number, "
-            f"or null where it is not known, not {_clip(time)}"
+            f"or null where it is not known, not {clip(time)}"
         )
     return [math.nan if time is None else time for time in times] if None in times else times
 
@@ -172,24 +162,24 @@ def _sizes(value: object, stages: int) -> Sizes:
 def _measured(value: object) -> Measured:
     held = _keys(value, "measured", [field.name for field in attrs.fields(Measured)])
     if type(held["step"]) is not int or held["step"] < 0:
-        raise ValueError(f"measured: step must be an int >= 0, not {_clip(held['step'])}")
+        raise ValueError(f"measured: step must be an int >= 0, not {clip(held['step'])}")
     _not_negative(held["clock_error"], "measured: clock_error")
     return Measured(**held)
 
 
 def _not_negative(value: Any, where: str) -> None:
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{where} must be a finite number >= 0, not {_clip(value)}")
+        raise ValueError(f"{where} must be a finite number >= 0, not {clip(value)}")
 
 
 def _keys(value: object, where: str, keys: Iterable[str]) -> Mapping[str, Any]:
     """The value as an object that has these keys and no others."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object, not {_clip(value)}")
+        raise ValueError(f"{where} must be an object, not {clip(value)}")
     known = list(keys)
     for key in value:
         if key not in known:
-            raise ValueError(f"{where}: unknown key {_clip(key)}; known: {', '.join(known)}")
+            raise ValueError(f"{where}: unknown key {clip(key)}; known: {', '.join(known)}")
     for key in known:
         if key not in value:
             raise ValueError(f"{where} lacks {key!r}")
@@ -198,10 +188,5 @@ def _keys(value: object, where: str, keys: Iterable[str]) -> Mapping[str, Any]:
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{where} must be a list, not {_clip(value)}")
+        raise ValueError(f"{where} must be a list, not {clip(value)}")
     return value
-
-
-def _clip(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
