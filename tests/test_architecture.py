@@ -45,6 +45,7 @@ RUNTIME = (
     "boundaries",
     "stage",
     "program",
+    "trace",
     "assembly",
     "engine",
     "executor",

@@ -43,6 +43,7 @@ class Arguments:
     timeout: float | timedelta | None
     channel: str | None
     in_process: bool
+    trace: bool
 
 
 def check_arguments(given: Arguments) -> None:

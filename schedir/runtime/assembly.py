@@ -27,6 +27,7 @@ from schedir.runtime.program.trail import Trail
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.trace.trace import Trace
 from schedir.runtime.transports.transport import Work
 from schedir.runtime.world import Transports, World
 
@@ -51,6 +52,7 @@ class Parts:
     stages: Mapping[int, Stage]
     trail: Trail
     clock: BusyClock
+    trace: Trace | None
     under_way: list[Work] = attrs.field(factory=list)
 
     def runner(self, trains: bool) -> Runner:
@@ -67,10 +69,13 @@ class Parts:
         beside = None
         if plan.accelerator.queues and not plan.grid.alone:
             beside = self.control.beside()
-        compiler = Compiler(self.stages, cells, barriers, [self.clock, self.trail], beside)
+        trace = self.trace if trains else None
+        clock = self.clock if trace is None else trace.recorder
+        compiler = Compiler(self.stages, cells, barriers, [clock, self.trail], beside)
         programs = Programs(plan, schedule, compiler, transports, self.control)
-        opening = Opening(self.announcements, agreements, programs, cells)
-        return Runner(plan, schedule, cells, opening, self.under_way)
+        newcomers = None if trace is None else trace.observers
+        opening = Opening(self.announcements, agreements, programs, cells, newcomers)
+        return Runner(plan, schedule, cells, opening, clock, self.under_way)
 
     def _stepped(self) -> list[Tensor] | None:
         """The parameters that the optimisers step; None where the caller does."""
@@ -94,6 +99,7 @@ def assemble(plan: Plan, world: World) -> Parts:
     barriers = shared.barriers(clipping)
     drift = shared.drift()
     optimizers = plan.optimizers()
+    stages = _stages(plan, reductions, optimizers)
     return Parts(
         plan,
         world.control,
@@ -105,7 +111,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         barriers,
         drift,
         optimizers,
-        _stages(plan, reductions, optimizers),
+        stages,
         Trail(
             world.groups.patience,
             world.groups.posted,
@@ -113,6 +119,7 @@ def assemble(plan: Plan, world: World) -> Parts:
             follows=plan.transport.queues,
         ),
         busy_clock(plan.accelerator),
+        Trace(plan, world.control, stages) if plan.traced else None,
     )
 
 

@@ -29,6 +29,7 @@ from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
 from schedir.runtime.world import World
+from schedir.simulator import Timeline
 
 
 class Engine:
@@ -110,8 +111,10 @@ class Engine:
         finally:
             self._tidy(runner)
             saved.restore()
-            busy = self.parts.clock.take()
+            busy = runner.clock.take()
         self._calls += 1
+        if request.trains and self.parts.trace is not None:
+            self.parts.trace.keep(call, self.schedule, began, runner.cells)
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
         elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
@@ -190,6 +193,20 @@ class Engine:
         if self._world.broken is not None:
             self._leave.detach()  # what is under way will not arrive
         return failure
+
+    def timelines(self) -> list[Timeline]:
+        """Those of the steps since this was asked last, on rank 0; see there."""
+        self._world.check_usable()
+        if not self._plan.arguments.trace:
+            raise ExecutionError(
+                "nothing is recorded: make the executor with trace=True, on every rank"
+            )
+        trace = self.parts.trace
+        if trace is None:
+            return []
+        with self._plan.accelerator.chosen(), self._world.together("timelines"):
+            self.parts.trail.settle()
+            return trace.timelines()
 
     def close(self) -> None:
         """Give back the process groups that were made for this; safe to call twice."""

@@ -18,6 +18,7 @@ from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
 from schedir.runtime.result import StepResult
+from schedir.simulator import Timeline
 
 
 class Executor:
@@ -100,6 +101,7 @@ class Executor:
         timeout: float | timedelta | None = None,
         channel: str | None = None,
         in_process: bool = False,
+        trace: bool = False,
     ) -> None:
         given = Arguments(
             schedule,
@@ -117,6 +119,7 @@ class Executor:
             timeout,
             channel,
             in_process,
+            trace,
         )
         plan = plan_of(given)
         self.rank = plan.grid.rank
@@ -190,6 +193,17 @@ class Executor:
         """
         given = CallArguments(inputs, None, stage_inputs or {})
         return self._engine.call(INFER, given, keeps_outputs=True).outputs
+
+    def timelines(self) -> list[Timeline]:
+        """When each entry ran in every call of `step` since this was called last: a measured
+        `Timeline` for each, on rank 0; an empty list elsewhere.
+
+        Every rank has to call it, between two steps; its executor was made with `trace=True`. See
+        there for what the times mean.
+
+        Raises ExecutionError where nothing is recorded, or other ranks do not call it in time.
+        """
+        return self._engine.timelines()
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""

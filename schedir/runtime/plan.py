@@ -93,7 +93,13 @@ class Plan:
             "seed": given.seed,
             "step": given.step,
             "channel": given.channel,
+            "trace": bool(given.trace),
         }
+
+    @property
+    def traced(self) -> bool:
+        """Whether the times of this pipeline's steps are recorded: of several only the first's."""
+        return self.arguments.trace and self.grid.pipeline == 0
 
     def versions(self, schedule: Schedule) -> dict[int, StageVersions]:
         """Which weight versions a list reads, of the stages here."""

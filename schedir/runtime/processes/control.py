@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedir.runtime.processes.clocks import ClockLine, Reading, reading_of_own
 from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.grid import Grid
 from schedir.runtime.processes.groups import Group, Groups
@@ -30,6 +31,7 @@ DRIFT_TAG = 5
 PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
+_CLOCK_TAG = 9
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -104,6 +106,15 @@ class Control:
         """A relay between some numbers, of which this process is one."""
         self._relays.append(Relay(self._group, members, self._own, size, tag))
         return self._relays[-1]
+
+    def read_clocks(self) -> Reading:
+        """This process's clock beside that of this pipeline's rank 0; all its ranks call it."""
+        first, *others = dict.fromkeys(self._numbers)
+        if self._own != first:
+            return ClockLine(self._group, first, _CLOCK_TAG).ask()
+        for number in others:
+            ClockLine(self._group, number, _CLOCK_TAG).answer()
+        return reading_of_own()
 
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""

@@ -28,7 +28,7 @@ kind of call: until ranks have compared, no payload meets a buffer that is not i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -112,14 +112,21 @@ class Opening:
     """Opens the calls of one kind: those that train, or those that don't.
 
     The program that was run last is kept, and the agreement that it is for: a rank that does not
-    see the input takes the next call to be like it.
+    see the input takes the next call to be like it. `newcomers` are who watches a call under
+    another agreement than the call before, by its number.
     """
 
     def __init__(
-        self, announcements: Announcements, agreements: Agreements, programs: Programs, cells: Cells
+        self,
+        announcements: Announcements,
+        agreements: Agreements,
+        programs: Programs,
+        cells: Cells,
+        newcomers: Callable[[int], Iterable[Observer]] | None = None,
     ) -> None:
         self._announcements, self._cells = announcements, cells
         self.agreements, self.programs = agreements, programs
+        self._newcomers = newcomers
         self._latest: tuple[int, Program] | None = None
 
     def open(self, call: Call, inputs: Batch | None, feed: Feed) -> Opened:
@@ -162,6 +169,8 @@ class Opening:
             self.programs.forget(forgotten)
         program = self.programs.of(announcement.agreement)
         self._latest = announcement.agreement, program
+        if self._newcomers is not None:
+            observers = [*observers, *self._newcomers(announcement.agreement)]
         return Opened(
             announcement, [observed(instructions, observers) for instructions in program.lists]
         )

@@ -10,6 +10,7 @@ from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Schedule
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.opening import Opened, Opening
 from schedir.runtime.program.running import advance, take_turns
 from schedir.runtime.stage.cells import Cells
@@ -17,7 +18,8 @@ from schedir.runtime.transports.transport import Work, wait_for
 
 
 class Runner:
-    """A list, with the cells that its tensors lie in and how its calls open.
+    """A list, with the cells that its tensors lie in and how its calls open; `clock` takes the time
+    of its compute.
 
     `under_way` are the sends that may not have arrived by the end of a call.
     """
@@ -28,9 +30,10 @@ class Runner:
         schedule: Schedule,
         cells: Cells,
         opening: Opening,
+        clock: BusyClock,
         under_way: list[Work],
     ) -> None:
-        self.cells, self.opening = cells, opening
+        self.cells, self.opening, self.clock = cells, opening, clock
         self._schedule, self._under_way = schedule, under_way
         self._accelerator = plan.accelerator
         self._streams = _streams(plan)

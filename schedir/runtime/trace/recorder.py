@@ -1,0 +1,210 @@
+"""Takes the time of every entry of a step: an observer, in the place of the clock of compute.
+
+What is taken of each instruction, as the columns of a row of its own:
+
+    0F0            BEGAN ─ run ─ ENDED
+    1F0            WAITED ─ wait ─ FOUND, BEGAN ─ run ─ ENDED      consumes what it waits for
+    0SEND_ACT0     BEGAN ─ run                                     posted then
+    0OPTIM_STEP    WAITED ─ sums, barriers ─ FOUND, BEGAN ─ run ─ ENDED
+
+Each time costs a look at the clock, and its place in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from schedir.ir import COMPUTE, Action, Schedule, Together
+from schedir.runtime.accelerator import Accelerator, Mark
+from schedir.runtime.call import Call
+from schedir.runtime.processes import clocks
+from schedir.runtime.processes.clocks import Nanoseconds
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.observers import BusyClock
+from schedir.runtime.program.update import PassBarriers
+
+BEGAN, ENDED, WAITED, FOUND = range(4)
+COLUMNS = 4
+
+
+@attrs.frozen(eq=False)
+class Anchor:
+    """A moment on the host's clock, in nanoseconds and within `error`, and on the device's."""
+
+    at: int
+    error: float
+    mark: Mark
+
+
+@attrs.frozen(eq=False)
+class Taken:
+    """The stamps of a step, which began at a mark: an array on the host, marks on a device."""
+
+    began: Mark
+    stamps: Any
+
+
+class Recorder(BusyClock):
+    """The times of all instructions that it observes, until they are taken.
+
+    A row belongs to an action at an index of a rank's list, in whatever program that stands.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self._rows: dict[tuple[int, int, Action], int] = {}
+        self._computes: list[int] = []
+        # Always this list: what is put around instructions holds it.
+        self._stamps: list[Any] = []
+        self.latest: Any = None
+
+    def _clock(self) -> Callable[[], Any]:
+        """What a stamp is made by; where there is none, 0 stands."""
+        return clocks.now
+
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        operation, run = instruction.operation, instruction.run
+        row = self._row(instruction)
+        if isinstance(operation, PassBarriers):
+            if operation.barriers:  # what is done there takes time beside the sums
+                return instruction
+            return attrs.evolve(instruction, run=self._around_run(run, row + WAITED, row + FOUND))
+        wait = self._around_wait(instruction.wait, row + WAITED, row + FOUND)
+        if not operation.listed:
+            return attrs.evolve(instruction, wait=wait)
+        if not operation.computes:
+            return attrs.evolve(instruction, run=self._before_run(run, row + BEGAN))
+        run = self._around_run(run, row + BEGAN, row + ENDED)
+        return attrs.evolve(instruction, wait=wait, run=run)
+
+    def _row(self, instruction: Instruction) -> int:
+        """Where the row of an instruction begins."""
+        key = instruction.rank, instruction.index, instruction.action
+        if key not in self._rows:
+            self._rows[key] = len(self._stamps)
+            self._stamps += [0] * COLUMNS
+            if instruction.action.kind in COMPUTE:
+                self._computes.append(self._rows[key])
+        return self._rows[key]
+
+    def _around_run(
+        self, run: Callable[[Call], None], begin: int, end: int
+    ) -> Callable[[Call], None]:
+        stamps, now = self._stamps, self._clock()
+
+        def timed(call: Call) -> None:
+            stamps[begin] = now()
+            run(call)
+            stamps[end] = now()
+
+        return timed
+
+    def _around_wait(self, wait: Callable[[], None], begin: int, end: int) -> Callable[[], None]:
+        stamps, now = self._stamps, self._clock()
+
+        def timed() -> None:
+            stamps[begin] = now()
+            wait()
+            stamps[end] = now()
+
+        return timed
+
+    def _before_run(self, run: Callable[[Call], None], at: int) -> Callable[[Call], None]:
+        stamps, now = self._stamps, self._clock()
+
+        def timed(call: Call) -> None:
+            stamps[at] = now()
+            run(call)
+
+        return timed
+
+    def take(self) -> Callable[[], float]:
+        """How to get the seconds in compute since this was asked for last; `latest` has all."""
+        taken = self.latest = np.array(self._stamps, np.int64)
+        self._stamps[:] = [0] * len(taken)
+        spans = taken[np.add.outer((BEGAN, ENDED), self._computes)]
+        seconds = 1e-9 * float((spans[1] - spans[0]).sum())
+        return lambda: seconds
+
+    def of_list(self, schedule: Schedule, rank: int) -> Nanoseconds:
+        """Where the rows of a rank's actions begin, in the order of its list; -1 for what does
+        nothing here."""
+        rows = (
+            self._rows.get((rank, index, action), -1)
+            for index, entry in enumerate(schedule.actions[rank])
+            for action in (entry.actions if isinstance(entry, Together) else (entry,))
+        )
+        return np.fromiter(rows, np.int64, len(schedule.flat[rank]))
+
+    def anchor(self) -> Anchor:
+        """This moment."""
+        return Anchor(clocks.now(), 0.0, self._accelerator.mark())
+
+    def read(self, steps: Sequence[Taken], first: Anchor, last: Anchor) -> list[Nanoseconds]:
+        """The stamps of steps between two anchors as times on the host's clock, 0 for none."""
+        return [step.stamps for step in steps]
+
+
+class QueuedRecorder(Recorder):
+    """On a device that queues its work: it leaves marks, which are read after the step.
+
+    The device has a clock of its own. Its times are placed between two anchors, over which it is
+    taken to be fast or slow by the same amount; those of a step count from its beginning, as a
+    device gives few digits.
+    """
+
+    def _clock(self) -> Callable[[], Any]:
+        mark = self._accelerator.mark
+        return lambda: mark(timed=True)
+
+    def take(self) -> Callable[[], float]:
+        """How to get the seconds; the host waits for the device then."""
+        taken = self.latest = self._stamps[:]
+        self._stamps[:] = [0] * len(taken)
+        spans = [(taken[row + BEGAN], taken[row + ENDED]) for row in self._computes]
+
+        def seconds() -> float:
+            made = [(began, ended) for began, ended in spans if ended]
+            for _, ended in made:
+                ended.synchronize()
+            return 1e-3 * sum((began.elapsed_time(ended) for began, ended in made), 0.0)
+
+        return seconds
+
+    def anchor(self) -> Anchor:
+        """Now, when the device has done all that it was told, as the host takes it."""
+        self._accelerator.synchronize()
+        return min((self._attempt() for _ in range(8)), key=lambda anchor: anchor.error)
+
+    def _attempt(self) -> Anchor:
+        before = clocks.now()
+        mark = self._accelerator.mark(timed=True)
+        mark.synchronize()
+        after = clocks.now()
+        return Anchor((before + after) // 2, (after - before) / 2, mark)
+
+    def read(self, steps: Sequence[Taken], first: Anchor, last: Anchor) -> list[Nanoseconds]:
+        """The stamps of steps between two anchors as times on the host's clock, 0 for none."""
+        found, began, before = [], 0.0, first.mark
+        for step in steps:
+            began += before.elapsed_time(step.began)
+            before = step.began
+            times = [began + before.elapsed_time(mark) if mark else -1 for mark in step.stamps]
+            found.append(np.array(times, np.float64))
+        whole = began + before.elapsed_time(last.mark)
+        pace = (last.at - first.at) / whole if whole else 0.0
+        return [
+            np.where(times < 0, 0, first.at + np.rint(pace * times).astype(np.int64))
+            for times in found
+        ]
+
+
+def recorder(accelerator: Accelerator) -> Recorder:
+    """The recorder for a device."""
+    return (QueuedRecorder if accelerator.queues else Recorder)(accelerator)

@@ -1,0 +1,163 @@
+"""What a process records of its steps, and what rank 0 makes of what all have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from schedir.ir import Kind, Schedule
+from schedir.runtime.accelerator import Mark
+from schedir.runtime.call import Call
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
+from schedir.runtime.processes.control import Control
+from schedir.runtime.program.observers import Observer
+from schedir.runtime.stage.cells import Cells
+from schedir.runtime.stage.stage import Stage
+from schedir.runtime.trace.measured import timeline
+from schedir.runtime.trace.recorder import COLUMNS, Anchor, Taken, recorder
+from schedir.runtime.trace.sizes import Gauge, optimizer_bytes, weight_bytes
+from schedir.simulator import Measured, Sizes, Timeline
+
+_MOST_ACTIONS = 1 << 18
+_FEWEST_STEPS = 8
+"""What is kept: the latest steps, of so many actions over all ranks, but these at least."""
+
+_MOST_SHAPES = 64
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """A step that was made: its number, the list that was carried out, what it kept, and its
+    stamps; `updates` where OPTIM_STEPs were carried out."""
+
+    number: int
+    schedule: Schedule
+    gauge: Gauge
+    updates: bool
+    taken: Taken
+
+
+@attrs.frozen(eq=False)
+class _Report:
+    """What a process has recorded, for rank 0.
+
+    For each step the stamps of its ranks' places, by rank 0's clock within `error` nanoseconds; and
+    what its stages keep, in bytes, as fields of `Sizes` by stage.
+    """
+
+    error: float
+    stamps: Sequence[Nanoseconds]
+    sizes: Sequence[Mapping[str, Mapping[int, int]]]
+
+
+class Trace:
+    """The steps of this process's ranks, until rank 0 asks for their timelines.
+
+    Its `recorder` observes all instructions of the lists that train. All ranks of a pipeline make
+    one together.
+    """
+
+    def __init__(self, plan: Plan, control: Control, stages: Mapping[int, Stage]) -> None:
+        self._plan, self._control, self._stages = plan, control, stages
+        self.recorder = recorder(plan.accelerator)
+        self._gauges: dict[int, Gauge] = {}
+        self._gauge = Gauge()
+        self._steps: deque[_Step] = deque()
+        self._clocks = self._read_clocks()
+
+    def observers(self, agreement: int) -> Iterable[Observer]:
+        """Who watches the first call under an agreement, which begins now."""
+        self._gauge = self._gauges.setdefault(agreement, Gauge())
+        if len(self._gauges) > _MOST_SHAPES:
+            del self._gauges[next(iter(self._gauges))]
+        return () if self._gauge.finished else (self._gauge,)
+
+    def keep(self, call: Call, schedule: Schedule, began: Mark, cells: Cells) -> None:
+        """A step has been made, which began at a mark."""
+        if not self._gauge.finished:
+            self._gauge.finish(self._stages, cells)
+        taken = Taken(began, self.recorder.latest)
+        self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
+        kept = sum(len(step.schedule.columns) for step in self._steps)
+        while kept > _MOST_ACTIONS and len(self._steps) > _FEWEST_STEPS:
+            kept -= len(self._steps.popleft().schedule.columns)
+
+    def timelines(self) -> list[Timeline]:
+        """Those of the steps since this was asked last, on rank 0; none elsewhere. All ranks ask,
+        and the device has come to the end of all steps."""
+        steps = list(self._steps)
+        report = self._report(steps)
+        self._steps.clear()
+        if self._plan.grid.rank:
+            self._control.send(report, 0)
+            return []
+        others = range(1, self._plan.grid.ranks) if len(self._plan.local_ranks) == 1 else ()
+        reports = [report, *(self._control.receive(rank) for rank in others)]
+        # Of any two ranks.
+        error = 1e-9 * sum(sorted(report.error for report in reports)[-2:])
+        return [
+            timeline(
+                step.schedule,
+                np.concatenate([report.stamps[number] for report in reports]),
+                _sizes([report.sizes[number] for report in reports], step.schedule.stages),
+                Measured(step.number, error),
+            )
+            for number, step in enumerate(steps)
+        ]
+
+    def _report(self, steps: Sequence[_Step]) -> _Report:
+        (first, begin), (last, end) = self._clocks, self._read_clocks()
+        self._clocks = last, end
+        alignment = Alignment(first, last)
+        taken = self.recorder.read([step.taken for step in steps], begin, end)
+        stamps = [
+            self._placed(step, alignment.aligned(times))
+            for step, times in zip(steps, taken, strict=True)
+        ]
+        return _Report(
+            alignment.error + max(begin.error, end.error),
+            stamps,
+            [self._kept(step.gauge) for step in steps],
+        )
+
+    def _read_clocks(self) -> tuple[Reading, Anchor]:
+        return self._control.read_clocks(), self.recorder.anchor()
+
+    def _placed(self, step: _Step, times: Nanoseconds) -> Nanoseconds:
+        """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
+        schedule = step.schedule
+        lists = [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
+        rows = np.concatenate(lists)
+        stamps: Nanoseconds = times[rows[:, None] + np.arange(COLUMNS)]
+        stamps[rows < 0] = 0
+        if not step.updates:
+            columns = schedule.columns
+            left_out = columns.is_kind(Kind.OPTIM_STEP, Kind.REDUCE_GRAD)
+            here = np.isin(columns.rank, self._plan.local_ranks)
+            stamps[left_out[here]] = 0
+        return stamps
+
+    def _kept(self, gauge: Gauge) -> dict[str, dict[int, int]]:
+        return {
+            "boundary": gauge.boundary,
+            "input": gauge.input,
+            "activation": gauge.activation,
+            "gradient": gauge.gradient,
+            "weight": {s: weight_bytes(stage) for s, stage in self._stages.items()},
+            "optimizer": {s: optimizer_bytes(stage) for s, stage in self._stages.items()},
+        }
+
+
+def _sizes(found: Sequence[Mapping[str, Mapping[int, int]]], stages: int) -> Sizes:
+    """Those of all stages; of a stage's replicas the largest."""
+
+    def of(name: str, stage: int) -> int:
+        return max(sizes[name].get(stage, 0) for sizes in found)
+
+    by_stage = {name: tuple(of(name, stage) for stage in range(stages)) for name in found[0]}
+    # There is a boundary after each stage but the last.
+    return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})
