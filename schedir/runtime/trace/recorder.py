@@ -128,8 +128,8 @@ class Recorder(BusyClock):
         """How to get the seconds in compute since this was asked for last; `latest` has all."""
         taken = self.latest = np.array(self._stamps, np.int64)
         self._stamps[:] = [0] * len(taken)
-        spans = taken[np.add.outer((BEGAN, ENDED), self._computes)]
-        seconds = 1e-9 * float((spans[1] - spans[0]).sum())
+        computes = np.array(self._computes, np.int64)
+        seconds = 1e-9 * float((taken[computes + ENDED] - taken[computes + BEGAN]).sum())
         return lambda: seconds
 
     def of_list(self, schedule: Schedule, rank: int) -> Nanoseconds:
