@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         ties=ties,
     )
     output = outputs_of("check")[args.output_format]
-    page = page_for(sys.stdout, subject_of(args, schedule))
+    page = page_for(sys.stdout, subject_of(args.target, schedule))
     write(output.write(report, page).blocks, sys.stdout)
     return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
 

@@ -10,14 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+from schedir.cli.costs import add_costs
 from schedir.cli.proving import proved
-from schedir.cli.target import add_target, load_target, subject_of
+from schedir.cli.target import TARGET_OR_RUN, add_target, subject_of
 from schedir.cli.terminal import fail
+from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
 from schedir.render.styled import Block, plain
-from schedir.simulator import Timeline, simulate
+from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")
 
@@ -34,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         f"format cannot hold is left out with a warning. {described('export')}.",
         allow_abbrev=False,
     )
-    add_target(parser)
+    add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
         "--format",
         choices=_FORMATS,
@@ -45,9 +47,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--compute-only", action="store_true", help="leave the sends and receives out"
     )
-    parser.add_argument(
-        "--memory", action="store_true", help="draw what is kept over time as well, in a timeline"
+    timelines = add_drawn(parser)
+    timelines.add_argument(
+        "--memory", action="store_true", help="draw what each rank keeps over time as well"
     )
+    add_costs(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -56,24 +60,25 @@ def run(args: argparse.Namespace) -> int:
     output = _output(args)
     if output.of == "timeline":
         return _write_timeline(output, args)
-    for option, given in (("--memory", args.memory),):
-        if given:
+    given = {"--memory": args.memory, "--against": args.against, "--costs": args.costs}
+    for option, value in (given | {"--cost": args.cost}).items():
+        if value:
             args.parser.error(f"{option} is for timelines: {output.name} holds none")
-    schedule = load_target(args)
+    schedule = load_schedule(args)
+    subject = subject_of(args.target, schedule)
     if args.compute_only or output.communication == "without":
         schedule = strip_communication(schedule)
     elif not schedule.is_complete:
-        schedule = proved(args, schedule)
-    return _write(output, schedule, Page(subject_of(args, schedule)), args.output)
+        schedule = proved(schedule, subject)
+    return _write(output, schedule, Page(subject), args.output)
 
 
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
-    schedule = load_target(args)
-    timeline = simulate(proved(args, schedule))
-    page = Page(subject_of(args, schedule), memory=args.memory)
-    return _write(output, timeline, page, args.output)
+    lines = drawn(args)
+    page = Page(lines.subject, against=lines.against, memory=args.memory)
+    return _write(output, lines.timeline, page, args.output)
 
 
 def _write(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
 from schedir.checker import CHANNELS, Report, prove
-from schedir.cli.target import subject_of
 from schedir.ir import Schedule
 
 
@@ -18,9 +15,9 @@ class RefusedError(Exception):
         self.subject = subject
 
 
-def proved(args: argparse.Namespace, schedule: Schedule) -> Schedule:
+def proved(schedule: Schedule, subject: str) -> Schedule:
     """The complete form of a schedule that runs on some transport. Raises RefusedError."""
     report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
     if report.schedule is None:
-        raise RefusedError(report, subject_of(args, schedule))
+        raise RefusedError(report, subject)
     return report.schedule

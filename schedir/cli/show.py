@@ -1,17 +1,19 @@
-"""`schedir show`: the timeline of a schedule at the textbook's costs, F = 1 and B = 2."""
+"""`schedir show`: the timeline of a schedule, by default at the textbook's costs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from schedir.cli.proving import proved
-from schedir.cli.target import add_target, load_target
+import attrs
+
+from schedir.cli.costs import add_costs
+from schedir.cli.target import TARGET_OR_RUN, add_target
 from schedir.cli.terminal import is_terminal, page_for, write
+from schedir.cli.timelines import add_drawn, drawn
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
-from schedir.simulator import simulate
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,12 +22,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "show",
         help="draw the timeline of a schedule",
         description="Draw the timeline of a schedule: rows are ranks, time goes to the right. "
-        "A forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that of the "
-        "weights), everything else nothing. On a terminal the drawing fits the screen, and what "
+        "By default a forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that "
+        "of the weights), everything else nothing. A file of measured timelines (.json) is drawn "
+        "as it ran. On a terminal the drawing fits the screen, and what "
         "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank.",
         allow_abbrev=False,
     )
-    add_target(parser)
+    add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
         "--full", action="store_true", help="draw every action, on as many screens as it takes"
     )
@@ -42,6 +45,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="like --actions, but leave the sends and receives out of the lists",
     )
+    add_drawn(parser)
+    add_costs(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -52,11 +57,14 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
-    schedule = proved(args, load_target(args))
+    if args.against is not None and (lists or args.json):
+        args.parser.error("--against draws: leave out --json, --actions and --compute-only")
+    lines = drawn(args)
     output = outputs_of("show")[_form(args.json, args.full or lists)]
-    written = output.write(simulate(schedule), page_for(sys.stdout))
-    write(written.blocks, sys.stdout)
+    page = attrs.evolve(page_for(sys.stdout, lines.subject), against=lines.against)
+    write(output.write(lines.timeline, page).blocks, sys.stdout)
     if lists:
+        schedule = lines.timeline.schedule
         print()
         _print_actions(strip_communication(schedule) if args.compute_only else schedule)
     return 0

@@ -15,14 +15,19 @@ from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, load
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add TARGET and what shapes it."""
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="a name (`schedir list`), path.py[:function], module:function, "
-        "or a .sched or .csv file",
-    )
+TARGET = "a name (`schedir list`), path.py[:function], module:function, or a .sched or .csv file"
+"""What the help of a command says of the schedules that it takes."""
+TARGET_OR_RUN = f"{TARGET}, or a .json file of measured timelines"
+
+
+def add_target(parser: argparse.ArgumentParser, text: str = TARGET) -> None:
+    """Add TARGET and what shapes it; `text` says what it may be."""
+    parser.add_argument("target", metavar="TARGET", help=text)
+    add_shape(parser)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add the options that shape what a generator yields."""
     shape = parser.add_argument_group("shape of the pipeline")
     for option, letter, text in (
         ("ranks", "P", f"number of ranks (default {DEFAULT_RANKS})"),
@@ -51,8 +56,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def load_target(args: argparse.Namespace) -> Schedule:
-    """The schedule as it was written. Raises LoadError or ParseError."""
+def load_target(
+    args: argparse.Namespace, target: str | None = None, shape: Schedule | None = None
+) -> Schedule:
+    """The schedule of a `target`, by default TARGET, as it was written.
+
+    What the options leave open of its ranks and microbatches is as in `shape`. Raises LoadError or
+    ParseError.
+    """
     parameters: dict[str, Parameter] = {}
     for key, value in args.set:
         if key in _OWN_OPTIONS:
@@ -63,18 +74,19 @@ def load_target(args: argparse.Namespace) -> Schedule:
     # What a user's generator prints is no part of the artefact.
     with redirect_stdout(sys.stderr):
         return load(
-            args.target,
-            ranks=args.ranks,
-            microbatches=args.microbatches,
+            args.target if target is None else target,
+            ranks=shape.ranks if shape and args.ranks is None else args.ranks,
+            microbatches=(
+                shape.microbatches if shape and args.microbatches is None else args.microbatches
+            ),
             chunks=args.chunks,
             **parameters,
         )
 
 
-def subject_of(args: argparse.Namespace, schedule: Schedule) -> str:
+def subject_of(target: str, schedule: Schedule) -> str:
     """What to call the schedule in messages: the file it came from, or its name."""
-    target: str = args.target
-    return target if target.endswith((".sched", ".csv")) else schedule.name
+    return target if target.endswith((".sched", ".csv", ".json")) else schedule.name
 
 
 def _setting(text: str) -> tuple[str, Parameter]:

@@ -6,7 +6,7 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 
 from schedir.library.authoring import Generator, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
-from schedir.library.targets import built_in, find, installed
+from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [
     "DEFAULT_MICROBATCHES",
@@ -18,6 +18,7 @@ __all__ = [
     "built_in",
     "find",
     "installed",
+    "is_list",
     "load",
     "schedule",
 ]

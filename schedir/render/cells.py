@@ -94,9 +94,15 @@ class Labels:
     several: bool
 
     @classmethod
-    def of_schedule(cls, schedule: Schedule) -> Self:
-        """The labels of a schedule's actions."""
-        return cls(any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.ranks)))
+    def of_schedules(cls, schedules: Iterable[Schedule]) -> Self:
+        """The labels of the actions of one schedule, or of several that stand together."""
+        return cls(
+            any(
+                len(schedule.stages_of(rank)) > 1
+                for schedule in schedules
+                for rank in range(schedule.ranks)
+            )
+        )
 
     def of_span(self, span: ComputeSpan) -> str:
         """The label of a span's cell."""

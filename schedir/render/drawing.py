@@ -116,6 +116,28 @@ class Drawing:
             column = first + len(text)
 
 
+@attrs.frozen
+class Group:
+    """The rows of one timeline after their `heads`, all of one width."""
+
+    name: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def stacked(corner: str, groups: Sequence[Group], axis: Axis, legend: str) -> Drawing:
+    """One drawing of several timelines, below each other on one axis, each under its name."""
+    if len(groups) == 1:
+        return Drawing(corner, groups[0].heads, groups[0].rows, axis, legend)
+    width = max(len(corner), *(len(group.name) + 1 for group in groups))
+    heads: list[str] = []
+    rows: list[Sequence[Cell]] = []
+    for group in groups:
+        heads += [group.name.ljust(width), *(head.rjust(width) for head in group.heads)]
+        rows += [(), *group.rows]
+    return Drawing(corner.rjust(width), heads, rows, axis, legend)
+
+
 def gap(head: str, note: str) -> tuple[str, list[Cell]]:
     """A row that stands for ranks that are left out: its head, and a note for cells."""
     return head, [Cell(0, len(note), note, FAINT, " ")]

@@ -64,11 +64,11 @@ class Output:
 def _overview(timeline: Timeline, page: Page) -> Written:
     from schedir.render.overview import overview_blocks  # a pipe starts without it
 
-    return Written(overview_blocks(timeline, page.width or 80, page.height))
+    return Written(overview_blocks(timeline, page.width or 80, page.height, page.against))
 
 
 def _timeline(timeline: Timeline, page: Page) -> Written:
-    return Written(timeline_blocks(timeline, page.width))
+    return Written(timeline_blocks(timeline, page.width, page.against))
 
 
 def _timeline_json(timeline: Timeline, page: Page) -> Written:

@@ -11,18 +11,19 @@ letters, and in the end letters that stand for several actions each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
+from typing import Self
 
 import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
-from schedir.render.drawing import Drawing, gap
+from schedir.render.drawing import Drawing, Group, gap, stacked
 from schedir.render.legend import kinds_in_words, legend, painted_legend
 from schedir.render.palette import LEFT_OUT, PAIR
 from schedir.render.steady import Repeat, repeats
 from schedir.render.styled import Block, Panel, Piece, count, fill, number
-from schedir.render.timeline import statistics, title
+from schedir.render.timeline import duration, names, statistics, title
 from schedir.simulator import Timeline
 
 _CORNER = "rank  "
@@ -35,14 +36,26 @@ _MOST_CUTS = 3  # more would take longer to read than what they save
 _FEWEST_COLUMNS = 6  # that a cut has to save
 
 
-def overview_blocks(timeline: Timeline, width: int, height: int) -> Iterator[Block]:
-    """The costs of a timeline and a drawing, on a screen of `width` columns and `height` lines."""
-    costs = list(_costs(timeline))
-    yield Panel(title(timeline.schedule), costs)
-    text = "".join(piece.text for piece in costs)
-    panel = len(fill(text, max(width, _PANEL_EDGES + 1) - _PANEL_EDGES).splitlines()) + 2
+def overview_blocks(
+    timeline: Timeline, width: int, height: int, against: Timeline | None = None
+) -> Iterator[Block]:
+    """The costs of a timeline and a drawing, on a screen of `width` columns and `height` lines.
+
+    A second timeline is drawn below the first, on its axis.
+    """
+    several = [timeline] if against is None else [timeline, against]
+    costs = [
+        list(_costs(line, name, timeline.makespan))
+        for line, name in zip(several, _names(several), strict=True)
+    ]
+    shapes = dict.fromkeys(title(line.schedule) for line in several)
+    under = [piece for line in costs[1:] for piece in (Piece("\n"), *line)]
+    yield Panel(" / ".join(shapes), [*costs[0], *under])
+    texts = ["".join(piece.text for piece in line) for line in costs]
+    inside = max(width, _PANEL_EDGES + 1) - _PANEL_EDGES
+    panel = sum(len(fill(text, inside).splitlines()) for text in texts) + 2
     room = height - panel - _PROMPT_LINES
-    drawing = _drawing(timeline, width, room)
+    drawing = _drawing(several, width, room)
     for turn, (left, end) in enumerate(drawing.pages(width)):
         yield Piece("\n" if turn else "")
         yield from drawing.page(left, end)
@@ -50,21 +63,34 @@ def overview_blocks(timeline: Timeline, width: int, height: int) -> Iterator[Blo
     yield from painted_legend(fill(drawing.legend, width))
     table = statistics(timeline)
     lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
-    if lines <= room and table.width <= width:
+    if against is None and lines <= room and table.width <= width:
         yield Piece("\n")
         yield table
 
 
-def _costs(timeline: Timeline) -> Iterator[Piece]:
-    """Makespan, bubble and peaks, the numbers set off from the words."""
-    ranks = timeline.ranks
-    for before, name, value in (
-        ("", "makespan", number(timeline.makespan)),
-        ("   ", "bubble", f"{timeline.bubble_fraction:.1%}"),
-        ("   ", "peak activations", str(max(rank.peak_activations for rank in ranks))),
-        ("   ", "weight versions", str(max(rank.weight_versions for rank in ranks))),
-    ):
-        yield Piece(f"{before}{name} ")
+def _names(timelines: Sequence[Timeline]) -> list[str]:
+    """The names of several timelines, of one width."""
+    found = names(*timelines)
+    return [name and name.ljust(max(map(len, found)) + 2) for name in found]
+
+
+def _costs(timeline: Timeline, name: str, first: float) -> Iterator[Piece]:
+    """Makespan, bubble and peaks, the numbers set off from the words; as a multiple of the `first`
+    makespan where it is another."""
+    ranks, measured = timeline.ranks, timeline.measured
+    ratio = f" (× {timeline.makespan / first:.3f})" if first not in (0, timeline.makespan) else ""
+    found = [
+        ("makespan", duration(timeline, timeline.makespan) + ratio),
+        ("bubble", f"{timeline.bubble_fraction:.1%}"),
+        ("peak activations", str(max(rank.peak_activations for rank in ranks))),
+    ]
+    if not name:  # of two there is room for what they are most of all compared by
+        found.append(("weight versions", str(max(rank.weight_versions for rank in ranks))))
+    if measured is not None:
+        found.append(("step", str(measured.step)))
+    yield Piece(name)
+    for turn, (what, value) in enumerate(found):
+        yield Piece(f"{'   ' if turn else ''}{what} ")
         yield Piece(value, "bold")
 
 
@@ -73,18 +99,25 @@ def _lines(drawing: Drawing, width: int) -> int:
     return drawing.lines(width) + 1 + len(fill(drawing.legend, width).splitlines())
 
 
-def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
+def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     """The drawing with the most detail that fits, its legend included."""
-    schedule = timeline.schedule
-    shown, hidden = _shown_ranks(schedule.ranks, room - _RULER_LINES - _LEGEND_LINES)
-    rows = rows_of(timeline, shown)
-    sketcher = _Sketcher(timeline, shown, hidden, rows, Labels.of_schedule(schedule))
+    space = room - _RULER_LINES - _LEGEND_LINES
+    if len(timelines) > 1:
+        space = space // len(timelines) - 1  # the name above each
+    shown = [
+        _Shown.of(timeline, name, space)
+        for timeline, name in zip(timelines, names(*timelines), strict=True)
+    ]
+    sketcher = _Sketcher(shown, Labels.of_schedules(line.schedule for line in timelines))
     whole = sketcher.labelled(repeated=())
-    if whole.axis.columns + len(_CORNER) <= width:
+    corner = len(whole.corner)
+    if whole.axis.columns + corner <= width:
         return whole
-    longest = sorted(repeats(timeline), key=lambda repeat: repeat.start - repeat.end)
+    # What repeats in one of two need not repeat in the other.
+    found = repeats(timelines[0]) if len(timelines) == 1 else []
+    longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
-    columns = max(width - len(_CORNER), 1)
+    columns = max(width - corner, 1)
     for draw in (
         sketcher.labelled,
         sketcher.coarse,
@@ -97,24 +130,58 @@ def _drawing(timeline: Timeline, width: int, room: int) -> Drawing:
     return sketcher.squeezed((), columns)
 
 
-def _shown_ranks(ranks: int, room: int) -> tuple[list[int], int]:
-    """The ranks that have room, the first and the last, and how many are left out between them."""
-    if ranks <= room:
-        return list(range(ranks)), 0
-    many = max(room - 1, 2)
-    last = many // 2
-    return [*range(many - last), *range(ranks - last, ranks)], ranks - many
-
-
 @attrs.frozen
-class _Sketcher:
-    """Draws the `shown` ranks, `hidden` ones left out between them, in more or less detail."""
+class _Shown:
+    """The `ranks` of a timeline that are drawn, with their `rows`; `hidden` ones are left out."""
 
     timeline: Timeline
-    shown: Sequence[int]
+    name: str
+    ranks: Sequence[int]
     hidden: int
     rows: Sequence[Row]
+
+    @classmethod
+    def of(cls, timeline: Timeline, name: str, room: int) -> Self:
+        """As many ranks as there are lines for, the first and the last."""
+        ranks = timeline.schedule.ranks
+        shown, hidden = list(range(ranks)), 0
+        if ranks > room:
+            many = max(room - 1, 2)
+            last = many // 2
+            shown = [*range(many - last), *range(ranks - last, ranks)]
+            hidden = ranks - many
+        return cls(timeline, name, shown, hidden, rows_of(timeline, shown))
+
+    def group(self, cells: list[list[Cell]]) -> Group:
+        """Its part of a drawing, with a note where ranks are left out."""
+        heads = [f"{rank:{len(_CORNER) - 2}}  " for rank in self.ranks]
+        if self.hidden:
+            middle = len(heads) - len(heads) // 2
+            head, row = gap(
+                f"{LEFT_OUT:>{len(_CORNER) - 2}}  ", f"{count(self.hidden, 'rank')} left out"
+            )
+            heads.insert(middle, head)
+            cells.insert(middle, row)
+        return Group(self.name, heads, cells)
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class _Sketcher:
+    """Draws the `shown` ranks of each timeline in more or less detail."""
+
+    shown: Sequence[_Shown]
     labels: Labels
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """The rows of all timelines."""
+        return [row for part in self.shown for row in part.rows]
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last of the timelines ends."""
+        return max(part.timeline.makespan for part in self.shown)
 
     def labelled(self, repeated: Sequence[Repeat]) -> Drawing:
         """Every action with its label, but for what is `repeated`."""
@@ -128,7 +195,7 @@ class _Sketcher:
 
     def squeezed(self, repeated: Sequence[Repeat], columns: int) -> Drawing:
         """As letters in so many columns, each for as many actions as it must be."""
-        drawn = self.timeline.makespan - sum(r.end - r.start - r.period for r in repeated)
+        drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
         note = f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
         return self._letters(self._axis(scale, repeated), note)
@@ -141,7 +208,7 @@ class _Sketcher:
         return self._drawing(axis, cells, ", ".join(words) + note, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
-        axis = Axis(scale, self.timeline.makespan)
+        axis = Axis(scale, self.makespan)
         cuts = []
         for repeat in repeated:
             left, right = axis.column(repeat.start + repeat.period), axis.column(repeat.end)
@@ -159,17 +226,11 @@ class _Sketcher:
         if axis.cuts:
             cells = [cut_out(row, axis) for row in cells]
             words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
-        if self.hidden or axis.cuts or not complete:
+        if any(part.hidden for part in self.shown) or axis.cuts or not complete:
             words += "; --full draws everything"
-        heads = [f"{rank:{len(_CORNER) - 2}}  " for rank in self.shown]
-        if self.hidden:
-            middle = len(heads) - len(heads) // 2
-            head, row = gap(
-                f"{LEFT_OUT:>{len(_CORNER) - 2}}  ", f"{count(self.hidden, 'rank')} left out"
-            )
-            heads.insert(middle, head)
-            cells.insert(middle, row)
-        return Drawing(_CORNER, heads, cells, axis, words)
+        rows = iter(cells)
+        groups = [part.group([next(rows) for _ in part.rows]) for part in self.shown]
+        return stacked(_CORNER, groups, axis, words)
 
 
 def _again(repeat: Repeat) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from schedir.ir import Schedule
 from schedir.render.axis import Axis
 from schedir.render.cells import Labels, rows_of
-from schedir.render.drawing import Drawing
+from schedir.render.drawing import Drawing, Group, stacked
 from schedir.render.legend import legend, painted_legend
 from schedir.render.styled import Block, Piece, Table, coloured, count, fill, number, plain
 from schedir.simulator import Timeline
@@ -50,35 +50,61 @@ def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = F
     return write(timeline_blocks(timeline, width))
 
 
-def timeline_blocks(timeline: Timeline, width: int | None = None) -> Iterator[Block]:
-    """The same as blocks, for whatever writes them."""
-    drawing = drawing_of(timeline)
-    yield Piece(f"{fill(title(timeline.schedule), width)}\n\n")
+def timeline_blocks(
+    timeline: Timeline, width: int | None = None, against: Timeline | None = None
+) -> Iterator[Block]:
+    """The same as blocks, for whatever writes them; a second timeline is drawn below the first."""
+    lines = [timeline] if against is None else [timeline, against]
+    drawing = drawing_of(*lines)
+    for line, name in zip(lines, names(*lines), strict=True):
+        yield Piece(f"{fill(_after(name) + title(line.schedule), width)}\n")
+    yield Piece("\n")
     for left, end in drawing.pages(width):
         yield Piece(f"time {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
         yield from drawing.page(left, end)
         yield Piece("\n")
     yield from painted_legend(fill(drawing.legend, width))
-    makespan = number(timeline.makespan)
-    yield Piece(f"\nmakespan {makespan}, bubble {timeline.bubble_fraction:.1%}\n\n")
-    yield statistics(timeline)
+    for line, name in zip(lines, names(*lines), strict=True):
+        yield Piece(f"\n{_after(name)}{verdict(line)}\n\n")
+        yield statistics(line)
 
 
-def drawing_of(timeline: Timeline) -> Drawing:
-    """All ranks with all their actions."""
-    schedule = timeline.schedule
-    rows = rows_of(timeline, range(schedule.ranks))
-    labels = Labels.of_schedule(schedule)
-    axis = Axis(labels.scale(rows), timeline.makespan)
-    cells = [labels.cells(row, axis) for row in rows]
-    digits = len(str(schedule.ranks - 1))
-    return Drawing(
-        corner=" " * (len("rank ") + digits + 2),
-        heads=[f"rank {rank:{digits}}  " for rank in range(schedule.ranks)],
-        rows=cells,
-        axis=axis,
-        legend=legend(labels, rows, cells),
-    )
+def names(*timelines: Timeline) -> list[str]:
+    """What sets several timelines apart; nothing for a single one."""
+    if len(timelines) == 1:
+        return [""]
+    measured = [line.measured is not None for line in timelines]
+    if any(measured):
+        found = ["measured" if of_a_run else "predicted" for of_a_run in measured]
+    else:
+        found = [line.schedule.name for line in timelines]
+    if len(set(found)) < len(found):
+        found = [f"{name} ({turn})" for turn, name in enumerate(found, 1)]
+    return found
+
+
+def _after(name: str) -> str:
+    return f"{name}: " if name else ""
+
+
+def drawing_of(*timelines: Timeline) -> Drawing:
+    """All ranks with all their actions, one timeline below the other on one axis."""
+    digits = len(str(max(line.schedule.ranks for line in timelines) - 1))
+    several = [rows_of(line, range(line.schedule.ranks)) for line in timelines]
+    rows = [row for part in several for row in part]
+    labels = Labels.of_schedules(line.schedule for line in timelines)
+    axis = Axis(labels.scale(rows), max(line.makespan for line in timelines))
+    groups = [
+        Group(
+            name,
+            [f"rank {rank:{digits}}  " for rank in range(len(part))],
+            [labels.cells(row, axis) for row in part],
+        )
+        for name, part in zip(names(*timelines), several, strict=True)
+    ]
+    cells = [row for group in groups for row in group.rows]
+    corner = " " * (len("rank ") + digits + 2)
+    return stacked(corner, groups, axis, legend(labels, rows, cells))
 
 
 def title(schedule: Schedule) -> str:
@@ -89,9 +115,16 @@ def title(schedule: Schedule) -> str:
     )
 
 
+def duration(timeline: Timeline, time: float) -> str:
+    """A time of the timeline with its unit, if it has one."""
+    return f"{number(time)} {timeline.unit}" if timeline.unit else number(time)
+
+
 def verdict(timeline: Timeline) -> str:
-    """What a schedule costs, in two numbers."""
-    return f"makespan {number(timeline.makespan)}, bubble {timeline.bubble_fraction:.1%}"
+    """What a schedule costs, in two numbers, and at which step where that was measured."""
+    makespan, measured = duration(timeline, timeline.makespan), timeline.measured
+    at = f", measured at step {measured.step}" if measured else ""
+    return f"makespan {makespan}, bubble {timeline.bubble_fraction:.1%}{at}"
 
 
 def statistics(timeline: Timeline) -> Table:

@@ -1,5 +1,6 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
+from schedir.simulator.beside import in_unit, median_step
 from schedir.simulator.costs import CostModel, Sizes, Unit
 from schedir.simulator.run import simulate
 from schedir.simulator.timeline import (
@@ -19,7 +20,9 @@ __all__ = [
     "Span",
     "Timeline",
     "Unit",
+    "in_unit",
     "load_timelines",
+    "median_step",
     "save_timelines",
     "simulate",
 ]

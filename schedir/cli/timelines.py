@@ -1,0 +1,143 @@
+"""What `show` and `export` draw: schedules under given costs, and measured timelines from files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import attrs
+
+from schedir.cli.costs import costs_given, costs_of
+from schedir.cli.proving import proved
+from schedir.cli.target import at_least, load_target, subject_of
+from schedir.errors import LoadError, SchedirError
+from schedir.ir import Schedule
+from schedir.library import is_list
+from schedir.simulator import CostModel, Timeline, in_unit, load_timelines, median_step, simulate
+
+
+def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add `--against` and `--step`, in a group of options that is returned."""
+    group = parser.add_argument_group("timelines")
+    group.add_argument(
+        "--against",
+        metavar="TARGET",
+        help="draw a second one on the same time axis, below; what is predicted stands above what "
+        "is measured. It has the shape of the first, or gives it its own",
+    )
+    group.add_argument(
+        "--step",
+        type=at_least(0),
+        metavar="N",
+        help="the step of a measured run to draw (default: that of the median makespan)",
+    )
+    return group
+
+
+@attrs.frozen
+class Drawn:
+    """A timeline, a second one for the same axis, and what to call the first."""
+
+    timeline: Timeline
+    against: Timeline | None
+    subject: str
+
+
+def is_measured(target: str) -> bool:
+    """Whether a target is, by its extension, a file of timelines."""
+    return target.endswith(".json")
+
+
+def drawn(args: argparse.Namespace) -> Drawn:
+    """The timelines that the arguments name, the predicted one first.
+
+    Raises LoadError or ParseError for what can't be loaded, RefusedError for a schedule with
+    errors, SchedirError for costs that do not fit it.
+    """
+    targets = [args.target] if args.against is None else [args.target, args.against]
+    if all(map(is_measured, targets)) and costs_given(args):
+        args.parser.error("--costs and --cost are for schedules: a measured timeline has its times")
+    if not any(map(is_measured, targets)) and args.step is not None:
+        args.parser.error("--step is for files of measured timelines")
+    costs = costs_of(args)
+    found = _timelines(args, targets, costs)
+    named = list(zip(_same_unit(found, costs), targets, strict=True))
+    # What is predicted stands above what is measured.
+    (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
+    against = others[0][0] if others else None
+    return Drawn(first, against, subject_of(target, first.schedule))
+
+
+def load_schedule(args: argparse.Namespace) -> Schedule:
+    """The schedule of TARGET, as it was written or as it ran. Raises LoadError or ParseError."""
+    if is_measured(args.target):
+        schedule = read_timeline(args.target, args.step).schedule
+        _expect_shape(args, args.target, schedule)
+        return schedule
+    if args.step is not None:
+        args.parser.error("--step is for files of measured timelines")
+    return load_target(args)
+
+
+def _timelines(
+    args: argparse.Namespace, targets: Sequence[str], costs: CostModel
+) -> list[Timeline]:
+    """A timeline for each target; those with a shape of their own give it to the others."""
+    found: dict[int, Timeline] = {}
+    shape: Schedule | None = None
+    for number, target in sorted(enumerate(targets), key=lambda each: not _has_shape(each[1])):
+        if is_measured(target):
+            found[number] = read_timeline(target, args.step)
+            _expect_shape(args, target, found[number].schedule)
+        else:
+            schedule = load_target(args, target, shape)
+            found[number] = simulate(proved(schedule, subject_of(target, schedule)), costs)
+        shape = found[number].schedule
+    return [found[number] for number in range(len(targets))]
+
+
+def _has_shape(target: str) -> bool:
+    return is_measured(target) or is_list(target)
+
+
+def read_timeline(file: str, step: int | None) -> Timeline:
+    """The timeline of a step in a file; of the median makespan where none is named.
+
+    Raises LoadError or ParseError.
+    """
+    timelines = load_timelines(file)
+    if not timelines:
+        raise LoadError(f"{file} holds no timeline")
+    if step is None:
+        return median_step(timelines)
+    steps = [line.measured.step for line in timelines if line.measured is not None]
+    for line in timelines:
+        if line.measured is not None and line.measured.step == step:
+            return line
+    there = f"there are {min(steps)} to {max(steps)}" if steps else "its timelines are simulated"
+    raise LoadError(f"{file} holds no step {step}; {there}")
+
+
+def _expect_shape(args: argparse.Namespace, file: str, found: Schedule) -> None:
+    """Raise LoadError where the options contradict the shape of what a file holds."""
+    for what, has in (("ranks", found.ranks), ("microbatches", found.microbatches)):
+        asked = getattr(args, what)
+        if asked not in (None, has):
+            raise LoadError(f"{file} has {has} {what}, not {asked}; leave --{what} out")
+    if args.against is None and (args.chunks is not None or args.set):
+        raise LoadError(f"{file} holds a timeline, and takes neither --chunks nor --set")
+
+
+def _same_unit(timelines: Sequence[Timeline], costs: CostModel) -> list[Timeline]:
+    """The timelines in one unit, where any of them has one.
+
+    Raises SchedirError where costs of no unit are the textbook's: they can't be in that one.
+    """
+    units = [line.unit for line in timelines]
+    if len(set(units)) > 1 and None in units and costs == CostModel():
+        raise SchedirError(
+            "a measured timeline has a unit of time, and the textbook's costs have none: say with "
+            "--costs what the other takes"
+        )
+    unit = next((unit for unit in units if unit is not None), None)
+    return [line if unit is None else in_unit(line, unit) for line in timelines]

@@ -1,0 +1,39 @@
+"""Timelines as they can stand beside each other: in one unit, and one for several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from schedir.simulator.costs import Unit
+from schedir.simulator.timeline import Timeline
+
+_PER_SECOND: dict[Unit, int] = {"s": 1, "ms": 10**3, "us": 10**6}
+
+
+def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
+    """The same in another unit of time. One of no unit is taken to be in that one already."""
+    if timeline.unit in (None, unit):
+        return attrs.evolve(timeline, unit=unit)
+    factor = _PER_SECOND[unit] / _PER_SECOND[timeline.unit]
+    measured = timeline.measured
+    if measured is not None:
+        measured = attrs.evolve(measured, clock_error=measured.clock_error * factor)
+    return attrs.evolve(
+        timeline,
+        starts=timeline.starts * factor,
+        ends=timeline.ends * factor,
+        unit=unit,
+        measured=measured,
+    )
+
+
+def median_step(timelines: Sequence[Timeline]) -> Timeline:
+    """The one of the median makespan, of an even number the quicker of the two in the middle.
+
+    Raises ValueError where there is none.
+    """
+    if not timelines:
+        raise ValueError("there is no timeline to choose from")
+    return sorted(timelines, key=lambda line: line.makespan)[(len(timelines) - 1) // 2]
