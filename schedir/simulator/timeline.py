@@ -24,7 +24,10 @@ from schedir.ir import (
 )
 from schedir.simulator import saving
 from schedir.simulator.costs import Sizes, Unit
+from schedir.simulator.idle import Idle, IdleColumns, idle_columns
+from schedir.simulator.needs import Needs
 from schedir.simulator.times import Measured, Numbers, numbers
+from schedir.simulator.work import Work, work_of
 
 
 @attrs.frozen
@@ -148,7 +151,7 @@ class Timeline:
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
             starts, ends = self.starts[begin:end], self.ends[begin:end]
-            busy = _busy(starts[computes[begin:end]], ends[computes[begin:end]])
+            busy = self._work.busy[rank].item()
             until = np.fmax.reduce(ends[computes[begin:end]], initial=0).item()
             since = np.fmin.reduce(starts[forwards[begin:end]], initial=until).item()
             found.append(
@@ -162,6 +165,25 @@ class Timeline:
                 )
             )
         return tuple(found)
+
+    @cached_property
+    def _work(self) -> Work:
+        return work_of(self.schedule.columns, self.starts, self.ends)
+
+    @cached_property
+    def _needs(self) -> Needs:
+        return Needs(self.schedule, self.starts, self.ends)
+
+    @cached_property
+    def idle_columns(self) -> IdleColumns:
+        """Why each rank is idle, as columns. Raises UnsoundError where the schedule's lists are too
+        wrong to tell what waits for what."""
+        return idle_columns(self.schedule, self._work, self._needs, self.makespan)
+
+    @cached_property
+    def idle(self) -> tuple[tuple[Idle, ...], ...]:
+        """`idle[rank]`: the time in which the rank does not compute, in stretches of one cause."""
+        return tuple(map(self.idle_columns.of_rank, range(self.schedule.ranks)))
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -192,17 +214,6 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     short or holds what is no timeline, with the place.
     """
     return saving.read(path, Timeline)
-
-
-def _busy(starts: Numbers, ends: Numbers) -> float:
-    """How long a rank's compute takes, as far as it is known."""
-    known = ~np.isnan(ends - starts)
-    starts, ends = starts[known], ends[known]
-    # What follows without a gap counts as one: a rank that never waits is idle for exactly 0.
-    gaps = starts[1:] != ends[:-1]
-    last, first = np.append(gaps, True)[: len(ends)], np.append(True, gaps)[: len(starts)]
-    busy: float = (ends[last] - starts[first]).sum().item()
-    return busy
 
 
 def _peak_versions(schedule: Schedule) -> dict[int, int]:
