@@ -2,6 +2,7 @@
 
 from schedir.simulator.beside import in_unit, median_step
 from schedir.simulator.costs import CostModel, Sizes, Unit
+from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
 from schedir.simulator.run import simulate
 from schedir.simulator.timeline import (
     RankStats,
@@ -13,7 +14,11 @@ from schedir.simulator.timeline import (
 from schedir.simulator.times import Measured
 
 __all__ = [
+    "CAUSES",
+    "Cause",
     "CostModel",
+    "Idle",
+    "IdleColumns",
     "Measured",
     "RankStats",
     "Sizes",

@@ -78,7 +78,7 @@ class Idle:
     `entry` is the compute that waits. `blamed` is what it waits for meanwhile: the compute of
     another rank, or, for communication, the send whose transfer is under way (that of the transfer
     before on its channel, where that is busy). `transfer` is the receive, or the REDUCE_GRAD,
-    through which it waits; `root` the compute at the root of a wait for compute.
+    through which it waits; `root` the compute of the slower stage.
     """
 
     start: float
@@ -257,7 +257,8 @@ def _unknown_before(work: Work, number: Ints) -> Bools:
 
 
 def _data_causes(gaps: _Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
-    """For each gap the cause of its wait for compute, and the place of that wait's root."""
+    """For each gap the cause of its wait for compute, and the place of its root where that is of a
+    slower stage."""
     columns, ranks = work.columns, work.columns.ranks
     rank = work.rank[gaps.number]
     root = gaps.post[_roots(gaps, work, forwards)]
@@ -265,20 +266,19 @@ def _data_causes(gaps: _Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
     slower = (more > 0) & (2 * more >= (gaps.posted - gaps.start) * forwards[rank])
 
     beyond = len(columns)
-    computes = work.place[work.bounds[:-1].clip(max=max(len(work.place) - 1, 0))]
     first, last = np.full(ranks, beyond), np.full(ranks, beyond)
     backwards = columns.where(*BACKWARDS)
     np.minimum.at(first, columns.rank[backwards], columns.heads[columns.entry[backwards]])
     forward = columns.where(Kind.FORWARD)
     last[columns.rank[forward]] = forward  # ascending: the last one stays
-    first = np.where(first == beyond, computes, first)
+    first[first == beyond] = -1
     is_first = gaps.number == work.bounds[rank]
     cause = np.select(
         [is_first, slower, gaps.entry <= first[rank], gaps.entry > last[rank]],
         [_NUMBER[c] for c in (Cause.WARMUP, Cause.SLOWER, Cause.WARMUP, Cause.DRAIN)],
         _NUMBER[Cause.DATA],
     )
-    return cause, root
+    return cause, np.where(cause == _NUMBER[Cause.SLOWER], root, -1)
 
 
 def _roots(gaps: _Gaps, work: Work, forwards: Ints) -> Ints:

@@ -94,7 +94,8 @@ class Needs:
             return arrivals
         arrivals = arrivals.copy()
         one, other = arrivals[seconds - 1], arrivals[seconds]
-        later = (other >= 0) & ((one < 0) | (self.arrives[other] > self.arrives[one]))
+        arrives = np.append(self.arrives, -np.inf)  # of no transfer (-1)
+        later = (other >= 0) & ((one < 0) | (arrives[other] > arrives[one]))
         arrivals[seconds - 1] = np.where(later, other, one)
         return arrivals
 

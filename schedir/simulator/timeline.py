@@ -24,6 +24,7 @@ from schedir.ir import (
 )
 from schedir.simulator import saving
 from schedir.simulator.costs import Sizes, Unit
+from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, idle_columns
 from schedir.simulator.needs import Needs
 from schedir.simulator.times import Measured, Numbers, numbers
@@ -184,6 +185,15 @@ class Timeline:
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
         """`idle[rank]`: the time in which the rank does not compute, in stretches of one cause."""
         return tuple(map(self.idle_columns.of_rank, range(self.schedule.ranks)))
+
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """The places of the compute, transfers and collectives that the makespan consists of, in
+        the order of time; see `schedir.simulator.critical_path`. A transfer is at its receive.
+
+        Raises UnsoundError where the schedule's lists are too wrong to tell what waits for what.
+        """
+        return critical_path(self._needs, self.measured.clock_error if self.measured else 0)
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:

@@ -1,0 +1,237 @@
+"""The critical path, against brute force over the dependencies of each entry."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from itertools import pairwise
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import CostModel, Kind, Timeline
+from schedir.ir import COMPUTE, CONSUMES, SENDS
+from schedir.simulator import Measured
+from tests.built_in import NAMES
+from tests.literals import listed
+from tests.timelines import as_if_measured, drawn_run, drawn_timeline
+
+seeds = st.integers(0, 1 << 32)
+
+
+def path(line: Timeline) -> str:
+    return " ".join(str(line.schedule.columns.action(place)) for place in line.critical_path)
+
+
+def test_1f1b_by_hand() -> None:
+    #   time    0    1    2    3    4    5    6    7    8    9
+    #   rank 0  0F0  0F1            0B0------ 0B1 ------
+    #   rank 1       1F0  1B0------ 1F1  1B1------
+    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    assert path(line) == "0F0 1RECV_ACT0 1F0 1B0 1F1 1B1 0RECV_GRAD1 0B1 0OPTIM_STEP"
+
+
+def test_a_channel_on_the_path() -> None:
+    costs = CostModel(boundary_bytes=10, bandwidth={(0, 1): 1, (1, 0): math.inf}, latency=2)
+    line = schedir.simulate(schedir.build("fill-drain", ranks=2, microbatches=3), costs)
+    # From 1 on the channel is busy, and 1F2 waits for what arrives last, at 33.
+    assert path(line) == (
+        "0F0 1RECV_ACT0 1RECV_ACT1 1RECV_ACT2 1F2 1B0 0RECV_GRAD0 0B0 0B1 0B2 0OPTIM_STEP"
+    )
+    assert line.makespan == 1 + 3 * 10 + 2 + 1 + 2 + 2 + 6
+
+
+def test_a_receive_that_is_listed_late_on_the_path() -> None:
+    #   time    0    1    2    3    4    5    6    7    8    9
+    #   rank 0  0F0  0F1       0B0------  ...
+    #   rank 1       1F0  1F1 ...                               1RECV_ACT1 is listed behind 1B0
+    schedule = listed(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+    )
+    costs = CostModel(latency=3)
+    line = schedir.simulate(schedule, costs, receives="listed")
+    assert path(line) == "0F0 1RECV_ACT0 1F0 1B0 1RECV_ACT1 1F1 1B1 0RECV_GRAD1 0B1"
+    ahead = schedir.simulate(schedule, costs)
+    assert path(ahead) == "0F0 1RECV_ACT0 1F0 1B0 1F1 1B1 0RECV_GRAD1 0B1"
+    assert line.makespan == ahead.makespan + 3
+
+
+def test_a_sum_on_the_path() -> None:
+    schedule = listed(
+        3, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
+    )
+    line = schedir.simulate(schedule, CostModel(reduce_grad=1, optim_step=1))
+    assert path(line) == "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
+
+
+def steps(line: Timeline) -> float:
+    """Checks that the path is a chain without gaps from 0 on; how long it is."""
+    places = list(line.critical_path)
+    transfers = line.schedule.dataflow.transfers
+    channel = {
+        place: (int(transfers.source[t]), int(transfers.target[t]))
+        for t in range(len(transfers))
+        for place in (int(transfers.send[t]), int(transfers.receive[t]))
+    }
+    assert line.starts[places[0]] == 0
+    for one, other in pairwise(places):
+        if line.ends[one] != line.starts[other]:
+            # The channel is free before what it carried has arrived.
+            assert line.starts[one] <= line.starts[other] < line.ends[one]
+            assert {one, other} <= set(channel)
+    assert len(set(places)) == len(places)
+    return float(line.ends[places[-1]])
+
+
+@given(seeds)
+def test_the_path_is_as_long_as_the_timeline(seed: int) -> None:
+    line = drawn_timeline(random.Random(seed))
+    assert steps(line) == line.makespan
+
+
+@given(seeds)
+def test_the_path_is_the_longest_of_all(seed: int) -> None:
+    """All chains of dependencies of a small schedule, by exhaustion."""
+    run = drawn_run(random.Random(seed), batches=False)
+    line = schedir.simulate(**run)
+    before = dependencies(line, run["costs"], as_listed(line))
+    longest: dict[int, float] = {}
+
+    def start(node: int) -> float:
+        if node not in longest:
+            longest[node] = max((start(n) + takes for n, takes in before[node].items()), default=0)
+        return longest[node]
+
+    durations = (line.ends - line.starts).tolist()
+    chains = [start(node) + durations[node] for node in range(len(durations))]
+    assert max(chains, default=0) == pytest.approx(line.makespan)
+    for one, other in pairwise(line.critical_path):
+        assert start(other) == pytest.approx(start(one) + before[other][one]), (one, other)
+
+
+def as_listed(line: Timeline) -> bool:
+    """Whether the times are such that receives may have been posted where they are listed."""
+    for spans in line.spans:
+        ended = 0.0
+        for span in spans:
+            if span.action.kind in COMPUTE:
+                ended = span.end
+            elif span.action.kind in CONSUMES.values() and span.start < ended:
+                return False
+    return True
+
+
+def dependencies(
+    line: Timeline, costs: CostModel, listed_receives: bool
+) -> dict[int, dict[int, float]]:
+    """By place, what it waits for, and how long after that starts. A transfer is at its receive."""
+    columns, runs = line.schedule.columns, line.schedule.dataflow.runs
+    durations = (line.ends - line.starts).tolist()
+    actions = [columns.action(place) for place in range(len(columns))]
+    where = {(int(columns.rank[p]), action): p for p, action in reversed([*enumerate(actions)])}
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    reduces: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+
+    def add(place: int, waits_for: int | None) -> None:
+        if waits_for is not None:
+            found[place][waits_for] = durations[waits_for]
+
+    for rank in range(columns.ranks):
+        last: int | None = None
+        sums: dict[int, list[int]] = defaultdict(list)
+        sent: dict[int, int] = {}
+        for place in range(int(columns.starts[rank]), int(columns.starts[rank + 1])):
+            action = actions[place]
+            if action.kind in COMPUTE:
+                add(place, last)
+                last = place
+                if action.kind in CONSUMES:
+                    receive = schedir.Action(CONSUMES[action.kind], action.stage, action.microbatch)
+                    add(place, where.get((rank, receive)))
+                elif action.kind is Kind.OPTIM_STEP and sums[action.stage]:
+                    add(place, sums[action.stage][-1])
+            elif action.kind is Kind.REDUCE_GRAD:
+                turn = len(sums[action.stage])
+                reduces[action.stage, turn].append((place, -1 if last is None else last))
+                sums[action.stage].append(place)
+            elif action.kind in SENDS:
+                other = action.counterpart
+                assert other is not None
+                target = int(runs[other.stage, other.microbatch])
+                receive_place = where[target, other]
+                add(receive_place, last)
+                if target in sent:
+                    found[receive_place][sent[target]] = holds(costs, actions[sent[target]])
+                sent[target] = receive_place
+            elif listed_receives:
+                add(place, last)
+    for (stage, turn), group in reduces.items():
+        for place, _ in group:
+            for _, last_one in group:
+                add(place, last_one if last_one >= 0 else None)
+            for earlier, _ in reduces.get((stage, turn - 1), ()):
+                add(place, earlier)
+    return found
+
+
+def holds(costs: CostModel, receive: schedir.Action) -> float:
+    """How long the transfer of a receive occupies its channel."""
+    boundary = receive.stage - (receive.kind is Kind.RECV_ACT)
+    sizes, bandwidth = costs.boundary_bytes, costs.bandwidth
+    assert isinstance(sizes, tuple)
+    assert isinstance(bandwidth, (int, float))
+    return sizes[boundary] / bandwidth
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_path_of_built_in_schedules(name: str) -> None:
+    costs = CostModel(latency=0.3, boundary_bytes=2, bandwidth=4)
+    for cost in (CostModel(), costs):
+        line = schedir.simulate(schedir.build(name, ranks=3, microbatches=7), cost)
+        assert steps(line) == line.makespan
+
+
+@given(seeds)
+def test_the_path_of_a_measured_run_goes_on_in_time(seed: int) -> None:
+    """But for clocks that are a little wrong."""
+    chance = random.Random(seed)
+    line = drawn_timeline(chance)
+    for unknown in (0.0, 0.3):
+        measured = as_if_measured(line, chance, unknown)
+        places = list(measured.critical_path)
+        assert len(set(places)) == len(places)
+        known = measured.starts[places]
+        known = known[~np.isnan(known)]
+        assert (np.diff(known) >= -0.02).all()
+        if not unknown and places:
+            assert measured.ends[places[-1]] >= measured.makespan - 0.02
+
+
+def test_gaps_of_a_measured_run_are_bridged() -> None:
+    schedule = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0")
+    whole = "0F0 1RECV_ACT0 1F0 1B0 0RECV_GRAD0 0B0"
+    line = Timeline(
+        schedule, [0.5, 2.1, 7.1, 8.5, 2.1, 3, 4.6, 7.1], [2, 2.5, 8, 10, 2.5, 4.5, 7, 8]
+    )
+    assert path(line) == whole
+    late = attrs.evolve(
+        line,
+        starts=[0.5, 1.99, 7.1, 8.5, 1.99, 3, 4.6, 7.1],
+        ends=[2, 3.01, 8, 10, 3.01, 4.5, 7, 8],
+        measured=Measured(0, 0.02),
+    )
+    assert path(late) == whole
+    nan = math.nan
+    bare = Timeline(
+        schedule, [0.5, nan, nan, 8.5, nan, 3, 4.6, nan], [2, nan, nan, 10, nan, 4.5, 7, nan]
+    )
+    assert path(bare) == whole
+    assert Timeline(schedule, [nan] * 8, [nan] * 8).critical_path == ()
