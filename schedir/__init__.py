@@ -37,13 +37,14 @@ from schedir.passes import (
     batch_communication,
     insert_communication,
 )
-from schedir.simulator import CostModel, Timeline, simulate
+from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CHANNELS",
     "Action",
+    "Band",
     "CostModel",
     "Diagnostic",
     "ExecutionError",
@@ -71,6 +72,7 @@ __all__ = [
     "build",
     "check",
     "dumps",
+    "forecast",
     "forward",
     "insert_communication",
     "loads",

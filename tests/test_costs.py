@@ -31,6 +31,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "latency": by_link(NUMBERS),
     "bandwidth": by_link(NUMBERS.filter(bool) | st.just(math.inf)),
     "unit": st.sampled_from([None, "s", "ms", "us"]),
+    "samples": st.none(),  # tests/test_fit.py has some
 }
 
 

@@ -9,7 +9,8 @@
 
 A field is a number, or a list with one for each stage (or boundary). What is by link has one key
 `source->target` for each. What is left out has its default. What is written is read back exactly:
-integers stay integers, and floats have all their digits.
+integers stay integers, and floats have all their digits. `samples` are the columns of what the
+costs were fitted on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from schedir.simulator.json_file import clip, read_json
+from schedir.simulator.samples import Samples, of_plain
 
 _LINK = re.compile(r"(\d{1,9})->(\d{1,9})", re.ASCII)
 
@@ -32,12 +34,15 @@ def write(fields: Mapping[str, Any], path: str | Path) -> None:
     lines = [
         f"  {json.dumps(name)}: {json.dumps(_written(value), allow_nan=False)}"
         for name, value in fields.items()
+        if name != "samples" or value is not None
     ]
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _written(value: Any) -> Any:
+    if isinstance(value, Samples):
+        return value.plain()
     if isinstance(value, Mapping):
         return {f"{source}->{target}": _written(one) for (source, target), one in value.items()}
     return "inf" if value == math.inf else value
@@ -60,6 +65,8 @@ def read(path: str | Path, known: Collection[str]) -> dict[str, Any]:
 
 
 def _read(name: str, value: Any) -> Any:
+    if name == "samples":
+        return None if value is None else of_plain(value)
     if isinstance(value, dict):
         return {_link(name, key): _read(name, one) for key, one in value.items()}
     return math.inf if value == "inf" else value

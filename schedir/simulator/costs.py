@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -12,6 +12,8 @@ import attrs
 from schedir.errors import LoadError
 from schedir.ir import Kind, is_number
 from schedir.simulator import cost_file
+from schedir.simulator.fit import fitted
+from schedir.simulator.samples import Samples
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -116,6 +118,8 @@ class CostModel:
     `input_bytes` until it is recomputed. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are
     per stage; each weight version counts.
 
+    `samples` are what the costs were fitted on, None for those that were given.
+
     The defaults are the textbook's: a backward takes twice as long as a forward, half of it for
     the input and half for the weights, and the rest is free.
 
@@ -139,6 +143,12 @@ class CostModel:
     gradient_bytes: PerStage = attrs.field(default=0, **_STAGES)
     optimizer_bytes: PerStage = attrs.field(default=0, **_STAGES)
     unit: Unit | None = attrs.field(default=None, validator=_check_unit)
+    samples: Samples | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(attrs.validators.instance_of(Samples)),
+        hash=False,
+        repr=False,
+    )
 
     def save(self, path: str | Path) -> None:
         """Write the costs to a JSON file. Raises OSError where it can't be written."""
@@ -156,6 +166,27 @@ class CostModel:
             return cls(**cost_file.read(path, attrs.fields_dict(cls)))
         except (TypeError, ValueError) as error:
             raise LoadError(f"{path}: {error}") from None
+
+    @classmethod
+    def fit(cls, timelines: Sequence[Any]) -> CostModel:
+        """The costs that measured runs show, the Timelines of each run in the order of its steps.
+
+        Each kind of action at each stage costs the median of what it took, with what its rank then
+        did before it could go on; a transfer what its receiver waited for. Latency and bandwidth
+        are told apart where boundaries differ in size; else all is latency. The first step of a
+        measured run counts only where it is alone, as it finds the shapes of tensors. What no step
+        shows is derived: a backward that was never split is half gradient of the input and half
+        gradient of the weights, one that was always split their sum; an overlapped pair is the sum
+        of its parts; sums of gradients and updates that were never seen are free. Bytes are those
+        of the timelines, and the unit is theirs.
+
+        What was observed is kept as `samples`, for `schedir.forecast`. The costs are those of one
+        cut of the model into stages.
+
+        Raises SchedirError where there is no timeline, where they differ in stages or unit, or show
+        no forward or backward of a stage.
+        """
+        return cls(**fitted(timelines))
 
     @property
     def sizes(self) -> Sizes:

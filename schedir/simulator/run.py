@@ -59,16 +59,10 @@ def simulate(
     `durations` of no entry, or that are no finite times >= 0, and other `receives`; TypeError for
     what is no Schedule or no CostModel.
     """
-    expect_schedule(schedule)
     costs = CostModel() if costs is None else costs
-    if not isinstance(costs, CostModel):
-        raise TypeError(f"costs must be a CostModel, not {costs!r}")
     if receives not in ("ahead", "listed"):
         raise ValueError(f'receives must be "ahead" or "listed", not {receives!r}')
-    report = prove(schedule, CHANNELS[-1])
-    complete = report.proved()
-    planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
-    priced = prices(complete, planned, costs)
+    complete, planned, priced = prepared(schedule, costs)
     if durations:
         priced = overridden(priced, schedule, complete, planned, durations)
     times = planned.priced(
@@ -78,6 +72,17 @@ def simulate(
         posts=planned.ahead if receives == "ahead" else planned.posts,
     )
     return _timeline(complete, planned, times, priced, costs)
+
+
+def prepared(schedule: Schedule, costs: CostModel) -> tuple[Schedule, Plan, Prices]:
+    """The complete schedule, how it runs, and what all of it costs. Raises as `simulate` does."""
+    expect_schedule(schedule)
+    if not isinstance(costs, CostModel):
+        raise TypeError(f"costs must be a CostModel, not {costs!r}")
+    report = prove(schedule, CHANNELS[-1])
+    complete = report.proved()
+    planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
+    return complete, planned, prices(complete, planned, costs)
 
 
 def _timeline(

@@ -1,0 +1,120 @@
+"""From measured runs to costs: the median of what each kind of action takes at each stage.
+
+What no run has shown is derived as the textbook derives it: a backward that was not split is half
+gradient of the input, half gradient of the weights; one that was only seen split is their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from schedir.errors import SchedirError
+from schedir.ir import Kind
+from schedir.simulator.observing import agreed, observe
+from schedir.simulator.samples import COSTS, Samples, median
+
+_PARTS = {
+    kind: kind.traits.cost / Kind.BACKWARD.traits.cost
+    for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+}
+_Costs = dict[int, float]  # by stage
+
+
+def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
+    """The fields of the CostModel that fits the timelines, its samples among them.
+
+    Raises SchedirError where there is none, they differ in their stages or unit, or a stage was not
+    seen to run forwards and backwards.
+    """
+    stages, unit = agreed(timelines)
+    samples = observe(timelines)
+    found = {name: _medians(samples, name) for name in COSTS}
+    fields: dict[str, Any] = {
+        "forward": _every(found["forward"], stages, "FORWARD"),
+        **_backwards(found, stages),
+        "reduce_grad": _some(found["reduce_grad"], stages),
+        "optim_step": _some(found["optim_step"], stages),
+        "unit": unit,
+        "samples": samples,
+    }
+    if found["overlapped"]:
+        both = zip(fields["forward"], fields["backward"], strict=True)
+        sums = dict(enumerate(forward + backward for forward, backward in both))
+        fields["overlapped"] = tuple((sums | found["overlapped"]).values())
+    sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
+    boundaries: Any = 0
+    if sizes is not None:
+        boundaries = sizes.boundary
+        fields |= {
+            "boundary_bytes": sizes.boundary,
+            "input_bytes": sizes.input,
+            "activation_bytes": sizes.activation,
+            "weight_bytes": sizes.weight,
+            "gradient_bytes": sizes.gradient,
+            "optimizer_bytes": sizes.optimizer,
+        }
+    return fields | _transfers(samples, boundaries)
+
+
+def _medians(samples: Samples, name: str) -> _Costs:
+    return {
+        stage: median(samples.duration[rows])
+        for (cost, stage), rows in samples.groups.items()
+        if cost == name
+    }
+
+
+def _every(found: Mapping[int, float], stages: int, what: str) -> tuple[float, ...]:
+    for stage in range(stages):
+        if stage not in found:
+            raise SchedirError(
+                f"no timeline shows how long a {what} of stage {stage} takes: give those of steps "
+                "that ran it and whose times are known"
+            )
+    return tuple(found[stage] for stage in range(stages))
+
+
+def _some(found: Mapping[int, float], stages: int) -> float | tuple[float, ...]:
+    """One for each stage: where a stage has none, what is usual; 0 where none has any."""
+    if not found:
+        return 0
+    usual = median(np.array(list(found.values())))
+    return tuple(found.get(stage, usual) for stage in range(stages))
+
+
+def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[float, ...]]:
+    whole = dict(found["backward"])
+    parts = {kind: dict(found[kind.name.lower()]) for kind in _PARTS}
+    split = set.intersection(*map(set, parts.values()))
+    for stage in split - set(whole):
+        whole[stage] = sum(costs[stage] for costs in parts.values())
+    fields = {"backward": _every(whole, stages, "BACKWARD")}
+    for kind, costs in parts.items():
+        halves = {stage: _PARTS[kind] * cost for stage, cost in whole.items()}
+        fields[kind.name.lower()] = _every(halves | costs, stages, kind.name)
+    return fields
+
+
+def _transfers(samples: Samples, boundary_bytes: Any) -> dict[str, Any]:
+    """Latency and bandwidth over all links.
+
+    They are told apart by boundaries of different sizes; where there is one size, all is latency.
+    """
+    rows = np.flatnonzero(samples.cost == COSTS.index("transfer"))
+    if not len(rows):
+        return {}
+    if not isinstance(boundary_bytes, tuple):
+        return {"latency": median(samples.duration[rows])}
+    sizes = np.array(boundary_bytes)[samples.stage[rows]]
+    distinct = np.unique(sizes)
+    medians = np.array([median(samples.duration[rows[sizes == size]]) for size in distinct])
+    if len(distinct) > 1:
+        counts = np.sqrt([(sizes == size).sum() for size in distinct])
+        slope, latency = np.polyfit(distinct, medians, 1, w=counts)
+        if slope > 0:
+            return {"latency": max(float(latency), 0.0), "bandwidth": float(1 / slope)}
+    return {"latency": median(samples.duration[rows]), "bandwidth": math.inf}

@@ -1,0 +1,209 @@
+"""How long each entry of a timeline took, and the samples that several timelines make.
+
+What a rank does between two entries (posting a send, coming back from one action to begin the next)
+is time that the next run spends as well, so it counts to the entry that it follows:
+
+    rank 0   |0F0------|·|0F1------|··         |0B0---
+             |<- 0F0 ->| |<- 0F1 ->|           it waits for 1SEND_GRAD0: how much of the gap was
+                                               work can't be seen, so it has the usual one
+
+A transfer takes as long as is seen only where its receiver waited for it: otherwise it is found
+arrived at some later time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from schedir.errors import SchedirError
+from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Schedule
+from schedir.ir.collectives import collective_turns
+from schedir.simulator.samples import COSTS, Samples
+from schedir.simulator.times import Numbers
+
+_COST_OF_KIND = np.array(
+    [COSTS.index(kind.name.lower()) if kind in COMPUTE else -1 for kind in KINDS]
+)
+_REDUCE, _PAIR, _TRANSFER = map(COSTS.index, ("reduce_grad", "overlapped", "transfer"))
+
+
+@attrs.frozen
+class _Entries:
+    """Places of entries, what kind of cost each is, and how long it took, NaN where not known."""
+
+    places: Ints
+    cost: Ints
+    durations: Numbers
+
+
+def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
+    """How long each entry of a timeline took, as far as that is known: what `simulate` takes as
+    `durations`, by (rank, index), to replay it.
+
+    A transfer has that of its send, where its receiver waited for it.
+    """
+    columns = timeline.schedule.columns
+    found: dict[tuple[int, int], float] = {}
+    for entries in _observed(timeline):
+        known = np.flatnonzero(~np.isnan(entries.durations))
+        for place, duration in zip(
+            entries.places[known].tolist(), entries.durations[known].tolist(), strict=True
+        ):
+            found[columns.position(place)] = duration
+    return found
+
+
+def observe(timelines: Sequence[Any]) -> Samples:
+    """The samples of one or several runs, each given in the order of its steps.
+
+    The first step of each measured run is left out where it has others: it finds the shapes of
+    tensors, and makes what later ones use again.
+    """
+    steps: list[int] = []
+    rows: list[tuple[Any, ...]] = []
+    for line in _warm(timelines):
+        for entries in _observed(line):
+            known = np.flatnonzero(~np.isnan(entries.durations))
+            rows.append(_rows(line.schedule, entries, known, len(steps)))
+        steps.append(len(steps) if line.measured is None else line.measured.step)
+    columns = map(np.concatenate, zip(*rows, strict=True))
+    return Samples(tuple(steps), *columns)
+
+
+def _rows(schedule: Schedule, entries: _Entries, known: Ints, step: int) -> tuple[Any, ...]:
+    columns, places = schedule.columns, entries.places[known]
+    transfer = entries.cost[known] == _TRANSFER
+    gradient = columns.kind[places] == KINDS.index(Kind.SEND_GRAD)
+    forward = np.where(
+        columns.kind[places] == KINDS.index(Kind.FORWARD), places, columns.last[places]
+    )
+    stages = columns.stage[np.where(entries.cost[known] == _PAIR, forward, places)]
+    return (
+        entries.cost[known],
+        stages - gradient,  # the boundary below a stage has the number before
+        np.full(len(known), step),
+        columns.rank[places],
+        np.where(transfer, schedule.dataflow.peers[places], -1),
+        entries.durations[known],
+    )
+
+
+def _warm(timelines: Sequence[Any]) -> Iterator[Any]:
+    """The timelines without the first step of each measured run of several."""
+    run, before = 0, None
+    of_run = []
+    for line in timelines:
+        step = None if line.measured is None else line.measured.step
+        run += before is None or step != before + 1
+        of_run.append(run)
+        before = step
+    for number, line in enumerate(timelines):
+        begins = number == 0 or of_run[number - 1] != of_run[number]
+        alone = number + 1 == len(timelines) or of_run[number + 1] != of_run[number]
+        if line.measured is None or alone or not begins:
+            yield line
+
+
+def _observed(timeline: Any) -> Iterator[_Entries]:
+    """What a timeline shows, compute first; then transfers, and collectives."""
+    schedule: Schedule = timeline.schedule
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    starts = np.asarray(timeline.starts)
+    ends = np.asarray(timeline.ends)
+    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    arrived, waits = _arrivals(schedule, ends, heads)
+
+    follows = columns.rank[heads[1:]] == columns.rank[heads[:-1]]
+    ended = np.full(len(heads), -1, ends.dtype)  # when what is before on the rank was over
+    ended[1:][follows] = ends[heads[:-1]][follows]
+    waited = arrived > ended
+
+    durations = ends[heads] - starts[heads]
+    gaps = np.full(len(heads), np.nan)
+    free = follows & ~waited[1:] & ~waits[1:]
+    gaps[:-1][free] = (starts[heads[1:]] - ends[heads[:-1]])[free]
+    gaps = np.maximum(gaps, 0)
+    cost = np.where(columns.shared[heads], _PAIR, _COST_OF_KIND[columns.kind[heads]])
+    if np.nan_to_num(gaps).any():
+        durations = durations + _filled(gaps, cost, np.append(follows, False))
+    yield _Entries(heads, cost, durations)
+
+    lengths = ends[transfers.receive] - starts[transfers.send]
+    if timeline.measured is not None:
+        seen = np.zeros(len(transfers), np.bool_)
+        user = np.searchsorted(heads, transfers.user, side="right") - 1
+        seen[:] = ends[transfers.receive] > ended[user]
+        lengths = np.where(seen & ~_queued(schedule, starts, ends), lengths, np.nan)
+    yield _Entries(transfers.send, np.full(len(transfers), _TRANSFER), lengths)
+
+    turns = collective_turns(schedule)
+    if turns:
+        lasts = [np.min([ends[p] - starts[p] for p in places]) for places in turns]
+        yield _Entries(
+            np.array([places[0] for places in turns]), np.full(len(turns), _REDUCE), np.array(lasts)
+        )
+
+
+def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Bools]:
+    """When what each compute entry waits for had arrived, -1 where nothing was seen to, and which
+    of them come after a collective, for whose other ranks they may wait."""
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    arrived = np.full(len(columns), -1, ends.dtype)
+    arrived[transfers.user] = ends[transfers.receive]
+    if arrived.dtype.kind == "f":
+        arrived = np.where(np.isnan(arrived), -1, arrived)
+    latest = np.maximum.reduceat(arrived, heads) if len(heads) else arrived
+    reduces = np.cumsum(columns.is_kind(Kind.REDUCE_GRAD))
+    waits = np.zeros(len(heads), np.bool_)
+    waits[1:] = reduces[heads[1:]] > reduces[heads[:-1]]
+    return latest, waits
+
+
+def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:
+    """The transfers before whose start the one ahead of them on their channel had not arrived."""
+    transfers = schedule.dataflow.transfers
+    order, follows = transfers.by_channel
+    queued = np.zeros(len(transfers), np.bool_)
+    before = ends[transfers.receive[order[:-1]]] > starts[transfers.send[order[1:]]]
+    queued[order[1:]] = follows[1:] & before
+    return queued
+
+
+def _filled(gaps: Numbers, cost: Ints, followed: Bools) -> Numbers:
+    """The gaps, and for those that are not known the usual one after such an entry."""
+    filled = np.where(np.isnan(gaps), 0, gaps)
+    known = ~np.isnan(gaps)
+    for one in np.unique(cost[followed]):
+        own = cost == one
+        if (own & known).any():
+            filled[own & ~known & followed] = np.median(gaps[own & known])
+    return filled
+
+
+def agreed(timelines: Sequence[Any]) -> tuple[int, Any]:
+    """The number of stages, and the unit of time, that all timelines have.
+
+    Raises SchedirError where there are none, or they differ.
+    """
+    if not timelines:
+        raise SchedirError(
+            "there is no timeline to fit costs to: run steps with Executor(…, trace=True) and "
+            "take executor.timelines() on rank 0"
+        )
+    first = timelines[0]
+    for line in timelines:
+        if line.schedule.stages != first.schedule.stages:
+            raise SchedirError(
+                f"{line.schedule.name} has {line.schedule.stages} stages, {first.schedule.name} "
+                f"{first.schedule.stages}: costs are of one cut of a model; fit each on its own"
+            )
+        if line.unit != first.unit:
+            raise SchedirError(
+                f"the times of {line.schedule.name} are in {line.unit or 'any unit'}, those of "
+                f"{first.schedule.name} in {first.unit or 'any unit'}: fit each on its own"
+            )
+    return first.schedule.stages, first.unit

@@ -1,0 +1,230 @@
+"""Costs fitted on measured runs: against the costs that made them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import CostModel, LoadError, SchedirError, Timeline
+from schedir.simulator import Measured, Sizes
+from schedir.simulator.observing import durations_of
+from tests.built_in import NAMES
+from tests.measured import even, jitter, measured_run
+
+
+def by_stage(value: object) -> list[float]:
+    assert isinstance(value, tuple)
+    return list(value)
+
+
+times_of_stages = st.lists(st.integers(1, 9), min_size=4, max_size=4)
+
+
+@given(times_of_stages, times_of_stages, st.integers(0, 5), st.integers(0, 3))
+def test_the_fit_of_a_simulated_run_gives_back_its_costs(
+    forward: list[int], backward: list[int], latency: int, step: int
+) -> None:
+    costs = CostModel(
+        forward=tuple(forward), backward=tuple(backward), latency=latency, optim_step=step
+    )
+    for name in ("1f1b", "fill-drain"):
+        line = schedir.simulate(schedir.build(name, ranks=4, microbatches=5), costs)
+        fitted = CostModel.fit([line])
+        assert by_stage(fitted.forward) == forward
+        assert by_stage(fitted.backward) == backward
+        assert by_stage(fitted.optim_step) == [step] * 4
+        assert fitted.latency == latency
+        assert fitted.bandwidth == math.inf
+        assert by_stage(fitted.backward_input) == [b / 2 for b in backward]
+        assert by_stage(fitted.backward_weight) == [b / 2 for b in backward]
+
+
+def test_latency_and_bandwidth_are_told_apart_by_boundaries_of_different_sizes() -> None:
+    costs = CostModel(latency=0.5, bandwidth=4, boundary_bytes=(4, 8, 2))
+    line = schedir.simulate(schedir.build("fill-drain", ranks=4, microbatches=2), costs)
+    fitted = CostModel.fit([line])
+    assert fitted.latency == pytest.approx(0.5)
+    assert fitted.bandwidth == pytest.approx(4)
+    assert by_stage(fitted.boundary_bytes) == [4, 8, 2]
+
+
+def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
+    text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
+    costs = CostModel(forward=3, backward_input=5, backward_weight=4)
+    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    assert by_stage(fitted.backward_input) == [5]
+    assert by_stage(fitted.backward_weight) == [4]
+    assert by_stage(fitted.backward) == [9]
+    assert fitted.optim_step == 0
+
+
+def test_overlapped_pairs_are_measured_by_the_stage_of_their_forward() -> None:
+    text = (
+        "schedir 1\nname x\nmicrobatches 2\nplacement 0 0\n"
+        "rank 0: 0F0 1F0 1B0 (0B0;0F1) 1F1 1B1 0B1\n"
+    )
+    costs = CostModel(forward=(3, 4), backward=(5, 6), overlapped=(7, 9))
+    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    assert by_stage(fitted.forward) == [3, 4]
+    assert by_stage(fitted.backward) == [5, 6]
+    assert by_stage(fitted.overlapped) == [7, 10]  # of stage 1, which no pair has, the sum
+
+
+def test_collectives_are_measured() -> None:
+    text = (
+        "schedir 1\nname x\nmicrobatches 3\nplacement 0,1\n"
+        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\n"
+        "rank 1: 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP\n"
+    )
+    costs = CostModel(reduce_grad=5, optim_step=2)
+    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    assert by_stage(fitted.reduce_grad) == [5]
+    assert by_stage(fitted.optim_step) == [2]
+
+
+def test_medians_are_over_all_steps_and_nan_is_no_observation() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    lines = measured_run(schedule, 4, lambda step, *_: (100, 1, 2, 9)[step])
+    place = schedule.columns.place(0, 0)
+    unknown = lines[3].starts.copy()
+    unknown[place] = np.nan
+    lines[3] = attrs.evolve(lines[3], starts=unknown)
+    fitted = CostModel.fit(lines)
+    # The first step finds shapes: it is no sample; nor is what is not known of the last.
+    assert fitted.forward == pytest.approx((1.5, 1.1 * 2))
+    assert fitted.unit == "s"
+
+
+def test_the_first_step_counts_where_it_is_alone_and_of_each_run() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    one = measured_run(schedule, 3, lambda step, *_: (50, 1, 1)[step])
+    two = measured_run(schedule, 3, lambda step, *_: (50, 3, 3)[step], first=7)
+    assert CostModel.fit(one[:1]).forward == pytest.approx((50, 55))
+    assert CostModel.fit(one + two).forward == pytest.approx((2, 2.2))
+    samples = CostModel.fit(one + two).samples
+    assert samples is not None
+    assert samples.steps == (2, 3, 8, 9)
+
+
+def hand_drawn(ends_of_transfers: tuple[float, float]) -> Timeline:
+    #   rank 0  0F0--- · 0F1---          0B0--- · 0B1---
+    #   rank 1         ──►   1F0 1B0
+    text = (
+        "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
+        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
+        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
+    )
+    nan = math.nan
+    act0, act1 = ends_of_transfers
+    starts = [0, 2, 2.5, 4.5, 6, 6.25, nan, 8.25, 2, 3, 5, 6, 4.5, 6.5, 7.5, 8.5]
+    ends = [2, act0, 4.5, act1, 6.25, 8, nan, 9.25, act0, 4, 6, 6.25, act1, 7.5, 8.5, nan]
+    return Timeline(schedir.loads(text), starts, ends, unit="s", measured=Measured(4))
+
+
+def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_nobody() -> None:
+    line = hand_drawn((3, math.nan))
+    durations = durations_of(line)
+    assert durations[0, 0] == 2.5  # 0F0, and until 0F1 starts
+    assert durations[0, 2] == 2 + 0.5  # 0F1: what follows waits; as much as after 0F0 was work
+    assert durations[0, 5] == 1.75 + 0.25  # 0B0
+    assert durations[1, 2] == 1.5  # 1B0, and until 1F1 starts, whose input was there
+    assert durations[0, 1] == 1  # 0SEND_ACT0, which rank 1 waited for
+    assert (0, 3) not in durations  # 0SEND_ACT1 was there before anybody looked
+    assert durations[1, 3] == 0.25
+    assert CostModel.fit([line]).latency == (1 + 0.25) / 2
+
+
+def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() -> None:
+    assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replay_of_a_run_is_the_run(name: str) -> None:
+    schedule = schedir.build(name, ranks=3, microbatches=6)
+    for line in measured_run(schedule, 3, jitter(1, entry=0.3)):
+        replayed = schedir.simulate(schedule, CostModel.fit([line]), durations=durations_of(line))
+        assert replayed.makespan == pytest.approx(line.makespan)
+
+
+def test_sizes_are_copied() -> None:
+    sizes = Sizes(boundary=(8,), input=(1, 2), activation=(3, 4), weight=(5, 6), gradient=7)
+    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    assert CostModel.fit([line, attrs.evolve(line, sizes=sizes), line]).sizes == sizes
+
+
+def test_runs_that_do_not_go_together_are_refused() -> None:
+    small, large = (
+        schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=2)) for ranks in (2, 3)
+    )
+    with pytest.raises(SchedirError, match="1f1b has 3 stages, 1f1b 2: costs are of one cut"):
+        CostModel.fit([small, large])
+    with pytest.raises(SchedirError, match="in s, those of 1f1b in any unit"):
+        CostModel.fit([small, attrs.evolve(small, unit="s")])
+    with pytest.raises(SchedirError, match=r"no timeline .* trace=True"):
+        CostModel.fit([])
+    blind = small.ends.astype(float)
+    blind[small.schedule.columns.rank == 1] = np.nan
+    with pytest.raises(SchedirError, match="how long a FORWARD of stage 1 takes"):
+        CostModel.fit([attrs.evolve(small, ends=blind)])
+
+
+def test_runs_of_several_schedules_are_fitted_together() -> None:
+    lines = [
+        line
+        for name in ("1f1b", "fill-drain")
+        for line in measured_run(schedir.build(name, ranks=2, microbatches=4), 3, even)
+    ]
+    fitted = CostModel.fit(lines)
+    assert fitted.forward == pytest.approx((1, 1.1))
+    assert fitted.latency == pytest.approx(0.05)
+
+
+def test_samples_are_saved_and_loaded_exactly(tmp_path: Path) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    costs = CostModel.fit(measured_run(schedule, 5, jitter(5, entry=0.1)))
+    costs.save(tmp_path / "costs.json")
+    loaded = CostModel.load(tmp_path / "costs.json")
+    assert loaded == costs
+    assert loaded.samples == costs.samples
+    assert loaded.samples != CostModel.fit(measured_run(schedule, 5, jitter(6, entry=0.1))).samples
+    assert schedir.forecast(schedule, loaded) == schedir.forecast(schedule, costs)
+    CostModel().save(tmp_path / "given.json")
+    assert CostModel.load(tmp_path / "given.json").samples is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("duration", [1.0, -2.0], "samples: duration of row 1 must be finite and >= 0, not -2.0"),
+        ("duration", [1.0], r"samples: cost must have 1 rows, not \(2,\)"),
+        ("duration", [1.0, None], "samples: duration must be a list of numbers"),
+        ("stage", [0, True], "samples: stage must be a list of numbers"),
+        ("stage", [0, -1], "samples: stage of row 1 must be at least 0, not -1"),
+        ("step", [0, 1], "samples: step of row 1 must be from 0 to 0, not 1"),
+        ("cost", [0, 77], "samples: cost of row 1 must be from 0 to"),
+        ("costs", ["sideward"], "samples: costs must be some of forward, "),
+        ("steps", 3, "samples: steps must be a list of numbers"),
+        ("other", 3, "samples must have exactly the keys costs, steps, "),
+    ],
+)
+def test_broken_samples_are_refused_by_name(
+    tmp_path: Path, key: str, value: object, says: str
+) -> None:
+    line = schedir.simulate(
+        schedir.loads("schedir 1\nname x\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n")
+    )
+    file = tmp_path / "costs.json"
+    CostModel.fit([line]).save(file)
+    content = json.loads(file.read_text())
+    content["samples"][key] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(LoadError, match=rf"costs.json: {says}"):
+        CostModel.load(file)

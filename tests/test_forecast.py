@@ -1,0 +1,208 @@
+"""Forecasts: against the laws that runs were drawn from, and a recurrence written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import schedir
+from schedir import Band, CostModel, SchedirError
+from tests.built_in import NAMES
+from tests.measured import LATENCY, Factor, even, jitter, measured_run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_jitter_has_a_band_of_no_width(name: str) -> None:
+    run = measured_run(schedir.build("1f1b", ranks=3, microbatches=4), 10, even)
+    costs = CostModel.fit(run)
+    schedule = schedir.build(
+        name, ranks=3, microbatches=7, **{"chunks": 1} if "inter" in name else {}
+    )
+    band = schedir.forecast(schedule, costs)
+    makespan = schedir.simulate(schedule, costs).makespan
+    assert band.makespans.shape == (200,)
+    assert band.quantile(0) == pytest.approx(makespan)
+    assert band.quantile(1) == pytest.approx(makespan)
+    assert band.mean == pytest.approx(makespan)
+
+
+def test_a_seed_draws_the_same_and_another_one_others() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    costs = CostModel.fit(measured_run(schedule, 10, jitter(0, entry=0.1)))
+    assert schedir.forecast(schedule, costs) == schedir.forecast(schedule, costs)
+    assert schedir.forecast(schedule, costs) != schedir.forecast(schedule, costs, seed=1)
+    assert len(schedir.forecast(schedule, costs, draws=3).makespans) == 3
+
+
+def test_the_maximum_of_what_jitters_is_above_the_maximum_of_the_medians() -> None:
+    #   rank 0  F0---  F1-----         B0----- F2---       B1--    F3-----         two ranks that
+    #   rank 1         F0--- B0------- F1--- B1----------- F2---- B2-----          wait for each
+    #                                 |<- the longer one ->|                      other at every B
+    sigma, microbatches = 0.4, 12
+    schedule = schedir.build("1f1b", ranks=2, microbatches=microbatches)
+    costs = CostModel.fit(measured_run(schedule, 40, jitter(3, entry=sigma), uneven=0))
+    medians = schedir.simulate(schedule, costs).makespan
+    band = schedir.forecast(schedule, costs, draws=400)
+
+    chance = np.random.default_rng(8)
+
+    def takes(seconds: float) -> NDArray[np.float64]:
+        return seconds * np.exp(sigma * chance.standard_normal(20_000))
+
+    one, other = takes(1), np.zeros(20_000)
+    arrives = one + LATENCY
+    for microbatch in range(microbatches):
+        arrived = arrives
+        if microbatch < microbatches - 1:
+            one = one + takes(1)
+            arrives = one + LATENCY
+        other = np.maximum(other, arrived) + takes(1) + takes(2)
+        one = np.maximum(one, other + LATENCY) + takes(2)
+    truth = one + takes(0.3)
+    assert medians < 0.9 * np.median(truth)
+    assert band.mean == pytest.approx(truth.mean(), rel=0.02)
+    for q in (0.05, 0.95):
+        assert band.quantile(q) == pytest.approx(np.quantile(truth, q), rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "sigmas",
+    [{"entry": 0.2}, {"entry": 0.02, "step": 0.1}, {"entry": 0.05, "rank": 0.1}],
+    ids=["every entry", "every step", "every rank of a step"],
+)
+def test_ninety_percent_bands_hold_as_many_of_the_steps(sigmas: dict[str, float]) -> None:
+    source = schedir.build("1f1b", ranks=3, microbatches=6)
+    target = schedir.build("fill-drain", ranks=3, microbatches=9)
+    held = []
+    for seed in range(40):
+        costs = CostModel.fit(measured_run(source, 30, jitter(seed, **sigmas)))
+        band = schedir.forecast(target, costs)
+        steps = measured_run(target, 20, jitter(seed + 1000, **sigmas))
+        low, high = band.quantile(0.05), band.quantile(0.95)
+        held += [low <= line.makespan <= high for line in steps]
+    assert 0.85 <= np.mean(held) <= 0.95
+
+
+def test_what_is_common_to_a_step_is_drawn_once() -> None:
+    # As many entries as in the run: were each to draw a step of its own, its factor would average
+    # out over the 48 of them.
+    schedule = schedir.build("1f1b", ranks=4, microbatches=6)
+    run = measured_run(schedule, 60, jitter(2, step=0.1))
+    makespans = [line.makespan for line in run]
+    band = schedir.forecast(schedule, CostModel.fit(run), draws=500)
+    assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.2)
+
+
+def test_jitter_of_entries_is_drawn_once() -> None:
+    # With two entries of a kind a step, the medians of steps vary by jitter alone.
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    run = measured_run(schedule, 200, jitter(2, entry=0.1))
+    makespans = [line.makespan for line in run]
+    band = schedir.forecast(schedule, CostModel.fit(run), draws=1000)
+    assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.15)
+
+
+def test_kinds_that_were_not_observed_jitter_as_the_backward() -> None:
+    run = measured_run(schedir.build("1f1b", ranks=1, microbatches=4), 20, jitter(1, entry=0.2))
+    costs = CostModel.fit(run)
+    text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
+    band = schedir.forecast(schedir.loads(text), costs)
+    whole = schedir.forecast(
+        schedir.loads(text.replace("0I0 0F1 0I1 0W0 0W1", "0B0 0F1 0B1")), costs
+    )
+    assert band.mean == pytest.approx(whole.mean, rel=0.03)
+    assert 0 < band.makespans.std() < whole.makespans.std()
+
+
+@given(st.floats(0.5, 4))
+@settings(max_examples=10)
+def test_costs_changed_by_hand_scale_what_is_drawn(scale: float) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    costs = CostModel.fit(measured_run(schedule, 10, jitter(4, entry=0.1)))
+    assert isinstance(costs.latency, float)
+    scaled = attrs.evolve(costs, latency=scale * costs.latency)
+    for name in ("forward", "backward", "optim_step"):
+        own: Any = {name: tuple(scale * cost for cost in getattr(costs, name))}
+        scaled = attrs.evolve(scaled, **own)
+    band = schedir.forecast(schedule, costs, draws=20)
+    assert schedir.forecast(schedule, scaled, draws=20).makespans == pytest.approx(
+        scale * band.makespans
+    )
+
+
+def test_a_band_says_what_share_stays_below() -> None:
+    band = Band(np.array([4.0, 1.0, 3.0, 2.0, 5.0]))
+    assert (band.quantile(0), band.median, band.quantile(1), band.mean) == (1, 3, 5, 3)
+    with pytest.raises(ValueError, match="between 0 and 1, not 90"):
+        band.quantile(90)
+
+
+def test_costs_without_samples_forecast_nothing() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(SchedirError, match=r"no samples .* CostModel.fit"):
+        schedir.forecast(schedule, CostModel())
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        schedir.forecast(schedule, CostModel(), draws=0)
+
+
+def test_costs_of_another_cut_are_refused() -> None:
+    costs = CostModel.fit(measured_run(schedir.build("1f1b", ranks=2, microbatches=2), 9, even))
+    with pytest.raises(SchedirError, match="forward has 2 numbers"):
+        schedir.forecast(schedir.build("1f1b", ranks=4, microbatches=2), costs)
+
+
+def turns(at: int, rank: int, ratio: float) -> Factor:
+    noise = jitter(0, entry=0.02)
+
+    def factor(step: int, on: int, stage: int) -> float:
+        slow = ratio if step >= at and on == rank else 1.0
+        return slow * noise(step, on, stage)
+
+    return factor
+
+
+@pytest.mark.parametrize(("at", "ratio"), [(10, 1.2), (15, 1.3), (6, 0.7)])
+def test_a_rank_that_turns_slow_or_fast_is_named_with_its_step(at: int, ratio: float) -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    costs = CostModel.fit(measured_run(schedule, 21, turns(at, 1, ratio), first=100))
+    how = "slower" if ratio > 1 else "faster"
+    # Steps are numbered from 100.
+    with pytest.raises(
+        SchedirError, match=rf"stage 1 on rank 1 is \d+% {how} from step {100 + at}"
+    ):
+        schedir.forecast(schedule, costs)
+
+
+def test_halves_that_differ_are_refused_and_each_forecasts() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    noise = jitter(1, entry=0.03)
+    run = measured_run(schedule, 24, lambda step, *at: (1.0, 1.15)[step > 12] * noise(step, *at))
+    with pytest.raises(SchedirError, match=r"not steady: .*, and so are 1 other .* Measure again"):
+        schedir.forecast(schedule, CostModel.fit(run))
+    halves = [schedir.forecast(schedule, CostModel.fit(part)) for part in (run[:13], run[13:])]
+    assert halves[1].median / halves[0].median == pytest.approx(1.15, rel=0.02)
+
+
+def test_a_drift_is_refused() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    noise = jitter(1, entry=0.03)
+    run = measured_run(schedule, 40, lambda step, *at: (1 + step / 200) * noise(step, *at))
+    with pytest.raises(SchedirError, match="not steady"):
+        schedir.forecast(schedule, CostModel.fit(run))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_jitter_and_slow_steps_are_steady(seed: int) -> None:
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    noise = jitter(seed, entry=0.1, step=0.1, rank=0.05)
+
+    def factor(step: int, on: int, stage: int) -> float:
+        return (3.0 if step in (5, 14) else 1.0) * noise(step, on, stage)
+
+    schedir.forecast(schedule, CostModel.fit(measured_run(schedule, 20, factor)))
