@@ -2,4 +2,35 @@
 
 from schedir.simulator.beside import in_unit, median_step
 from schedir.simulator.costs import CostModel, Sizes, Unit
+from schedir.simulator.forecasting import Band, forecast
+from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
+from schedir.simulator.run import simulate
+from schedir.simulator.timeline import (
+    RankStats,
+    Span,
+    Timeline,
+    load_timelines,
+    save_timelines,
+)
+from schedir.simulator.times import Measured
+
+__all__ = [
+    "CAUSES",
+    "Band",
+    "Cause",
+    "CostModel",
+    "Idle",
+    "IdleColumns",
+    "Measured",
+    "RankStats",
+    "Sizes",
+    "Span",
+    "Timeline",
+    "Unit",
     "forecast",
+    "in_unit",
+    "load_timelines",
+    "median_step",
+    "save_timelines",
+    "simulate",
+]
