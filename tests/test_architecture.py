@@ -22,9 +22,7 @@ FLOORS = (
     {"passes"},
     {"checker"},
     {"simulator"},
-    {"library"},
-    {"search"},
-    {"render"},
+    {"library", "render"},
     {"runtime"},
     {"cli"},
 )

@@ -12,11 +12,9 @@ import attrs
 
 from schedir.checker import Report
 from schedir.ir import Schedule, dumps, dumps_torch_csv
-from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
 from schedir.render.timeline import timeline_blocks, timeline_json
-from schedir.search import Comparison
 from schedir.simulator import Timeline
 
 
@@ -46,16 +44,16 @@ class Written:
 
 @attrs.frozen(kw_only=True)
 class Output:
-    """A form in which a command writes a schedule, a timeline, a report or a comparison.
+    """A form in which a command writes a schedule, a timeline or a report.
 
     `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
     what it leaves out, with a warning. `extension` is that of the files that it is written to;
     `communication` whether it has the sends and receives, `either` where the user chooses.
     """
 
-    command: Literal["show", "check", "compare", "export"]
+    command: Literal["show", "check", "export"]
     name: str
-    of: Literal["schedule", "timeline", "report", "comparison"]
+    of: Literal["schedule", "timeline", "report"]
     about: str
     write: Callable[[Any, Page], Written]
     cannot_hold: str = ""
@@ -93,14 +91,6 @@ def _github(report: Report, page: Page) -> Written:
     return Written([Piece(github(report, page.subject))])
 
 
-def _comparison(comparison: Comparison, page: Page) -> Written:
-    return Written(comparison_blocks(comparison, page.width))
-
-
-def _comparison_json(comparison: Comparison, page: Page) -> Written:
-    return Written([Piece(comparison_json(comparison))])
-
-
 def _sched(schedule: Schedule, page: Page) -> Written:
     return Written([Piece(dumps(schedule))])
 
@@ -115,6 +105,12 @@ def _perfetto(timeline: Timeline, page: Page) -> Written:
 
     pieces = trace_events(timeline, page.against)
     return Written(pieces, left_out(timeline, page.against))
+
+
+def _html(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.html import html_page
+
+    return Written([Piece(html_page(timeline, page.against, memory=page.memory))])
 
 
 _NOT_IN_TORCH = "OPTIM_STEP and weight versions"
@@ -170,20 +166,6 @@ OUTPUTS = (
         write=_github,
     ),
     Output(
-        command="compare",
-        name="table",
-        of="comparison",
-        about="a row for each schedule, the quickest first",
-        write=_comparison,
-    ),
-    Output(
-        command="compare",
-        name="json",
-        of="comparison",
-        about="the same for a program",
-        write=_comparison_json,
-    ),
-    Output(
         command="export",
         name="sched",
         of="schedule",
@@ -219,6 +201,14 @@ OUTPUTS = (
         write=_perfetto,
         cannot_hold="actions of which it is not known when they ran",
         extension=".json",
+    ),
+    Output(
+        command="export",
+        name="html",
+        of="timeline",
+        about="one file to look around in with a browser, which needs no network",
+        write=_html,
+        extension=".html",
     ),
 )
 

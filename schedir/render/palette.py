@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from schedir.ir import COMPUTE, Kind
+from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
     kind: kind.traits.word for kind in Kind if kind in COMPUTE and kind != Kind.OPTIM_STEP
@@ -68,6 +69,21 @@ IDLE_FILL = "#f4f4f4"
 """A rank's lane, where it does nothing."""
 STEP_FILL = "#1a1a1a"
 """The mark of an OPTIM_STEP."""
+# Pale, so that a rank's idle time still looks idle; in grey, what ends a wait is the darker.
+CAUSE_FILLS: dict[Cause, str] = {
+    Cause.SLOWER: "#f3c3ad",
+    Cause.WARMUP: "#e6e6e6",
+    Cause.DRAIN: "#d6d6d6",
+    Cause.DATA: "#f5e9a8",
+    Cause.COMMUNICATION: "#e3c9ea",
+    Cause.COLLECTIVE: "#c9cdf0",
+    Cause.OVERHEAD: "#f7d5dd",
+    Cause.UNKNOWN: "#ffffff",
+    Cause.DONE: "#f4f4f4",
+}
+"""A rank's lane while it is idle, by the cause."""
+PAIR_FILL = Fill("#e6a8cc", "#000000")
+"""An overlapped pair, where it is one cell of one colour."""
 TRANSFER_LINE = "#767676"
 CRITICAL_LINE = "#b30000"
 """The critical path: a dark red, which no fill is."""

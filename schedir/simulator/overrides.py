@@ -40,11 +40,9 @@ def overridden(
     longest = np.full(len(priced.takes), -1, times.dtype)
     np.maximum.at(longest, exchanges, by_place[places])
     takes = np.where(longest >= 0, longest, priced.takes)
-    return Prices(
-        compute=np.where(own >= 0, whole, priced.compute),
-        takes=takes,
-        holds=np.minimum(priced.holds, takes),
-    )
+    holds = np.minimum(priced.holds, takes)
+    holds[planned.transfers :] = takes[planned.transfers :]
+    return Prices(np.where(own >= 0, whole, priced.compute), takes, holds)
 
 
 def _heads(given: Schedule, durations: Durations) -> Ints:

@@ -1,0 +1,200 @@
+"""Timelines in few bytes, for a page that opens them in a browser.
+
+All numbers of all timelines are one stream of integers of variable length (LEB128, zigzag),
+deflated and in base64. What is written is what a reader can't guess: an action is compared with the
+last one of its kind on its rank; the start of a compute action with the end of the one before it,
+that of a send with the end of what makes its payload, that of a receive with its send's.
+
+    rank 0   0F0   0F1   0F2             a simulated rank that does not wait:
+    gap      0     0     0               zeros alone
+    longer   10    0     0               than the last of its kind
+
+Times are whole ticks: the finest power of ten of which the longest timeline has at most 2^31, or a
+coarser one that loses nothing. `page/data.js` is the reader.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
+from schedir.simulator import IdleColumns, Timeline
+from schedir.simulator.times import Numbers
+
+MOST_TICKS = 2**31 - 1
+"""What a signed integer of 32 bits holds."""
+
+
+class Stream:
+    """Integers, written one column after the other."""
+
+    def __init__(self) -> None:
+        self._written: list[bytes] = []
+
+    def put(self, values: Ints | Bools) -> None:
+        """Write a column of integers."""
+        self._written.append(varints(values))
+
+    def text(self) -> str:
+        """All of it, deflated and in base64."""
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+        raw = b"".join(map(deflate.compress, self._written)) + deflate.flush()
+        return base64.b64encode(raw).decode("ascii")
+
+
+def varints(values: Ints | Bools) -> bytes:
+    """Integers in 7 bits a byte, the lowest first, the sign in the lowest bit of all; the top bit
+    of a byte says that more follow."""
+    whole = np.asarray(values, np.int64)
+    rest = ((whole << 1) ^ (whole >> 63)).view(np.uint64)
+    groups = np.maximum(1, -(-_bits(rest) // 7))
+    most = int(groups.max(initial=1))
+    table = np.empty((len(rest), most), np.uint8)
+    for group in range(most):
+        more = np.where(groups > group + 1, 0x80, 0).astype(np.uint64)
+        table[:, group] = (rest & np.uint64(0x7F)) | more
+        rest = rest >> np.uint64(7)
+    written: bytes = table[np.arange(most) < groups[:, None]].tobytes()
+    return written
+
+
+def _bits(values: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Ints:
+    """How many bits each of the values takes."""
+    bits = np.zeros(len(values), np.int64)
+    for shift in (32, 16, 8, 4, 2, 1):
+        large = values >> np.uint64(shift) > 0
+        bits += np.where(large, shift, 0)
+        values = np.where(large, values >> np.uint64(shift), values)
+    return bits + (values > 0)
+
+
+@attrs.frozen
+class Ticks:
+    """Times as whole numbers, `size` units of time each."""
+
+    size: float
+
+    def of(self, times: Numbers) -> Ints:
+        """The ticks of times that are known."""
+        return np.rint(times / self.size).astype(np.int64)
+
+
+def ticks_for(timelines: Sequence[Timeline]) -> Ticks:
+    """The ticks that hold all timelines."""
+    times = np.concatenate([times for line in timelines for times in (line.starts, line.ends)])
+    times = times[~np.isnan(times)].astype(np.float64)
+    longest = float(times.max(initial=0))
+    if longest <= MOST_TICKS and (times == np.rint(times)).all():
+        return Ticks(1)
+    exponent = math.ceil(math.log10(longest / MOST_TICKS))
+    if longest / 10.0**exponent > MOST_TICKS:
+        exponent += 1  # log10 was a hair too low
+    # As floats go, 0.1 + 0.2 is three tenths.
+    while _whole(times / 10.0 ** (exponent + 1), 1e-15 * longest / 10.0 ** (exponent + 1)):
+        exponent += 1
+    return Ticks(10.0**exponent)
+
+
+def _whole(times: Numbers, error: float) -> bool:
+    return bool((np.abs(times - np.rint(times)) <= max(error, 1e-15)).all())
+
+
+def put_timeline(stream: Stream, timeline: Timeline, ticks: Ticks) -> None:
+    """Write the actions of a timeline with their times and what each waits for."""
+    columns = timeline.schedule.columns
+    kinds = columns.rank * len(Kind) + columns.kind
+    places = np.arange(len(columns))
+    before = data_before(timeline.schedule)
+    known = ~np.isnan(timeline.starts + timeline.ends)
+    for column in (
+        columns.kind,
+        columns.joined,
+        against_last(columns.stage, kinds),
+        against_last(columns.microbatch, kinds),
+        columns.version + 1,
+        against_last(np.where(before < 0, 0, places - before), kinds),
+        known,
+    ):
+        stream.put(column)
+    starts, ends = (
+        ticks.of(np.where(known, times, 0)) for times in (timeline.starts, timeline.ends)
+    )
+    _put_times(stream, starts, ends - starts, before, known, timeline.schedule)
+    sources = timeline.schedule.sources
+    stream.put(against_last(sources.line_of + 1, kinds) if sources else np.zeros(0, np.int64))
+
+
+def put_idle(stream: Stream, idle: IdleColumns, ticks: Ticks) -> None:
+    """Write when ranks are idle, and why."""
+    start, end = ticks.of(idle.start), ticks.of(idle.end)
+    for column in (start, idle.entry, idle.transfer, idle.blamed):
+        stream.put(np.diff(column, prepend=0))
+    stream.put(end - start)
+    stream.put(idle.cause)
+
+
+def _put_times(
+    stream: Stream, starts: Ints, durations: Ints, before: Ints, known: Bools, schedule: Schedule
+) -> None:
+    """The durations and then the starts of what is known: of receives after all others, as each
+    is compared with its send."""
+    columns = schedule.columns
+    receives = columns.is_kind(*RECEIVES)
+    computes = columns.is_kind(*COMPUTE)
+    own, receiving = np.flatnonzero(known & ~receives), np.flatnonzero(known & receives)
+    kinds = columns.rank[own] * len(Kind) + columns.kind[own]
+    stream.put(against_last(durations[own], kinds))
+    stream.put(durations[receiving] - _at(durations, before[receiving]))
+    ends = starts + durations
+    computing, sending = own[computes[own]], own[~computes[own]]
+    # The end of the compute before on the rank; 0 for the first.
+    previous = np.zeros(len(computing), np.int64)
+    same = columns.rank[computing[1:]] == columns.rank[computing[:-1]]
+    previous[1:][same] = ends[computing[:-1]][same]
+    stream.put(starts[computing] - previous)
+    stream.put(starts[sending] - _at(ends, before[sending]))
+    stream.put(starts[receiving] - _at(starts, before[receiving]))
+
+
+def _at(values: Ints, places: Ints) -> Ints:
+    """The values at places, 0 for those that are none."""
+    return np.where(places < 0, 0, values[places])
+
+
+def against_last(values: Ints, groups: Ints) -> Ints:
+    """How much more each value is than the last one of its group, than 0 for a group's first."""
+    order = np.argsort(groups, kind="stable")
+    listed, of = values[order], groups[order]
+    change = np.diff(listed, prepend=0)
+    change[1:] = np.where(of[1:] == of[:-1], change[1:], listed[1:])
+    found = np.empty_like(change)
+    found[order] = change
+    return found
+
+
+def data_before(schedule: Schedule) -> Ints:
+    """For every place, that of what hands its data over: a receive for what consumes it, its send
+    for a receive, what makes the payload for a send; -1 where the list's order is all."""
+    columns, flow = schedule.columns, schedule.dataflow
+    before = np.full(len(columns), -1)
+
+    def follows(users: Ints, makers: Ints) -> None:
+        there = (users >= 0) & (makers >= 0)
+        before[users[there]] = makers[there]
+
+    forward, gradient = flow.of(Kind.FORWARD), flow.gradients
+    follows(forward[1:], forward[:-1])
+    follows(gradient[-1], forward[-1])
+    follows(gradient[:-1], gradient[1:])
+    follows(flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.BACKWARD_INPUT))
+    transfers = flow.transfers
+    follows(transfers.user, transfers.receive)
+    follows(transfers.receive, transfers.send)
+    follows(transfers.send, transfers.maker)
+    return before

@@ -1,0 +1,264 @@
+// Draws what `view` shows: lanes, labels, memory, critical path and axis on one canvas, and what the
+// pointer is at on another above it, which alone is drawn anew when it moves.
+
+const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const frame = { drawn: 0 };
+const colours = {};
+const pad = document.createElement("canvas");
+
+function prepareColours() {
+  const all = page.kinds.flatMap((kind) => kind.fills).concat([page.pair]);
+  colours.areas = all.map(([area]) => rgb(area));
+  colours.pale = colours.areas.map((colour) => mix(rgb(page.ink.paper), colour, 0.25));
+  colours.inks = all.map(([, ink]) => ink);
+  colours.idle = rgb(page.ink.idle);
+  colours.causes = page.causes.map((cause) => rgb(cause.fill));
+}
+
+const xOf = (ticks) => frame.left + ((ticks - view.from) / (view.to - view.from)) * frame.width;
+const timeAt = (x) => view.from + ((x - frame.left) / frame.width) * (view.to - view.from);
+const yOf = (band) => AXIS + band.y - view.top;
+const lowest = () => Math.max(0, frame.placed.height - frame.height + FOOT);
+
+// A context in pixels of the page, on a canvas that has all pixels of the screen.
+function penOf(canvas) {
+  const ratio = devicePixelRatio;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight].map((side) => Math.round(side * ratio));
+  if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return pen;
+}
+
+function draw(canvas, lines) {
+  const pen = penOf(canvas);
+  frame.left = GUTTER;
+  frame.width = Math.max(1, canvas.clientWidth - GUTTER - 8);
+  frame.height = canvas.clientHeight - AXIS;
+  const placed = (frame.placed = layout(lines, frame.height - FOOT));
+  view.top = Math.min(view.top, lowest());
+  const size = Math.max(placed.parts.all, HEADING);
+  const bands = placed.bands.filter(({ y }) => y + size > view.top && y < view.top + frame.height);
+  drawLanes(pen, lines, bands.filter((band) => !band.text));
+  for (const band of bands) {
+    const y = yOf(band);
+    if (band.text) {
+      write(pen, band.text, 16, y + HEADING / 2 + 1, page.ink.ink, 12, "left");
+      continue;
+    }
+    const { compute, all, curve } = placed.parts;
+    // Where lanes are thin, not each is named.
+    if (band.rank % Math.ceil(11 / all) === 0) {
+      write(pen, `${all > 11 ? "rank " : ""}${band.rank}`, GUTTER - 6, y + compute / 2, page.ink.ink);
+    }
+    if (compute >= 9) drawLabels(pen, lines[band.at], band.rank, y);
+    if (curve) drawMemory(pen, lines[band.at].memory, band.rank, y + all - placed.parts.gap);
+  }
+  if (shown.critical) inPlot(pen, () => lines.forEach((line, at) => drawCritical(pen, line, at)));
+  drawAxis(pen, lines);
+}
+
+function drawLanes(pen, lines, rows) {
+  const ratio = devicePixelRatio;
+  const width = Math.round(frame.width * ratio);
+  const scale = width / (view.to - view.from);
+  const lanes = shown.transfers ? LANES : [COMPUTE];
+  frame.drawn = 0;
+  pad.width = width;
+  pad.height = rows.length * lanes.length || 1;
+  const image = new ImageData(width, pad.height);
+  const all = new Uint32Array(image.data.buffer);
+  rows.forEach(({ at, rank }, row) => {
+    const line = lines[at];
+    for (const lane of lanes) {
+      const pixels = all.subarray((row * lanes.length + lane) * width).subarray(0, width);
+      const within = (ticks) => Math.max(0, Math.round((ticks - view.from) * scale));
+      pixels.fill(colours.idle, within(0), within(line.ticks));
+      if (lane === COMPUTE && shown.causes) {
+        rasterise(line.idle.lanes[rank], scale, pixels, (idle) => colours.causes[line.idle.cause[idle]]);
+      }
+      frame.drawn += rasterise(line.lanes[rank][lane], scale, pixels, (place) =>
+        (shown.critical && !line.critical[place] ? colours.pale : colours.areas)[line.style[place]]);
+    }
+  });
+  pad.getContext("2d").putImageData(image, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  rows.forEach((band, row) => {
+    for (const lane of lanes) {
+      const [y, height] = laneBox(lane);
+      const top = Math.round((yOf(band) + y) * ratio) / ratio;
+      pen.drawImage(pad, 0, row * lanes.length + lane, width, 1, frame.left, top, width / ratio, height);
+    }
+  });
+}
+
+function write(pen, words, x, y, ink, size = 11, align = "right") {
+  pen.font = `${size}px ${FONT}`;
+  pen.fillStyle = ink;
+  pen.textAlign = align;
+  pen.textBaseline = "middle";
+  pen.fillText(words, x, y);
+}
+
+function drawLabels(pen, line, rank, y) {
+  const { compute } = frame.placed.parts;
+  const lane = line.lanes[rank][COMPUTE];
+  const [first, last] = [lane.first(view.from), lane.after(view.to)];
+  if (last - first > frame.width / 6) return;
+  const most = Math.min(13, compute - 2);
+  pen.font = `${most}px ${FONT}`;
+  const wide = (pen.measureText("0").width / most) * 1.05; // of a letter, in its heights
+  for (let i = first; i < last; i++) {
+    // What is cut by an edge keeps its label in sight.
+    const left = Math.max(xOf(lane.start[i]), frame.left);
+    const room = Math.min(xOf(lane.end[i]), frame.left + frame.width) - left;
+    if (room < 14) continue;
+    const words = label(line, lane.id[i]);
+    const size = Math.min(most, (room - 3) / words.length / wide);
+    if (size < 9) continue;
+    const faint = shown.critical && !line.critical[lane.id[i]];
+    const ink = faint ? page.ink.faint : colours.inks[line.style[lane.id[i]]];
+    write(pen, words, left + room / 2, y + compute / 2 + 1, ink, size, "center");
+  }
+}
+
+function drawMemory(pen, memory, rank, base) {
+  const { curve } = frame.placed.parts;
+  const { times, values } = memory.ranks[rank];
+  const right = frame.left + frame.width;
+  pen.beginPath();
+  pen.moveTo(frame.left, base);
+  for (let x = frame.left, last = 0; x < right; x++) {
+    // The most of all that there is within a pixel.
+    const next = bisect(times, timeAt(x + 1));
+    let most = next > last ? 0 : -1;
+    for (let i = Math.max(0, bisect(times, timeAt(x)) - 1); i < next; i++) most = Math.max(most, values[i]);
+    const y = base - (Math.max(0, most) / (memory.peak || 1)) * (curve - 3);
+    pen.lineTo(x, y);
+    pen.lineTo(x + 1, y);
+  }
+  pen.lineTo(right, base);
+  pen.fillStyle = page.ink.memoryFill;
+  pen.fill();
+  pen.strokeStyle = page.ink.memory;
+  pen.lineWidth = 1;
+  pen.stroke();
+  if (curve > 17) write(pen, kept(memory, memory.peak), GUTTER - 6, base - curve + 6, page.ink.memory, 9);
+}
+
+// The middle of the lane of a place.
+function middleOf(at, line, place) {
+  const band = frame.placed.bands.find((each) => each.at === at && each.rank === line.rank[place]);
+  const [y, height] = laneBox(line.lane[place]);
+  return yOf(band) + y + height / 2;
+}
+
+function drawCritical(pen, line, at) {
+  const middle = new Map(); // by rank and lane
+  pen.strokeStyle = page.ink.critical;
+  pen.lineWidth = 2;
+  pen.beginPath();
+  for (let i = Math.max(0, bisect(line.pathStart, view.from) - 2); i < line.path.length; i++) {
+    const place = line.path[i];
+    const lane = line.rank[place] * 5 + line.lane[place];
+    if (!middle.has(lane)) middle.set(lane, middleOf(at, line, place));
+    pen.lineTo(xOf(line.start[place]), middle.get(lane));
+    pen.lineTo(xOf(line.end[place]), middle.get(lane));
+    if (line.start[place] > view.to) break;
+  }
+  pen.stroke();
+}
+
+function inPlot(pen, drawing) {
+  pen.save();
+  pen.beginPath();
+  pen.rect(frame.left, AXIS, frame.width, frame.height);
+  pen.clip();
+  drawing();
+  pen.restore();
+}
+
+function drawAxis(pen, lines) {
+  const right = frame.left + frame.width;
+  const [factor, name] = unitFor((view.to - view.from) * page.tick);
+  const size = page.tick * factor; // of a tick, in the unit of the axis
+  const rough = ((view.to - view.from) * size * 90) / frame.width;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  pen.clearRect(0, 0, right + 8, AXIS);
+  pen.strokeStyle = page.ink.faint;
+  pen.lineWidth = 1;
+  pen.beginPath();
+  for (let i = Math.ceil((view.from * size) / step); i * step <= view.to * size; i++) {
+    const x = xOf((i * step) / size);
+    write(pen, (i * step).toFixed(digits), x, AXIS - 11, page.ink.faint, 11, "center");
+    pen.moveTo(x, AXIS - 4);
+    pen.lineTo(x, AXIS - 1);
+  }
+  pen.stroke();
+  write(pen, `time${name && ` (${name})`}`, frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
+  // Where each timeline ends.
+  inPlot(pen, () => {
+    pen.setLineDash([2, 3]);
+    for (const line of lines) pen.strokeRect(Math.round(xOf(line.ticks)) + 0.5, AXIS, 0, frame.placed.height - view.top);
+  });
+}
+
+// What the pointer is at and what is selected, what they wait for and what waits for them.
+function drawOver(canvas, lines, found) {
+  const pen = penOf(canvas);
+  inPlot(pen, () => {
+    for (const each of [selected, found]) {
+      if (!each || each.place === undefined) continue;
+      const line = lines[each.at];
+      const { place } = each;
+      pen.strokeStyle = pen.fillStyle = page.ink.ink;
+      pen.lineWidth = 1.5;
+      if (shown.dependencies) for (const [from, to] of dependenciesOf(line, place)) drawArrow(pen, each.at, line, from, to);
+      pen.lineWidth = 2;
+      const height = laneBox(line.lane[place])[1];
+      const [left, right] = [xOf(line.start[place]), xOf(line.end[place])];
+      pen.strokeRect(left - 1, middleOf(each.at, line, place) - height / 2 - 1, Math.max(2, right - left) + 2, height + 2);
+    }
+  });
+}
+
+// [maker, user] pairs of places: back to the compute that makes what this one needs, and forth to
+// the compute that needs what it makes.
+function dependenciesOf(line, place) {
+  const pairs = [];
+  const { first, next } = usersOf(line);
+  const alone = line.lane[place] !== COMPUTE;
+  for (const part of alone ? [place] : entryOf(line, place)) {
+    for (let to = part, from; (from = line.before[to]) >= 0; to = from) {
+      pairs.push([from, to]);
+      if (line.lane[from] === COMPUTE) break;
+    }
+    for (const ahead = [part]; ahead.length; ) {
+      const from = ahead.pop();
+      for (let user = first[from]; user >= 0; user = next[user]) {
+        pairs.push([from, user]);
+        if (line.lane[user] !== COMPUTE) ahead.push(user);
+      }
+    }
+  }
+  return pairs.filter(([from, to]) => line.known[from] && line.known[to]);
+}
+
+function drawArrow(pen, at, line, from, to) {
+  const sent = line.lane[to] >= IN; // the two ends of a transfer go side by side
+  const [x0, y0] = [xOf(sent ? line.start[from] : line.end[from]), middleOf(at, line, from)];
+  const [x1, y1] = [xOf(line.start[to]), middleOf(at, line, to)];
+  pen.beginPath();
+  pen.moveTo(x0, y0);
+  pen.lineTo(x1, y1);
+  pen.stroke();
+  if (line.lane[to] !== COMPUTE) return;
+  const angle = Math.atan2(y1 - y0, x1 - x0);
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  for (const turn of [-0.4, 0.4]) pen.lineTo(x1 - 8 * Math.cos(angle + turn), y1 - 8 * Math.sin(angle + turn));
+  pen.fill();
+}

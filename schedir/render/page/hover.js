@@ -1,0 +1,53 @@
+// What is under the pointer, and the box that tells of it.
+
+const NEAR = 3; // pixels that the pointer may be off what is too narrow to be hit
+
+// {at, place} of an action, {at, idle} of an idle time, or null; x and y as of the canvas.
+function under(lines, x, y) {
+  const depth = y - AXIS + view.top;
+  const { bands, parts } = frame.placed;
+  const band = bands.find((each) => !each.text && depth >= each.y && depth < each.y + parts.all);
+  if (!band || y < AXIS || x < frame.left) return null;
+  const line = lines[band.at];
+  const lane = LANES.findLast((each) => depth - band.y >= laneBox(each)[0] && (shown.transfers || !each));
+  const place = nearest(line.lanes[band.rank][lane], timeAt(x));
+  if (place >= 0) return { at: band.at, place };
+  const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], timeAt(x));
+  return idle < 0 ? null : { at: band.at, idle };
+}
+
+// What lasts at `time`, or is so narrow that it is hard to hit and near; -1 for nothing.
+function nearest(lane, time) {
+  const pixel = (view.to - view.from) / frame.width;
+  let best = -1;
+  let least = NEAR;
+  for (let i = lane.after(time + NEAR * pixel) - 1; i >= 0 && lane.reach[i] >= time - NEAR * pixel; i--) {
+    const narrow = lane.end[i] - lane.start[i] < 2 * pixel;
+    const off = Math.max(lane.start[i] - time, time - lane.end[i], 0) / pixel;
+    // What is narrow comes before the wide one that it lies on.
+    const score = narrow ? off - 1 : off ? NEAR : -0.5;
+    if (score < least) (least = score), (best = lane.id[i]);
+  }
+  return best;
+}
+
+function tell(box, lines, found, x, y) {
+  box.hidden = !found;
+  if (!found) return;
+  const line = lines[found.at];
+  const idle = found.place === undefined;
+  const heading = idle ? "idle" : token(line, found.place);
+  box.replaceChildren(element("strong", lines.length > 1 ? `${heading} · ${line.label}` : heading), element("dl"));
+  const rows = idle ? aboutIdle(line, found.idle) : about(lines, found.at, found.place);
+  for (const [name, value] of rows) box.lastChild.append(element("dt", name), element("dd", value));
+  const { clientWidth, clientHeight } = box.parentElement;
+  const left = x + 16 + box.offsetWidth > clientWidth ? x - 12 - box.offsetWidth : x + 16;
+  box.style.left = `${Math.max(4, left)}px`;
+  box.style.top = `${Math.max(4, Math.min(y + 14, clientHeight - box.offsetHeight - 4))}px`;
+}
+
+function element(name, words = "") {
+  const made = document.createElement(name);
+  made.textContent = words;
+  return made;
+}

@@ -1,0 +1,46 @@
+// Where every lane is: rows of ranks, one below the other, in pixels from the top of the first.
+
+const HEADING = 22;
+// A rank's compute, its sends of activations and of gradients, and, from IN on, its receives.
+const LANES = [0, 1, 2, 3, 4], COMPUTE = 0, IN = 3;
+
+// The heights of the parts of a rank's row, given that of its compute lane.
+function heights(compute) {
+  const strip = shown.transfers ? Math.max(1, Math.round(compute / 10)) : 0;
+  const curve = shown.memory ? Math.max(14, Math.round(compute * 0.8)) : 0;
+  const gap = Math.max(1, Math.round(compute / 6));
+  return { compute, strip, curve, gap, all: compute + 4 * strip + curve + gap };
+}
+
+// {bands, height, parts}: a band is a heading or the row of a rank of one of the timelines.
+function layout(lines, room) {
+  const ranks = lines.reduce((sum, line) => sum + line.ranks, 0);
+  const several = lines.length > 1;
+  let compute = view.height || 48;
+  while (!view.height && compute > 5 && ranks * heights(compute).all + 60 * several > room) compute--;
+  const parts = heights(compute);
+  const bands = [];
+  let height = 0;
+  const add = (band, size) => {
+    bands.push({ ...band, y: height });
+    height += size;
+  };
+  const row = (at, rank) => rank < lines[at].ranks && add({ at, rank }, parts.all);
+  const most = Math.max(...lines.map((line) => line.ranks));
+  if (shown.paired) {
+    add({ text: lines.map((line) => line.label).join(", and below it ") }, HEADING);
+    for (let rank = 0; rank < most; rank++, height += parts.gap) lines.forEach((_, at) => row(at, rank));
+  } else {
+    lines.forEach((line, at) => {
+      if (several) add({ text: `${line.label}: ${line.says}` }, HEADING);
+      for (let rank = 0; rank < line.ranks; rank++) row(at, rank);
+    });
+  }
+  return { bands, height, parts };
+}
+
+// The top and the height of a lane in a row.
+function laneBox(lane) {
+  const { compute, strip } = frame.placed.parts;
+  return lane === COMPUTE || !strip ? [0, compute] : [compute + (lane - 1) * strip, strip];
+}

@@ -1,0 +1,82 @@
+// Numbers, times and actions in words.
+
+const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+
+const short = (value, digits = 9) => String(Number(value.toPrecision(digits)));
+
+// The unit that so much of the page's own is best told in: how many of these one is, and its name.
+function unitFor(value) {
+  const seconds = { s: 1, ms: 1e-3, us: 1e-6 }[page.unit];
+  if (!seconds) return [1, ""];
+  const [size, name] = UNITS.find(([size]) => Math.abs(value) * seconds >= size) || UNITS[3];
+  return [seconds / size, name];
+}
+
+function time(ticks) {
+  const [factor, name] = unitFor(ticks * page.tick);
+  return short(ticks * page.tick * factor) + (name && ` ${name}`);
+}
+
+function kept(memory, value) {
+  if (!memory.bytes) return `${value} alive`;
+  const power = Math.min(5, Math.max(0, Math.floor(Math.log2(value || 1) / 10)));
+  return `${short(value / 1024 ** power, 4)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][power]}`;
+}
+
+function token(line, place) {
+  const { kind, stage, microbatch, version } = line;
+  const which = microbatch[place] < 0 ? "" : microbatch[place];
+  const at = version[place] < 0 ? "" : `@${version[place]}`;
+  return stage[place] + page.kinds[kind[place]].token + which + at;
+}
+
+// The places of an entry: one, or those of a pair or batch.
+function entryOf(line, place) {
+  while (line.joined[place]) place--;
+  const places = [place];
+  while (line.joined[++place]) places.push(place);
+  return places;
+}
+
+// What stands in a cell: the stage only where a rank has several.
+function label(line, place) {
+  const { token } = page.kinds[line.kind[place]];
+  if (line.microbatch[place] < 0) return token[0] === "O" ? "*" : token;
+  const own = `${line.several ? line.stage[place] : ""}${token}${line.microbatch[place]}`;
+  return line.joined[place + 1] ? `${own};${label(line, place + 1)}` : own;
+}
+
+// [name, value] for each thing to be told of an action.
+function about(lines, at, place) {
+  const line = lines[at];
+  const { start, end, microbatch } = line;
+  const whose = microbatch[place] < 0 ? "" : `, microbatch ${microbatch[place]}`;
+  const rows = [["", `${page.kinds[line.kind[place]].word}, stage ${line.stage[place]}${whose}`]];
+  const say = (name, value) => rows.push([name, value]);
+  const entry = entryOf(line, place);
+  if (entry.length > 1) say("together", entry.map((part) => token(line, part)).join(" "));
+  say("place", `rank ${line.rank[place]} #${line.index[place]}`);
+  say("start", time(start[place]));
+  say("end", time(end[place]));
+  const lasts = end[place] - start[place];
+  say("duration", time(lasts));
+  const other = lines[1 - at];
+  if (page.alike && other && other.known[place]) {
+    const theirs = other.end[place] - other.start[place];
+    const more = theirs ? short((100 * (lasts - theirs)) / theirs, 3) : "?";
+    say(other.label, `${time(theirs)} from ${time(other.start[place])}; here ${more} % longer`);
+  }
+  if (line.source && line.source[place]) say("source", line.sources[line.source[place] - 1]);
+  for (const idle of line.idle.before.get(entry[0]) || []) say("idle before", aboutIdle(line, idle).flat().join(" "));
+  return rows;
+}
+
+// The same of an idle time.
+function aboutIdle(line, idle) {
+  const { starts, ends, cause, blamed, transfer } = line.idle;
+  const rows = [["", `${time(ends[idle] - starts[idle])}, ${page.causes[cause[idle]].word}`]];
+  const named = (place) => `${token(line, place)} on rank ${line.rank[place]}`;
+  if (blamed[idle] >= 0) rows.push(["for", named(blamed[idle])]);
+  if (transfer[idle] >= 0 && transfer[idle] !== blamed[idle]) rows.push(["through", named(transfer[idle])]);
+  return rows;
+}

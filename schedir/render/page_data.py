@@ -1,0 +1,166 @@
+"""What a page's script has to know of timelines: their numbers in columns, the rest as JSON.
+
+Data go one way, from the timeline to columns (`packed`) to the page, and nothing is worked out
+twice: the script draws, and looks up what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from schedir.ir import COMPUTE, KINDS, Kind
+from schedir.render import palette
+from schedir.render.captions import captions
+from schedir.render.cells import Labels
+from schedir.render.packed import Stream, Ticks, put_idle, put_timeline, ticks_for
+from schedir.render.palette import picture_fill
+from schedir.render.styled import number
+from schedir.simulator import CAUSES, Cause, Timeline, Unit, in_unit
+
+CAUSE_WORDS: dict[Cause, str] = {
+    Cause.SLOWER: "slower stage",
+    Cause.WARMUP: "warm-up",
+    Cause.DRAIN: "drain",
+    Cause.DATA: "waiting for data",
+    Cause.COMMUNICATION: "communication",
+    Cause.COLLECTIVE: "sum of gradients",
+    Cause.OVERHEAD: "overhead",
+    Cause.UNKNOWN: "not known why",
+    Cause.DONE: "nothing left to do",
+}
+"""Why a rank is idle, in words."""
+
+_LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
+"""The lanes of a rank below that of its compute: these can go on at once."""
+_PAYLOAD_OF = {
+    Kind.SEND_ACT: Kind.FORWARD,
+    Kind.RECV_ACT: Kind.FORWARD,
+    Kind.SEND_GRAD: Kind.BACKWARD,
+    Kind.RECV_GRAD: Kind.BACKWARD,
+}
+"""A transfer has the colour of what makes its payload."""
+_NO_COMPUTE = tuple(kind for kind in KINDS if kind not in COMPUTE)
+
+
+@attrs.frozen
+class Part:
+    """One of the timelines of a page, in the page's unit of time, and what it is called."""
+
+    timeline: Timeline
+    label: str
+
+    @property
+    def says(self) -> str:
+        """What it costs, in a few words."""
+        bubble = f"bubble {self.timeline.bubble_fraction:.1%}"
+        return f"makespan {duration(self.timeline.makespan, self.timeline.unit)}, {bubble}"
+
+
+def duration(time: float, unit: Unit | None) -> str:
+    """A time with its unit, where that is known the one that makes it a number above 1."""
+    if unit is None:
+        return number(time)
+    finer = {"s": ("ms", 1e3), "ms": ("µs", 1e3)}
+    name: str = "µs" if unit == "us" else unit
+    while time < 1 and name in finer:
+        name, factor = finer[name]
+        time *= factor
+    return f"{number(time)} {name}"
+
+
+def parts_of(timeline: Timeline, against: Timeline | None) -> list[Part]:
+    """The timelines from the top of the page: what was simulated before what was measured."""
+    lines = [timeline] if against is None else [timeline, against]
+    lines.sort(key=lambda line: line.measured is not None)
+    labels = captions(lines[0], lines[1] if len(lines) > 1 else None)
+    unit = next((line.unit for line in lines if line.unit), None)
+    return [
+        Part(in_unit(line, unit) if unit else line, label)
+        for line, label in zip(lines, labels, strict=True)
+    ]
+
+
+def shown_at_first(parts: Sequence[Part], memory: bool) -> dict[str, bool]:
+    """What there is to be ticked on a page, and whether it is when the page opens."""
+    lines = [part.timeline for part in parts]
+    shown = {"dependencies": True, "critical": False, "causes": False}
+    if any(line.schedule.columns.is_kind(*_NO_COMPUTE).any() for line in lines):
+        # Transfers that take no time are but marks.
+        shown["transfers"] = any(_lasting(line) for line in lines)
+    if len(parts) > 1:
+        shown["paired"] = False
+    return shown
+
+
+def _lasting(timeline: Timeline) -> bool:
+    durations = timeline.ends - timeline.starts
+    return bool((durations[timeline.schedule.columns.is_kind(*_NO_COMPUTE)] > 0).any())
+
+
+def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any]:
+    """All that the script needs, for JSON."""
+    lines = [part.timeline for part in parts]
+    ticks = ticks_for(lines)
+    stream = Stream()
+    several = Labels.of_schedules(line.schedule for line in lines).several
+    timelines = [_put(stream, part, ticks, several) for part in parts]
+    return {
+        "tick": ticks.size,
+        "unit": lines[0].unit,
+        "longest": max(1, *(line["ticks"] for line in timelines)),
+        "alike": len({line.schedule.columns for line in lines}) == 1,
+        "kinds": [_kind(kind) for kind in KINDS],
+        "pair": tuple(palette.PAIR_FILL),
+        "causes": [
+            {"word": CAUSE_WORDS[cause], "fill": palette.CAUSE_FILLS[cause]} for cause in CAUSES
+        ],
+        "ink": {
+            "paper": palette.PAPER,
+            "ink": palette.INK,
+            "faint": palette.FAINT_INK,
+            "idle": palette.IDLE_FILL,
+            "critical": palette.CRITICAL_LINE,
+            "memory": palette.MEMORY_LINE,
+            "memoryFill": palette.MEMORY_FILL,
+        },
+        "shown": shown,
+        "timelines": timelines,
+        "columns": stream.text(),
+    }
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    fills = [picture_fill(_PAYLOAD_OF.get(kind, kind), chunk) for chunk in range(4)]
+    if kind is Kind.OPTIM_STEP:
+        fills = [palette.Fill(palette.STEP_FILL, palette.PAPER)] * 4
+    return {
+        "token": kind.value,
+        "word": kind.traits.word,
+        "lane": 0 if kind in COMPUTE else 1 + (_LANES.index(kind) if kind in _LANES else 0),
+        "fills": [tuple(fill) for fill in fills],
+    }
+
+
+def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, Any]:
+    """Write a timeline's columns to the stream; what the script reads them by."""
+    timeline, schedule = part.timeline, part.timeline.schedule
+    put_timeline(stream, timeline, ticks)
+    put_idle(stream, timeline.idle_columns, ticks)
+    path = np.array(timeline.critical_path, np.int64)
+    stream.put(np.diff(path, prepend=0))
+    sources = schedule.sources
+    return {
+        "label": part.label,
+        "says": part.says,
+        "starts": schedule.columns.starts.tolist(),
+        "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
+        "several": several,
+        "ticks": int(ticks.of(np.array(timeline.makespan))),
+        "sources": [f"{line.file}:{line.line}" for line in sources.lines] if sources else [],
+        "idle": timeline.idle_columns.bounds.tolist(),
+        "path": len(path),
+    }

@@ -1,0 +1,27 @@
+"""A real browser: the Chromium of the system, without a window."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium, for all tests of a process; ended with them."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: `apt-get install chromium` has one")
+    with sync_playwright() as driver:
+        # Without a sandbox, which needs rights that a container lacks: it opens our own page alone.
+        chromium = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=30_000
+        )
+        try:
+            yield chromium
+        finally:
+            chromium.close()

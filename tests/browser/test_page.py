@@ -1,0 +1,372 @@
+"""The HTML page of a timeline, in a real browser: what it draws, says and answers to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from playwright.sync_api import Browser
+
+import schedir
+from schedir import CostModel, Schedule, Timeline
+from schedir.ir import COMPUTE, Kind
+from schedir.render.html import MOST_SCRIPT, html_page, script
+from schedir.render.packed import data_before
+from schedir.render.palette import IDLE_FILL, PAIR_FILL, STEP_FILL, picture_fill
+from schedir.simulator import Measured
+from tests.browser.opened import WIDTH, opened
+
+pytestmark = pytest.mark.timeout(60)
+
+COSTS = CostModel(optim_step=0.5, latency=0.25)
+PAIRS = Schedule.of(
+    "pairs",
+    [0, 1],
+    [
+        "0F0 0F1 (0SEND_ACT0;0SEND_ACT1) 0RECV_GRAD0 (0F2;0B0) 0SEND_ACT2 0RECV_GRAD1 0B1"
+        " 0RECV_GRAD2 0B2",
+        "(1RECV_ACT0;1RECV_ACT1) 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1RECV_ACT2 1F2 1B2"
+        " 1SEND_GRAD2",
+    ],
+)
+UNKNOWN = np.full(len(PAIRS.columns), np.nan)
+
+
+def simulated(name: str = "1f1b", costs: CostModel = COSTS, **shape: int) -> Timeline:
+    return schedir.simulate(schedir.build(name, **{"ranks": 4, "microbatches": 8, **shape}), costs)
+
+
+def perturbed(line: Timeline, seed: int = 0) -> Timeline:
+    """As if measured: every compute action takes its own time, and some are not known."""
+    columns, chance = line.schedule.columns, np.random.default_rng(seed)
+    durations = {
+        columns.position(place): float(chance.lognormal(0, 0.2)) * 1e-3
+        for place in columns.where(*COMPUTE).tolist()
+    }
+    costs = CostModel(latency=1e-4, unit="s")
+    again = schedir.simulate(line.schedule, costs, durations=durations)
+    starts = np.where(chance.random(len(columns)) < 0.02, np.nan, again.starts)
+    return attrs.evolve(again, starts=starts, measured=Measured(step=3, clock_error=1e-5))
+
+
+TIMELINES: dict[str, Callable[[], Timeline]] = {
+    "whole numbers": lambda: simulated(costs=CostModel()),
+    "fractions": simulated,
+    "interleaved": lambda: simulated("interleaved-1f1b", chunks=3, microbatches=12),
+    "versions": lambda: simulated("pipedream"),
+    "measured": lambda: perturbed(simulated("interleaved-1f1b", chunks=2)),
+    "pairs and batches": lambda: schedir.simulate(PAIRS, COSTS),
+    "one rank": lambda: simulated(ranks=1),
+    "nothing known": lambda: Timeline(PAIRS, UNKNOWN, UNKNOWN),
+    "all free": lambda: simulated(costs=CostModel(forward=0, backward=0)),
+}
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_the_page_reads_what_the_timeline_holds(
+    name: str, browser: Browser, tmp_path: Path
+) -> None:
+    line = TIMELINES[name]()
+    columns = line.schedule.columns
+    with opened(browser, tmp_path, line) as it:
+        read = it.ask(
+            """(() => {
+                const line = schedir.lines[0], all = [...line.kind.keys()];
+                const time = (ticks, place) => line.known[place] ? ticks * page.tick : null;
+                const times = (of) => all.map((place) => time(line[of][place], place));
+                return {
+                    tokens: all.map((place) => token(line, place)),
+                    starts: times("start"), ends: times("end"),
+                    before: [...line.before], index: [...line.index],
+                };
+            })()"""
+        )
+    assert read["tokens"] == [str(columns.action(place)) for place in range(len(columns))]
+    assert read["before"] == data_before(line.schedule).tolist()
+    assert read["index"] == [columns.position(place)[1] for place in range(len(columns))]
+    known = ~np.isnan(line.starts + line.ends)
+    for told, times in ((read["starts"], line.starts), (read["ends"], line.ends)):
+        assert [t is not None for t in told] == known.tolist()
+        told = np.array([t for t in told if t is not None])
+        assert told == pytest.approx(times[known], rel=0, abs=3e-9 * line.makespan)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("name", ["fractions", "interleaved", "pairs and batches"])
+def test_every_action_is_drawn_where_it_is(
+    name: str, ratio: float, browser: Browser, tmp_path: Path
+) -> None:
+    line = TIMELINES[name]()
+    columns = line.schedule.columns
+    chunk = {
+        (rank, stage): turn
+        for rank in range(line.schedule.ranks)
+        for turn, stage in enumerate(line.schedule.stages_of(rank))
+    }
+    wanted = []
+    for place in range(len(columns)):
+        kind, rank = columns.action(place).kind, columns.position(place)[0]
+        payload = {"ACT": Kind.FORWARD, "GRAD": Kind.BACKWARD}.get(kind.value.split("_")[-1], kind)
+        fill = picture_fill(payload, chunk[rank, int(columns.stage[place])]).area
+        if kind is Kind.OPTIM_STEP:
+            fill = STEP_FILL
+        elif kind in COMPUTE and columns.shared[place]:
+            fill = PAIR_FILL.area
+        wanted.append(fill)
+    with opened(browser, tmp_path, line, ratio=ratio) as it:
+        drawn = len(columns) - int((columns.joined & columns.is_kind(*COMPUTE)).sum())
+        assert it.ask("schedir.frame.drawn") == drawn
+        # A label stands in the middle of a cell: above it there is the colour alone.
+        spots = []
+        for place in range(len(columns)):
+            x, y = it.spot(0, place)
+            height = it.ask("laneBox(schedir.lines[0].lane[given[0]])[1]", place)
+            spots.append((x, y - height / 2 + min(3, height / 2)))
+        assert it.pixels(spots) == wanted
+
+
+def test_idle_time_is_seen_as_such_when_all_is_on_a_few_pixels(
+    browser: Browser, tmp_path: Path
+) -> None:
+    # Rank 0 waits from 4 to 11 of 36; far more actions than pixels make no difference.
+    line = simulated(microbatches=8, costs=CostModel())
+    many = simulated(microbatches=3000, costs=CostModel())
+    with opened(browser, tmp_path, line) as it:
+        x, y = it.spot(0, line.schedule.columns.place(0, 0))
+        (_, until), width = it.span, it.ask("schedir.frame.width")
+        assert it.pixels([(x + 6 * width / until, y)]) == [IDLE_FILL]
+    with opened(browser, tmp_path, many) as it:
+        _, y = it.spot(0, 0)
+        row = it.pixels([(x, y) for x in range(80, WIDTH - 20)])
+        # F and B take turns, three to a pixel: what is seen is the longer one.
+        assert row.count(picture_fill(Kind.BACKWARD).area) > 0.9 * len(row)
+
+
+@pytest.mark.parametrize("name", ["fractions", "measured", "interleaved"])
+def test_the_pointer_finds_what_is_under_it(name: str, browser: Browser, tmp_path: Path) -> None:
+    line = TIMELINES[name]()
+    spans, computes = line.spans, line.schedule.columns.where(*COMPUTE)
+    chance = random.Random(0)
+    with opened(browser, tmp_path, line) as it:
+        for _zoomed in range(3):
+            low, high = (ticks * it.ask("page.tick") for ticks in it.span)
+            margin = 3 * (high - low) / it.ask("schedir.frame.width")
+            for _ in range(100):
+                rank, time = chance.randrange(line.schedule.ranks), chance.uniform(low, high)
+                wanted = [
+                    str(s.action)
+                    for s in spans[rank]
+                    if s.action.kind in COMPUTE and s.start + margin < time < s.end - margin
+                ]
+                near = any(
+                    abs(time - edge) <= margin
+                    for s in spans[rank]
+                    if s.action.kind in COMPUTE
+                    for edge in (s.start, s.end)
+                )
+                if near:
+                    continue
+                first = int(computes[line.schedule.columns.rank[computes] == rank][0])
+                found = it.ask(
+                    """(() => {
+                        const [first, time] = given, line = schedir.lines[0];
+                        const y = schedir.middleOf(0, line, first);
+                        const found = schedir.under(schedir.xOf(time / page.tick), y);
+                        return found && found.place !== undefined ? token(line, found.place) : null;
+                    })()""",
+                    first,
+                    time,
+                )
+                assert found == (wanted[0] if wanted else None)
+            it.press("w")
+
+
+def test_the_box_tells_of_an_action(browser: Browser, tmp_path: Path) -> None:
+    line = simulated()
+    place = line.schedule.dataflow.of(Kind.BACKWARD)[2, 3]
+    rank, index = line.schedule.columns.position(int(place))
+    span = next(s for s in line.spans[rank] if s.index == index)
+    source = line.schedule.source_of(rank, index)
+    assert source is not None
+    with opened(browser, tmp_path, line) as it:
+        it.page.mouse.move(*it.spot(0, int(place)))
+        said = it.box()
+        assert said.startswith("2B3\nbackward, stage 2, microbatch 3\n")
+        for words in (
+            f"rank {rank} #{index}",
+            f"start\n{span.start:g}\nend\n{span.end:g}\nduration\n2\n",
+            f"{source.file}:{source.line}",
+        ):
+            assert words in said
+        it.page.mouse.move(5, 5)
+        assert not it.box()
+
+
+def test_arrows_lead_to_what_an_action_waits_for(browser: Browser, tmp_path: Path) -> None:
+    line = simulated()
+    flow = line.schedule.dataflow
+    with opened(browser, tmp_path, line) as it:
+        pairs = it.ask(
+            "dependenciesOf(schedir.lines[0], given[0])", int(flow.of(Kind.FORWARD)[1, 2])
+        )
+        tokens = [[str(line.schedule.columns.action(p)) for p in pair] for pair in pairs]
+        assert tokens == [
+            ["1RECV_ACT2", "1F2"], ["0SEND_ACT2", "1RECV_ACT2"], ["0F2", "0SEND_ACT2"],
+            ["1F2", "1SEND_ACT2"], ["1SEND_ACT2", "2RECV_ACT2"], ["2RECV_ACT2", "2F2"],
+        ]  # fmt: skip
+
+
+def test_keys_wheel_and_mouse_zoom_and_pan(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, tmp_path, simulated()) as it:
+        everything = it.span
+
+        def width() -> float:
+            start, end = it.span
+            return end - start
+
+        full = width()
+        it.press("w")
+        assert width() == pytest.approx(0.7 * full)
+        start, end = it.span
+        it.press("d")
+        assert it.span == pytest.approx((start + 0.15 * width(), end + 0.15 * width()))
+        it.press("a")
+        assert it.span == pytest.approx((start, end))
+        it.press("s")
+        assert it.span == pytest.approx(everything)
+        it.press("s")  # there is no more to be seen
+        assert it.span == pytest.approx(everything)
+
+        # The wheel zooms where the pointer is.
+        x, y = it.spot(0, 40)
+        it.page.mouse.move(x, y)
+        it.page.mouse.wheel(0, -400)
+        it.settle()
+        assert width() < 0.5 * full
+        assert it.spot(0, 40) == pytest.approx((x, y), abs=1)
+        it.page.mouse.wheel(100, 0)  # two fingers on a touchpad
+        it.settle()
+        assert it.spot(0, 40)[0] == pytest.approx(x - 100, abs=1)
+        it.page.mouse.down()
+        it.page.mouse.move(x + 70, y, steps=3)
+        it.page.mouse.up()
+        it.settle()
+        assert it.spot(0, 40)[0] == pytest.approx(x - 30, abs=1)
+        it.press("f")
+        assert it.span == pytest.approx(everything, rel=0.05)
+
+
+def test_the_address_keeps_the_view(browser: Browser, tmp_path: Path) -> None:
+    line = simulated("interleaved-1f1b", ranks=16, chunks=2, microbatches=32)
+    with opened(browser, tmp_path, line) as it:
+        assert it.ask("location.hash") == ""
+        for key in "wwdeeee":
+            it.press(key)
+        it.press("PageDown")
+        it.press("PageDown")
+        it.page.locator("[data-shows=transfers]").uncheck()
+        it.settle()
+        lane = "schedir.lines[0].lanes[15][0]"
+        seen_there = it.ask(f"{lane}.id[{lane}.after((schedir.view.from + schedir.view.to) / 2)]")
+        it.page.mouse.click(*it.spot(0, seen_there))
+        it.settle()
+        seen = it.ask("[schedir.view, schedir.shown, selected]")
+        address = it.ask("location.hash")
+        assert [word.split("=")[0] for word in address[1:].split("&")] == [
+            "t",
+            "y",
+            "h",
+            "off",
+            "sel",
+        ]
+    with opened(browser, tmp_path, line, fragment=address) as it:
+        again = it.ask("[schedir.view, schedir.shown, selected]")
+        assert again[1:] == seen[1:]
+        assert again[0] == pytest.approx(seen[0], rel=1e-6)
+        # The address may be changed by hand, and the history be gone through.
+        it.ask("location.hash = 't=10..20'")
+        it.until("Math.abs(schedir.view.to * page.tick - 20) < 1e-6")
+        it.page.go_back()
+        it.settle()
+        assert it.ask("location.hash") == address
+    with opened(browser, tmp_path, line, fragment="#t=x..&y=-3&h=1e99&on=nothing&sel=7.7") as it:
+        it.settle()
+        assert it.ask("schedir.view.from < 0 && selected === null")
+
+
+def test_two_timelines_have_one_axis(browser: Browser, tmp_path: Path) -> None:
+    measured = perturbed(simulated("interleaved-1f1b", chunks=2))
+    milliseconds = CostModel(forward=1, backward=2, latency=0.1, unit="ms")
+    predicted = schedir.simulate(measured.schedule, milliseconds)
+    with opened(browser, tmp_path, measured, predicted) as it:
+        labels = it.ask("schedir.frame.placed.bands.filter(b => b.text).map(b => b.text)")
+        assert [label.split(":")[0] for label in labels] == ["predicted", "measured, step 3"]
+        rows = it.ask("schedir.frame.placed.bands.filter(b => !b.text).map(b => [b.at, b.rank])")
+        assert rows == [[at, rank] for at in (0, 1) for rank in range(4)]
+        # The same action of both: as far from the left as its time says, one below the other.
+        place = int(measured.schedule.dataflow.of(Kind.BACKWARD)[1, 5])
+        (x0, y0), (x1, y1) = it.spot(0, place), it.spot(1, place)
+        middle = (predicted.starts[place] + predicted.ends[place]) / 2e3
+        theirs = (measured.starts[place] + measured.ends[place]) / 2
+        edge, scale = it.ask(
+            "[schedir.xOf(0), schedir.frame.width / (schedir.view.to - schedir.view.from)]"
+        )
+        tick = it.ask("page.tick") * 1e-3  # the page is in milliseconds
+        assert x0 - edge == pytest.approx(middle / tick * scale, abs=0.1)
+        assert x1 - edge == pytest.approx(theirs / tick * scale, abs=0.1)
+        assert y1 > y0
+        it.page.mouse.move(x0, y0)
+        assert "measured, step 3\n" in it.box()
+        it.page.locator("[data-shows=paired]").check()
+        it.settle()
+        rows = it.ask("schedir.frame.placed.bands.filter(b => !b.text).map(b => [b.at, b.rank])")
+        assert rows == [[at, rank] for rank in range(4) for at in (0, 1)]
+
+
+def test_the_arrow_keys_go_from_action_to_action(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, tmp_path, simulated()) as it:
+        for key, token in [
+            ("ArrowRight", "0F0"), ("ArrowRight", "0F1"), ("ArrowDown", "1F0"),
+            ("ArrowUp", "0F1"), ("ArrowLeft", "0F0"), ("ArrowLeft", "0F0"),
+        ]:  # fmt: skip
+            it.press(key)
+            # What a screen reader says.
+            assert it.page.locator("#said").inner_text().startswith(f"{token} ")
+        it.press("Escape")
+        assert it.ask("selected") is None
+
+
+NASTY = """</script><script>alert(1)</script><b title='"'>&amp;{0}"""
+
+
+def test_names_are_text(browser: Browser, tmp_path: Path) -> None:
+    line = simulated()
+    named = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name=NASTY))
+    other = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name="<i>other"))
+    with opened(browser, tmp_path, named, other) as it:
+        assert it.page.locator("h1").inner_text().startswith(NASTY)
+        assert it.page.title().startswith(NASTY)
+        assert it.page.locator("script").count() == 2
+        assert NASTY in it.ask("schedir.frame.placed.bands[0].text")
+
+
+def test_nothing_is_asked_of_a_network(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, tmp_path, simulated()) as it:
+        it.press("w")
+        assert it.requests == [(tmp_path / "timeline.html").as_uri()]
+        # And nothing could be: the page's own policy is against it.
+        it.ask("fetch('https://example.org/').catch(() => 0)")
+        assert any("Content Security Policy" in error for error in it.errors)
+        it.errors.clear()
+
+
+def test_the_script_and_the_file_are_small() -> None:
+    assert len(script().encode()) <= MOST_SCRIPT
+    line = simulated("interleaved-1f1b", ranks=32, chunks=2, microbatches=264)
+    assert len(line.starts) > 100_000
+    for each in (line, perturbed(line)):
+        assert len(html_page(each).encode()) <= 1_500_000
