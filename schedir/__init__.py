@@ -37,6 +37,7 @@ from schedir.passes import (
     batch_communication,
     insert_communication,
 )
+from schedir.search import Comparison, compare
 from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "CHANNELS",
     "Action",
     "Band",
+    "Comparison",
     "CostModel",
     "Diagnostic",
     "ExecutionError",
@@ -71,6 +73,7 @@ __all__ = [
     "batch_communication",
     "build",
     "check",
+    "compare",
     "dumps",
     "forecast",
     "forward",

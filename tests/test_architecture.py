@@ -22,7 +22,9 @@ FLOORS = (
     {"passes"},
     {"checker"},
     {"simulator"},
-    {"library", "render"},
+    {"library"},
+    {"search"},
+    {"render"},
     {"runtime"},
     {"cli"},
 )

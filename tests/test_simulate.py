@@ -81,6 +81,20 @@ def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
     assert listed.makespan == 12
 
 
+def test_a_receive_in_a_batch_is_posted_with_that() -> None:
+    batched = schedir.loads(
+        LATE.replace("1SEND_GRAD0 1RECV_ACT1", "(1SEND_GRAD0;1RECV_ACT1)").replace(
+            "0SEND_ACT1 0RECV_GRAD0", "(0SEND_ACT1;0RECV_GRAD0)"
+        )
+    )
+    for line in (
+        schedir.simulate(batched, CostModel(latency=1)),
+        schedir.simulate(batched, CostModel(latency=1), receives="listed"),
+    ):
+        assert [(s.start, s.end) for s in line.spans[0][3:5]] == [(5, 6)] * 2
+        assert times(line, 1)[2] == ("1F1", 6, 7)
+
+
 def test_latency_does_not_occupy_the_channel() -> None:
     #   time    0    1    2    3    4    5    6    7    8
     #   rank 0  0F0  0F1

@@ -3,6 +3,7 @@
 from schedir.checker.changes import Batch, Change, LeaveOut, Move, Reorder, changed
 from schedir.checker.deadlock import clean_channels
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
+from schedir.checker.memory import delays
 from schedir.checker.rules import RETIRED, RULES
 from schedir.checker.run import check, prove
 from schedir.ir import CHANNELS
@@ -23,5 +24,6 @@ __all__ = [
     "changed",
     "check",
     "clean_channels",
+    "delays",
     "prove",
 ]

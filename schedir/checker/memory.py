@@ -9,7 +9,7 @@ import numpy as np
 
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.rules import memory as rules
-from schedir.ir import Kind, Schedule, Ties, peak_activations, weight_versions
+from schedir.ir import Ints, Kind, Schedule, Ties, peak_activations, weight_versions
 
 
 @attrs.frozen
@@ -116,11 +116,17 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
             )
 
 
+def delays(schedule: Schedule) -> Ints:
+    """The updates between the version that each gradient is computed at and the one that it is
+    applied to, shape [stages, microbatches]. Expects a sound structure."""
+    flow = schedule.dataflow
+    return flow.steps_before[flow.weight_gradients] - flow.reads
+
+
 def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     """The worst delay of every stage that is above the limit."""
-    flow = schedule.dataflow
+    flow, delay = schedule.dataflow, delays(schedule)
     gradient = flow.weight_gradients
-    delay = flow.steps_before[gradient] - flow.reads
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())
         yield fault(

@@ -26,8 +26,8 @@ def add_target(parser: argparse.ArgumentParser, text: str = TARGET) -> None:
     add_shape(parser)
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the options that shape what a generator yields."""
+def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that shape what a generator yields, in a group that is returned."""
     shape = parser.add_argument_group("shape of the pipeline")
     for option, letter, text in (
         ("ranks", "P", f"number of ranks (default {DEFAULT_RANKS})"),
@@ -43,6 +43,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="set a parameter that the schedule has of its own; repeat for more",
     )
+    return shape
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -64,13 +65,7 @@ def load_target(
     What the options leave open of its ranks and microbatches is as in `shape`. Raises LoadError or
     ParseError.
     """
-    parameters: dict[str, Parameter] = {}
-    for key, value in args.set:
-        if key in _OWN_OPTIONS:
-            raise LoadError(f"{key} is not set with --set: write --{key} {value}")
-        if key in parameters:
-            raise LoadError(f"--set names {key} twice")
-        parameters[key] = value
+    parameters = parameters_of(args)
     # What a user's generator prints is no part of the artefact.
     with redirect_stdout(sys.stderr):
         return load(
@@ -82,6 +77,18 @@ def load_target(
             chunks=args.chunks,
             **parameters,
         )
+
+
+def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
+    """What --set sets. Raises LoadError for what has an option of its own, or is set twice."""
+    parameters: dict[str, Parameter] = {}
+    for key, value in args.set:
+        if key in _OWN_OPTIONS:
+            raise LoadError(f"{key} is not set with --set: write --{key} {value}")
+        if key in parameters:
+            raise LoadError(f"--set names {key} twice")
+        parameters[key] = value
+    return parameters
 
 
 def subject_of(target: str, schedule: Schedule) -> str:

@@ -4,7 +4,7 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 `.sched` or `.csv` file. The built-in ones are loaded exactly as a user's file is.
 """
 
-from schedir.library.authoring import Generator, Parameter, Pipeline, schedule
+from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
 from schedir.library.targets import built_in, find, installed, is_list
 
@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULT_MICROBATCHES",
     "DEFAULT_RANKS",
     "Generator",
+    "GeneratorFunction",
     "Parameter",
     "Pipeline",
     "build",

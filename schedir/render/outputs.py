@@ -12,9 +12,11 @@ import attrs
 
 from schedir.checker import Report
 from schedir.ir import Schedule, dumps, dumps_torch_csv
+from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
 from schedir.render.timeline import timeline_blocks, timeline_json
+from schedir.search import Comparison
 from schedir.simulator import Timeline
 
 
@@ -44,16 +46,16 @@ class Written:
 
 @attrs.frozen(kw_only=True)
 class Output:
-    """A form in which a command writes a schedule, a timeline or a report.
+    """A form in which a command writes a schedule, a timeline, a report or a comparison.
 
     `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
     what it leaves out, with a warning. `extension` is that of the files that it is written to;
     `communication` whether it has the sends and receives, `either` where the user chooses.
     """
 
-    command: Literal["show", "check", "export"]
+    command: Literal["show", "check", "compare", "export"]
     name: str
-    of: Literal["schedule", "timeline", "report"]
+    of: Literal["schedule", "timeline", "report", "comparison"]
     about: str
     write: Callable[[Any, Page], Written]
     cannot_hold: str = ""
@@ -89,6 +91,14 @@ def _report_json(report: Report, page: Page) -> Written:
 
 def _github(report: Report, page: Page) -> Written:
     return Written([Piece(github(report, page.subject))])
+
+
+def _comparison(comparison: Comparison, page: Page) -> Written:
+    return Written(comparison_blocks(comparison, page.width))
+
+
+def _comparison_json(comparison: Comparison, page: Page) -> Written:
+    return Written([Piece(comparison_json(comparison))])
 
 
 def _sched(schedule: Schedule, page: Page) -> Written:
@@ -164,6 +174,20 @@ OUTPUTS = (
         of="report",
         about="annotations for a pull request",
         write=_github,
+    ),
+    Output(
+        command="compare",
+        name="table",
+        of="comparison",
+        about="a row for each schedule, the quickest first",
+        write=_comparison,
+    ),
+    Output(
+        command="compare",
+        name="json",
+        of="comparison",
+        about="the same for a program",
+        write=_comparison_json,
     ),
     Output(
         command="export",

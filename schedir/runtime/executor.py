@@ -47,8 +47,12 @@ class Executor:
     right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
     Of these a rank needs `loss_fn`, `count`, `boundaries` and `recompute` for its own stages only;
-    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, and whether there is an optimizer,
-    are compared.
+    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, `trace`, and whether there is an
+    optimizer, are compared.
+
+    With `trace` every rank records when each entry of its list runs in each call of `step`; see
+    `timelines`. That costs less than a microsecond an action. Of several pipelines the first one's
+    ranks do.
 
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
     position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
@@ -196,10 +200,28 @@ class Executor:
 
     def timelines(self) -> list[Timeline]:
         """When each entry ran in every call of `step` since this was called last: a measured
-        `Timeline` for each, on rank 0; an empty list elsewhere.
+        `Timeline` for each, on rank 0; an empty list elsewhere, and on other pipelines.
 
-        Every rank has to call it, between two steps; its executor was made with `trace=True`. See
-        there for what the times mean.
+        Every rank has to call it, between two steps, of an executor that was made with `trace=True`
+        and is not closed. What it returns is forgotten here. Of many steps the latest are kept:
+        those of some 260,000 actions over all ranks, but 8 at least. A step that has failed has no
+        timeline.
+
+        Times are in seconds from the beginning of the step, when the first entry of any rank
+        starts. Compute starts when what it waits for is there; the parts of an overlapped pair have
+        the same times. A transfer starts when both its ends are posted, and ends when the rank that
+        waits for it finds it there. Where nobody had to wait, nobody saw it arrive, and its end is
+        NaN; so is all of what a step leaves out, as OPTIM_STEPs with `update=False`. Sums of
+        gradients start and end likewise. On a GPU the times are those of the device.
+
+        The clocks of different ranks are read beside each other when the executor is made and
+        whenever this is called, and are taken to drift evenly meanwhile; `measured.clock_error`
+        says by how much, in seconds, two of them may still be apart. `sizes` are the bytes that the
+        first step of its input shape was found to keep, per stage.
+
+        With `in_process` all ranks take turns on one thread: compute takes as long as it does, but
+        when it starts tells of the turns rather than of the schedule, and no transfer is waited
+        for.
 
         Raises ExecutionError where nothing is recorded, or other ranks do not call it in time.
         """

@@ -4,6 +4,7 @@ from schedir.simulator.beside import in_unit, median_step
 from schedir.simulator.costs import CostModel, Sizes, Unit
 from schedir.simulator.forecasting import Band, forecast
 from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
+from schedir.simulator.recut import recut
 from schedir.simulator.run import simulate
 from schedir.simulator.timeline import (
     RankStats,
@@ -31,6 +32,7 @@ __all__ = [
     "in_unit",
     "load_timelines",
     "median_step",
+    "recut",
     "save_timelines",
     "simulate",
 ]

@@ -40,9 +40,11 @@ def overridden(
     longest = np.full(len(priced.takes), -1, times.dtype)
     np.maximum.at(longest, exchanges, by_place[places])
     takes = np.where(longest >= 0, longest, priced.takes)
-    holds = np.minimum(priced.holds, takes)
-    holds[planned.transfers :] = takes[planned.transfers :]
-    return Prices(np.where(own >= 0, whole, priced.compute), takes, holds)
+    return Prices(
+        compute=np.where(own >= 0, whole, priced.compute),
+        takes=takes,
+        holds=np.minimum(priced.holds, takes),
+    )
 
 
 def _heads(given: Schedule, durations: Durations) -> Ints:

@@ -26,6 +26,7 @@ from schedir.simulator import saving
 from schedir.simulator.costs import Sizes, Unit
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, idle_columns
+from schedir.simulator.memory import Held, live_activations, live_bytes
 from schedir.simulator.needs import Needs
 from schedir.simulator.times import Measured, Numbers, numbers
 from schedir.simulator.work import Work, work_of
@@ -50,7 +51,8 @@ class RankStats:
 
     `busy` is the time in compute, `idle` the rest of the makespan, `span` the time from its first
     FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs;
-    `weight_versions` the most versions alive at once in any of its stages, the newest included.
+    `weight_versions` the most versions alive at once in any of its stages, the newest included;
+    `peak_bytes` is the most memory that it holds, None where sizes are not known.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankStats:
     span: float
     peak_activations: int
     weight_versions: int
+    peak_bytes: float | None = None
 
 
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
@@ -149,6 +152,7 @@ class Timeline:
         # The parts of a pair take the same time.
         computes = columns.is_kind(*COMPUTE) & ~columns.joined
         peaks, versions = peak_activations(columns), _peak_versions(self.schedule)
+        held = None if self.sizes is None else self._live_bytes.peaks()
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
             starts, ends = self.starts[begin:end], self.ends[begin:end]
@@ -163,6 +167,7 @@ class Timeline:
                     span=until - since,
                     peak_activations=peaks[rank][0],
                     weight_versions=versions.get(rank, 1),
+                    peak_bytes=held[rank] if held else None,
                 )
             )
         return tuple(found)
@@ -174,6 +179,31 @@ class Timeline:
     @cached_property
     def _needs(self) -> Needs:
         return Needs(self.schedule, self.starts, self.ends)
+
+    @cached_property
+    def _live_activations(self) -> Held:
+        return live_activations(self.schedule.columns)
+
+    @cached_property
+    def _live_bytes(self) -> Held:
+        if self.sizes is None:
+            raise ValueError("the timeline has no sizes, so its bytes are not known")
+        return live_bytes(self.schedule, self.sizes, self._needs)
+
+    def live(self, rank: int) -> tuple[Numbers, Numbers]:
+        """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
+
+        Of two arrays of one shape; the times ascend, from 0, and are equal where several changes
+        follow each other at once.
+        """
+        return self._live_activations.curve(rank, self._needs)
+
+    def memory(self, rank: int) -> tuple[Numbers, Numbers]:
+        """How many bytes the rank holds, as `live`; `schedir.simulator.memory` says of what.
+
+        Raises ValueError where the sizes are not known, or are those of other stages.
+        """
+        return self._live_bytes.curve(rank, self._needs)
 
     @cached_property
     def idle_columns(self) -> IdleColumns:

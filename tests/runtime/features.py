@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,6 +29,7 @@ from schedir import (
     optim_step,
     reduce_grad,
 )
+from schedir.ir import COMPUTE
 from schedir.runtime import Executor, rng
 from tests.runtime.kit import MSE, momentum, split
 from tests.runtime.lists import bidirectional_v, megatron
@@ -135,6 +137,30 @@ FEATURES: dict[str, Callable[[], Feature]] = {
 """By name; several are lists of entries that are run together."""
 
 
+def _traced(name: str) -> Callable[[], Feature]:
+    def feature() -> Feature:
+        found = FEATURES[name]()
+        return evolve(found, options={**found.options, "trace": True})
+
+    return feature
+
+
+FEATURES |= {
+    f"{name}, traced": _traced(name)
+    for name in (
+        "interleaved",
+        "weight versions",
+        "split backward",
+        "recompute",
+        "ties and clipping",
+        "replicas of a stage",
+        "two pipelines",
+        "batches",
+        "overlapped pairs",
+    )
+}
+
+
 def check(name: str, setting: Setting) -> None:
     """Train with a feature and without schedir; raises AssertionError where the two differ."""
     feature = FEATURES[name]()
@@ -164,6 +190,8 @@ def check(name: str, setting: Setting) -> None:
                 expected = _plain_step(feature, whole, optimizers, batches, step, result.grad_norm)
             _assert_near("the loss", result.loss, expected)
         evaluated = executor.evaluate(x, target=y).loss
+        if feature.options.get("trace"):
+            _check_timelines(executor, setting, line, result.busy)
     _assert_near("the loss of evaluate", evaluated, _evaluated(whole, batches))
     for stage, module in local.items():
         _assert_equal(stage, module, whole[stage])
@@ -281,6 +309,49 @@ def _evaluated(whole: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tenso
     model = nn.Sequential(*whole).eval()
     losses = [float(MSE(model(x), y)) for x, y in batches]
     return sum(losses) / len(losses)
+
+
+def _check_timelines(executor: Executor, setting: Setting, line: int, busy: float) -> None:
+    """A timeline for each step, that of the first pipeline, on its rank 0; `busy` is that of the
+    last one here."""
+    timelines = executor.timelines()
+    assert not executor.timelines()
+    speaks = line == 0 and executor.rank == 0
+    assert [t.measured.step for t in timelines if t.measured] == [*range(setting.steps)] * speaks
+    for timeline in timelines:
+        assert timeline.schedule == executor.schedule
+        check_timeline(timeline)
+    if speaks:
+        ranks = [0] if setting.rank is not None else range(executor.schedule.ranks)
+        found = sum(timelines[-1].ranks[rank].busy for rank in ranks)
+        # The parts of a pair are apart by a few lines of Python.
+        assert abs(found - busy) <= 0.02 * busy + 1e-3
+
+
+def check_timeline(timeline: schedir.Timeline) -> None:
+    """What a measured timeline must hold, whatever the machine does meanwhile."""
+    columns, transfers = timeline.schedule.columns, timeline.schedule.dataflow.transfers
+    starts, ends = timeline.starts, timeline.ends
+    assert timeline.measured is not None
+    error = timeline.measured.clock_error
+    compute = columns.is_kind(*COMPUTE - {Kind.OPTIM_STEP})  # which a step may leave out
+    assert not np.isnan(starts[compute]).any()
+    assert not np.isnan(ends[compute]).any()
+    assert not np.isnan(starts[transfers.send]).any()
+    assert np.nanmin(starts) == 0
+    for rank in range(columns.ranks):
+        own = np.flatnonzero(compute & (columns.rank == rank) & ~columns.joined)
+        assert (starts[own][1:] >= ends[own][:-1]).all()
+    partners = np.flatnonzero(compute & columns.joined)
+    assert (starts[partners] == starts[partners - 1]).all()
+    assert (ends[partners] == ends[partners - 1]).all()
+    # What is made, sent and used comes in that order.
+    assert (starts[transfers.user] >= ends[transfers.maker] - error).all()
+    assert (starts[transfers.send] >= ends[transfers.maker] - error).all()
+    seen = ~np.isnan(ends[transfers.receive])
+    assert (ends[transfers.receive] <= starts[transfers.user])[seen].all()
+    assert np.array_equal(starts[transfers.send], starts[transfers.receive])
+    assert np.array_equal(ends[transfers.send], ends[transfers.receive], equal_nan=True)
 
 
 def _assert_near(what: str, found: float, expected: float) -> None:

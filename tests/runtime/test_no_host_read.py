@@ -76,6 +76,7 @@ def samples(target: Tensor) -> Tensor:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "traced": {"trace": True},
     "momentum": {"optimizer": momentum},
     "the caller steps": {"optimizer": None},
     "statistics and dropout": {"stages": with_statistics},
@@ -144,6 +145,8 @@ def train(
         assert result.busy > 0
         assert result.elapsed > 0
         assert (result.grad_norm is not None) is ("clip_grad_norm" in options)
+        if "trace" in options:
+            assert len(executor.timelines()) == (0 if rank else 3)
     assert far.fetched or last not in here
 
 

@@ -48,6 +48,11 @@ class StageWeights:
         """Whether older versions are kept, as copies."""
         return any(self._outlives)
 
+    @property
+    def newest(self) -> Sequence[nn.Parameter]:
+        """The module's own parameters, which gradients go to."""
+        return self._newest
+
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before

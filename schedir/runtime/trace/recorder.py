@@ -3,7 +3,7 @@
 What is taken of each instruction, as the columns of a row of its own:
 
     0F0            BEGAN ─ run ─ ENDED
-    1F0            WAITED ─ wait ─ FOUND, BEGAN ─ run ─ ENDED      consumes what it waits for
+    1F0            WAITED ─ receives ─ FOUND, BEGAN ─ run ─ ENDED
     0SEND_ACT0     BEGAN ─ run                                     posted then
     0OPTIM_STEP    WAITED ─ sums, barriers ─ FOUND, BEGAN ─ run ─ ENDED
 
@@ -26,6 +26,7 @@ from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.update import PassBarriers
+from schedir.runtime.transports.transport import wait_for
 
 BEGAN, ENDED, WAITED, FOUND = range(4)
 COLUMNS = 4
@@ -75,7 +76,7 @@ class Recorder(BusyClock):
             if operation.barriers:  # what is done there takes time beside the sums
                 return instruction
             return attrs.evolve(instruction, run=self._around_run(run, row + WAITED, row + FOUND))
-        wait = self._around_wait(instruction.wait, row + WAITED, row + FOUND)
+        wait = self._around_wait(instruction, row + WAITED, row + FOUND)
         if not operation.listed:
             return attrs.evolve(instruction, wait=wait)
         if not operation.computes:
@@ -105,13 +106,15 @@ class Recorder(BusyClock):
 
         return timed
 
-    def _around_wait(self, wait: Callable[[], None], begin: int, end: int) -> Callable[[], None]:
+    def _around_wait(self, instruction: Instruction, begin: int, end: int) -> Callable[[], None]:
         stamps, now = self._stamps, self._clock()
+        receives, wait = instruction.receives, instruction.wait
 
         def timed() -> None:
             stamps[begin] = now()
-            wait()
+            wait_for(receives)
             stamps[end] = now()
+            wait()  # for the sends that have arrived by then, whose memory is given back
 
         return timed
 

@@ -84,7 +84,7 @@ class Gauge:
         return weighed
 
     def _gradients_of(self, stage: Stage) -> None:
-        grads = (p.grad for module in stage.modules for p in module.parameters())
+        grads = (p.grad for p in stage.weights.newest)
         self.gradient.setdefault(stage.index, sum(_memory(grads).values()))
 
     def finish(self, stages: Mapping[int, Stage], cells: Cells) -> None:

@@ -1,0 +1,111 @@
+"""`schedir compare`: which of several schedules is best, under the same costs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from contextlib import redirect_stdout
+
+from schedir.checker import CHANNELS
+from schedir.cli.costs import add_costs, costs_of
+from schedir.cli.progress import progress
+from schedir.cli.quantities import size
+from schedir.cli.target import TARGET_OR_RUN, add_shape, parameters_of
+from schedir.cli.terminal import fail, page_for, write
+from schedir.ir import DEFAULT_CHANNEL
+from schedir.render import outputs_of
+from schedir.search import SWEPT, compare
+
+_KEYS = (
+    "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
+    "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, peak_activations, peak_bytes, "
+    "delay, fits, problem: {code, message}}]}; best is the index of a row; what is not known is "
+    "null, and so is the problem of a schedule that has none."
+)
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "compare",
+        help="compare schedules, and say which is best",
+        description="Compare schedules that train the same model, the quickest first: makespan, "
+        "its ratio to the best one's, bubble, the most that a rank keeps, and the delay of "
+        "gradients in updates. A cost that is one number is that of one of as many stages as there "
+        "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
+        "evenly. Where numbers of microbatches differ, time per microbatch is compared. What does "
+        "not run under the channel model, exceeds the memory limit, or can't be made in this shape "
+        "is listed with the reason. Exit code: 0 one is best, 1 none runs and is within the "
+        "limits, 2 a target or option can't be used.",
+        epilog=_KEYS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET_OR_RUN)
+    shape = add_shape(parser)
+    shape.add_argument(
+        "--sweep",
+        type=_sweep,
+        action="append",
+        default=[],
+        metavar="NAME=N,N,…",
+        help=f"try several values of {' or '.join(SWEPT)}: microbatches=8,16,32; repeat for the "
+        "other, and all combinations are tried",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=size,
+        metavar="BYTES",
+        help="the most that a rank may keep, such as 40GiB; the costs have to say what is kept",
+    )
+    parser.add_argument(
+        "--channel",
+        choices=CHANNELS,
+        default=DEFAULT_CHANNEL,
+        help="the transport that schedules have to run on (default: %(default)s); see `check`",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead, as told below")
+    add_costs(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; whether one is best is the exit code."""
+    sweep: dict[str, list[int]] = {}
+    for name, values in args.sweep:
+        if name in sweep:
+            args.parser.error(f"--sweep names {name} twice")
+        sweep[name] = values
+    costs = costs_of(args)
+    parameters = parameters_of(args)
+    try:
+        # What a user's generator prints is no part of the artefact.
+        with redirect_stdout(sys.stderr), progress("comparing") as advance:
+            comparison = compare(
+                args.targets,
+                ranks=args.ranks,
+                microbatches=args.microbatches,
+                chunks=args.chunks,
+                costs=costs,
+                memory_limit=args.memory_limit,
+                channel=args.channel,
+                sweep=sweep,
+                progress=advance,
+                **parameters,
+            )
+    except ValueError as error:
+        return fail(str(error))
+    output = outputs_of("compare")["json" if args.json else "table"]
+    write(output.write(comparison, page_for(sys.stdout)).blocks, sys.stdout)
+    return 0 if comparison.best else 1
+
+
+def _sweep(text: str) -> tuple[str, list[int]]:
+    name, equals, values = text.partition("=")
+    if name not in SWEPT or not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {' or '.join(f'{name}=8,16' for name in SWEPT)}"
+        )
+    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", values):
+        raise argparse.ArgumentTypeError(f"{values!r} is no list of whole numbers: 8,16,32")
+    return name, [int(value) for value in values.split(",")]

@@ -1,0 +1,83 @@
+"""Long work shows how far it is: on stderr, where that is a terminal, once it takes a second."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from schedir.cli.terminal import has_colour, is_terminal
+
+_PATIENCE = 1.0  # seconds
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Say what goes on for as long as it does; what it yields takes (done, total).
+
+    What is shown is gone at the end, also where that is Ctrl-C.
+    """
+    shown = _Shown(doing)
+    if not is_terminal(sys.stderr):
+        yield shown.advance
+        return
+    timer = threading.Timer(_PATIENCE, shown.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield shown.advance
+    finally:
+        timer.cancel()
+        timer.join()
+        shown.stop()
+
+
+class _Shown:
+    """A line that tells how far the work is; a thread of its own draws it."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._far: tuple[int, int] | None = None
+        self._stop: Callable[[], None] | None = None
+        self._update: Callable[[], None] | None = None
+
+    def advance(self, done: int, total: int) -> None:
+        """So many of the total are done."""
+        self._far = done, total
+        if self._update is not None:
+            self._update()
+
+    def start(self) -> None:
+        """Begin to show it."""
+        # Only here: most commands are done before rich is imported.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(file=sys.stderr, no_color=not has_colour(sys.stderr), force_terminal=True)
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[far]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        task = bar.add_task(self._doing, total=None, far="")
+
+        def update() -> None:
+            if self._far is not None:
+                done, total = self._far
+                bar.update(task, completed=done, total=total, far=f"{done}/{total}")
+
+        update()
+        bar.start()
+        self._update, self._stop = update, bar.stop
+
+    def stop(self) -> None:
+        """Take it off the screen."""
+        if self._stop is not None:
+            self._stop()

@@ -1,0 +1,137 @@
+"""Runs schedules beside each other: `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from schedir.checker import CHANNELS, delays, prove
+from schedir.errors import SchedirError
+from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
+from schedir.library import Parameter
+from schedir.search.comparison import Comparison, Problem, Row, ranked
+from schedir.search.variants import Shapes, Target, Variant, variants
+from schedir.simulator import CostModel, Timeline, Unit, in_unit, recut, simulate
+
+Costs: TypeAlias = CostModel | Callable[[int], CostModel]
+"""Costs, or a function from a number of stages to those of the model cut into so many."""
+
+
+def compare(
+    targets: Iterable[Target],
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    channel: str = DEFAULT_CHANNEL,
+    sweep: Mapping[str, Sequence[int]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **parameters: Parameter,
+) -> Comparison:
+    """Compare schedules that do the same work, the quickest first.
+
+    `targets` are what `build` takes (names, files, generators), and schedules, timelines and files
+    of measured timelines (`.json`; the step of the median makespan). `sweep` goes through several
+    `microbatches` and `chunks`, all combinations: {"microbatches": [8, 16, 32]}; lists and
+    timelines, which have a shape, are taken as they are. Each of the `parameters` goes to the
+    generators that have one of that name.
+
+    All have the same model to train, however they cut it. So a cost that is one number is that of
+    one of as many stages as there are ranks: an interleaved schedule of 2 stages per rank has
+    stages half as long, and its makespan at the textbook's costs, by default, is half the one that
+    `simulate` gives it. Costs by stage are summed where a schedule has fewer stages, and shared out
+    evenly where it has more (`recut`); `costs` may also be a function from a number of stages to
+    costs, such as closed forms.
+
+    A schedule that does not run under the `channel` model, that exceeds the `memory_limit`, in
+    bytes per rank, or that can't be made in this shape is in the table as well, with its `problem`;
+    `table.best` is the quickest of the others.
+
+    `progress(done, total)` is called after each.
+
+    Raises LoadError or ParseError where a target can't be found or read, SchedirError where the
+    costs have no unit of time and a measured timeline has, or where a memory limit is given and no
+    sizes are known, TypeError or ValueError for a bad argument.
+    """
+    job = _Job(costs or CostModel(), channel, memory_limit)
+    tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters))
+    rows = []
+    for done, variant in enumerate(tried, 1):
+        rows.append(job.row(variant))
+        if progress is not None:
+            progress(done, len(tried))
+    return job.comparison(rows)
+
+
+@attrs.frozen
+class _Job:
+    """What all rows are made by."""
+
+    costs: Costs
+    channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
+    memory_limit: float | None
+
+    def row(self, variant: Variant) -> Row:
+        """The row of a target in a shape."""
+        row = Row(target=variant.name, microbatches=variant.microbatches, chunks=variant.chunks)
+        try:
+            made = variant.make()
+            if isinstance(made, Timeline) and made.measured is not None:
+                return self._held(row, made)  # it has run: what it is for is not asked
+            complete, problem = self._proved(made if isinstance(made, Schedule) else made.schedule)
+            row = attrs.evolve(row, problem=problem)
+            if complete is None:
+                return row
+            line = made if isinstance(made, Timeline) else simulate(complete, self._of(complete))
+        except SchedirError as error:
+            return attrs.evolve(row, problem=Problem(None, str(error)))
+        return self._held(row, line)
+
+    def _held(self, row: Row, line: Timeline) -> Row:
+        """The row with a timeline, and whether that is within the limit."""
+        worst = int(delays(line.schedule).max(initial=0))
+        row = attrs.evolve(row, timeline=line, delay=worst)
+        if self.memory_limit is None or row.peak_bytes is None:
+            return row
+        return attrs.evolve(row, fits=row.peak_bytes <= self.memory_limit)
+
+    def comparison(self, rows: list[Row]) -> Comparison:
+        """All rows in one unit of time, ranked."""
+        if self.memory_limit is not None and all(
+            row.peak_bytes is None for row in rows if row.timeline is not None
+        ):
+            raise SchedirError(
+                "a memory limit needs bytes to compare with: give the costs activation_bytes, "
+                "weight_bytes and what else is kept"
+            )
+        units = {row.timeline.unit for row in rows if row.timeline is not None}
+        if len(units) > 1:
+            rows = [self._in_unit(row, units) for row in rows]
+        return ranked(rows, self.channel, self.memory_limit)
+
+    def _in_unit(self, row: Row, units: set[Unit | None]) -> Row:
+        if None in units and self.costs == CostModel():
+            raise SchedirError(
+                "a measured timeline has a unit of time, and the textbook's costs have none: give "
+                "the costs of the others"
+            )
+        unit = next(unit for unit in ("s", "ms", "us") if unit in units)
+        return attrs.evolve(row, timeline=row.timeline and in_unit(row.timeline, unit))
+
+    def _of(self, schedule: Schedule) -> CostModel:
+        if isinstance(self.costs, CostModel):
+            return recut(self.costs, schedule.stages, of=schedule.ranks)
+        return self.costs(schedule.stages)
+
+    def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
+        """The complete form, if it runs anywhere, and why not under the channel model."""
+        report = prove(schedule, self.channel)
+        if report.ok:
+            return report.schedule, None
+        worst = next(each for each in report.diagnostics if each.severity == "error")
+        problem = Problem(worst.code, worst.message)
+        return prove(schedule, CHANNELS[-1]).schedule, problem

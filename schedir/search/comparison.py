@@ -1,0 +1,129 @@
+"""Schedules beside each other: what each costs, what speaks against it, and which is best."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import attrs
+
+from schedir.simulator import Timeline, Unit
+
+
+@attrs.frozen
+class Problem:
+    """Why a schedule can't be chosen: the code of the rule that it breaks, None where it could not
+    be made in this shape at all, and a sentence."""
+
+    code: str | None
+    message: str
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(kw_only=True, slots=False)
+class Row:
+    """One schedule of a comparison in one shape.
+
+    `target` is what the user named; `chunks`, the stages per rank, is None for a list or a
+    timeline, which has its own. `timeline` is None where there is none, and `problem` then says
+    why; a schedule that deadlocks under the chosen channel model has both. `delay` is the most
+    updates between the weight version that a gradient is computed at and the one that it is applied
+    to. `fits` says whether its peak is within the memory limit, None where that is not known.
+    """
+
+    target: str
+    microbatches: int
+    chunks: int | None = None
+    timeline: Timeline | None = attrs.field(default=None, repr=False)
+    delay: int | None = None
+    problem: Problem | None = None
+    fits: bool | None = None
+
+    @property
+    def makespan(self) -> float | None:
+        """When its last entry ends."""
+        return None if self.timeline is None else self.timeline.makespan
+
+    @property
+    def time_per_microbatch(self) -> float | None:
+        """Its makespan, shared out over its microbatches."""
+        return None if self.makespan is None else self.makespan / self.microbatches
+
+    @property
+    def bubble_fraction(self) -> float | None:
+        """The part of all ranks' time in which they do not compute."""
+        return None if self.timeline is None else self.timeline.bubble_fraction
+
+    @property
+    def peak_activations(self) -> int | None:
+        """The most (stage, microbatch) activations of any rank."""
+        if self.timeline is None:
+            return None
+        return max(rank.peak_activations for rank in self.timeline.ranks)
+
+    @cached_property
+    def peak_bytes(self) -> float | None:
+        """The most bytes that any rank keeps, None where sizes are not known."""
+        if self.timeline is None:
+            return None
+        peaks = [getattr(rank, "peak_bytes", None) for rank in self.timeline.ranks]
+        known = [peak for peak in peaks if peak is not None]
+        return max(known) if known else None
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class Comparison:
+    """Schedules compared, the quickest first: what `schedir.compare` returns.
+
+    `rows` are in the order of their makespans; where they have unequal numbers of microbatches, and
+    so do unequal work, in that of their time per microbatch. What has no time comes last. Of equally
+    quick ones that come first which keep less, then those of less delay. `channel` is the model that they have to run under,
+    `memory_limit` the most bytes that a rank may keep, None for no limit.
+    """
+
+    rows: tuple[Row, ...]
+    channel: str
+    memory_limit: float | None
+    unit: Unit | None = None
+
+    @cached_property
+    def per_microbatch(self) -> bool:
+        """Whether the schedules have unequal numbers of microbatches: time per one is compared."""
+        return len({row.microbatches for row in self.rows}) > 1
+
+    @cached_property
+    def best(self) -> Row | None:
+        """The quickest that runs under the channel model and is within the memory limit, if any."""
+        allowed = (True,) if self.memory_limit is not None else (None, True)
+        return next((row for row in self.rows if row.problem is None and row.fits in allowed), None)
+
+    def time(self, row: Row) -> float | None:
+        """What rows are compared by: the makespan, or the time per microbatch."""
+        return row.time_per_microbatch if self.per_microbatch else row.makespan
+
+    def ratio(self, row: Row) -> float | None:
+        """The row's time as a multiple of the best one's; of the quickest one's without a best."""
+        time, least = self.time(row), self.time(self.best or self.rows[0])
+        return time / least if time is not None and least else None
+
+
+def ranked(rows: list[Row], channel: str, memory_limit: float | None) -> Comparison:
+    """The comparison of these rows."""
+    per_microbatch = len({row.microbatches for row in rows}) > 1
+
+    def order(row: Row) -> tuple[float, ...]:
+        time = row.time_per_microbatch if per_microbatch else row.makespan
+        if time is None or row.timeline is None:
+            return (math.inf,)
+        stages, ranks = row.timeline.schedule.stages, row.timeline.schedule.ranks
+        # Sums of floats in another order are no reason to be before another.
+        return (
+            float(f"{time:.9g}"),
+            row.peak_bytes or 0,
+            (row.peak_activations or 0) * ranks / stages,
+        )
+
+    timelines = [row.timeline for row in rows if row.timeline is not None]
+    unit = timelines[0].unit if timelines else None
+    return Comparison(tuple(sorted(rows, key=order)), channel, memory_limit, unit)

@@ -1,0 +1,239 @@
+"""Measured timelines: what is recorded of a step, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+import schedir
+from schedir import Kind, Timeline
+from schedir.runtime import Executor
+from schedir.runtime.program.transfer import Transfer
+from schedir.runtime.trace import trace as keeping
+from schedir.runtime.trace.measured import timeline
+from schedir.simulator import Measured, load_timelines, save_timelines
+from tests.literals import listed
+from tests.runtime.features import check_timeline
+from tests.runtime.kit import MSE, adamw, linear_stages, message_of, numbered, random_batch, sgd
+
+WIDTH, ROWS, MICROBATCHES = 16, 24, 3
+BOUNDARY = 4 * WIDTH * ROWS // MICROBATCHES  # bytes
+
+
+def executor(stages: int = 2, optimizer: Any = adamw, **options: Any) -> Executor:
+    schedule = schedir.build("1f1b", ranks=stages, microbatches=MICROBATCHES)
+    modules = numbered(linear_stages(stages, WIDTH))
+    given = {"trace": True, "in_process": True, **options}
+    return Executor(schedule, modules, MSE, optimizer, **given)
+
+
+def batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return random_batch(rows, width=WIDTH)
+
+
+def step(traced: Executor, rows: int = ROWS, **options: Any) -> None:
+    x, y = batch(rows)
+    traced.step(x, target=y, **options)
+
+
+def of_kind(found: Timeline, kind: Kind) -> np.ndarray[Any, Any]:
+    """Whether the times of a kind are known, as (starts, ends)."""
+    places = found.schedule.columns.is_kind(kind)
+    return np.stack([~np.isnan(found.starts[places]), ~np.isnan(found.ends[places])])
+
+
+def test_every_step_has_a_timeline_and_nothing_else_has() -> None:
+    with executor() as traced:
+        x, y = batch()
+        assert traced.timelines() == []
+        step(traced)
+        traced.evaluate(x, target=y)
+        traced.infer(x)
+        step(traced)
+        found = traced.timelines()
+        assert [t.measured.step for t in found if t.measured] == [0, 1]
+        assert all(t.unit == "s" and t.schedule == traced.schedule for t in found)
+        step(traced)
+        assert [t.measured.step for t in traced.timelines() if t.measured] == [2]
+    for one in found:
+        check_timeline(one)
+
+
+def test_a_step_that_fails_leaves_nothing() -> None:
+    class Fails(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if Fails.fails:
+                raise ValueError("as it was told")
+            return super().forward(x)
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    stages = numbered([nn.Linear(WIDTH, WIDTH), Fails(WIDTH, WIDTH)])
+    with Executor(schedule, stages, MSE, sgd, in_process=True, trace=True) as traced:
+        for number in range(4):
+            Fails.fails = number in (0, 2)
+            assert bool(message_of(step, traced)) is Fails.fails
+        found = traced.timelines()
+    assert [t.measured.step for t in found if t.measured] == [0, 1]
+    for one in found:
+        check_timeline(one)
+
+
+def test_what_is_not_recorded_can_not_be_had() -> None:
+    with executor(trace=False) as plain:
+        assert "make the executor with trace=True" in message_of(plain.timelines)
+    with executor() as traced:
+        step(traced)
+    assert "is closed" in message_of(traced.timelines)
+
+
+def test_nothing_watches_where_nothing_is_recorded() -> None:
+    with executor(trace=False) as plain:
+        step(plain)
+        latest = plain._engine.training.opening._latest
+    assert latest is not None
+    for instruction in (x for instructions in latest[1].lists for x in instructions):
+        assert instruction.wait.__module__ == "schedir.runtime.program.instruction"
+        if isinstance(instruction.operation, Transfer):
+            assert instruction.run == instruction.operation.run
+
+
+@pytest.mark.parametrize("optimizer", [None, sgd])
+def test_updates_that_are_left_out_have_no_time(optimizer: Any) -> None:
+    with executor(optimizer=optimizer) as traced:
+        step(traced, update=False)
+        step(traced)
+        first, second = traced.timelines()
+    assert not of_kind(first, Kind.OPTIM_STEP).any()
+    assert of_kind(second, Kind.OPTIM_STEP).all() == (optimizer is not None)
+    assert of_kind(first, Kind.BACKWARD).all()
+
+
+def test_the_latest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_FEWEST_STEPS", 2)
+    for most, kept in ((0, 2), (3, 3)):
+        with executor() as traced:
+            actions = len(traced.schedule.columns)
+            monkeypatch.setattr(keeping, "_MOST_ACTIONS", most * actions)
+            for _ in range(4):
+                step(traced)
+            found = [t.measured.step for t in traced.timelines() if t.measured]
+            assert found == [0, 1, 2, 3][-kept:]
+
+
+def test_timelines_go_to_a_file_and_come_back(tmp_path: Path) -> None:
+    with executor() as traced:
+        for _ in range(3):
+            step(traced)
+        found = traced.timelines()
+    save_timelines(found, tmp_path / "run.json")
+    assert load_timelines(tmp_path / "run.json") == found
+    found[1].save(tmp_path / "step.json")
+    assert Timeline.load(tmp_path / "step.json") == found[1]
+
+
+def sizes_of(**options: Any) -> Any:
+    with executor(**options) as traced:
+        step(traced)
+        return traced.timelines()[0].sizes
+
+
+def test_bytes_are_those_of_what_a_step_keeps() -> None:
+    weights = 4 * (WIDTH + 1) * WIDTH
+    found = sizes_of()
+    assert found.boundary == (BOUNDARY,)
+    assert found.weight == found.gradient == (weights, weights)
+    # AdamW keeps two moments, and its steps, of a weight and of a bias.
+    assert found.optimizer == (2 * weights + 8, 2 * weights + 8)
+    # The first stage's input is the user's; tanh keeps its output; the loss, its input: the same.
+    assert found.activation == (BOUNDARY, 2 * BOUNDARY)
+    assert found.input == (0, BOUNDARY)
+    assert sizes_of(optimizer=None).optimizer == (0, 0)
+    assert sizes_of(optimizer=None).gradient == (weights, weights)
+
+
+def test_bytes_are_the_same_where_a_forward_is_run_again() -> None:
+    assert sizes_of(recompute=True) == sizes_of()
+
+
+def test_bytes_are_measured_for_every_shape() -> None:
+    with executor() as traced:
+        for rows in (ROWS, 2 * ROWS, 2 * ROWS, ROWS):
+            step(traced, rows)
+        found = [t.sizes for t in traced.timelines()]
+    assert [s.boundary[0] // BOUNDARY for s in found if s and isinstance(s.boundary, tuple)] == [
+        *(1, 2, 2, 1)
+    ]
+    assert [
+        s.activation[1] // BOUNDARY for s in found if s and isinstance(s.activation, tuple)
+    ] == [*(2, 4, 4, 2)]
+
+
+def test_weights_of_older_versions_are_no_activations() -> None:
+    schedule = schedir.build("pipedream", ranks=2, microbatches=MICROBATCHES)
+    stages = numbered(linear_stages(2, WIDTH))
+    with Executor(schedule, stages, MSE, sgd, in_process=True, trace=True) as traced:
+        step(traced)
+        (found,) = traced.timelines()
+    assert found.sizes == sizes_of(optimizer=sgd)
+
+
+# What is made of stamps: BEGAN, ENDED, WAITED, FOUND of each action, in microseconds.
+CHAIN = listed(
+    1,
+    "0 1",
+    "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0OPTIM_STEP",
+    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1OPTIM_STEP",
+)
+STAMPS = """
+    1000 1400    0    0
+    1410    0    0    0
+    1480    0    0    0
+    3000 3500 1490 2990
+    3600 3650 3590 3591
+     900    0    0    0
+    1700 2000 1000 1690
+    2010 2700    0    0
+    2800    0    0    0
+    2900 2950 2890 2891
+"""
+
+
+def stamps_of(text: str) -> Any:
+    return 1000 * np.array([[int(n) for n in row.split()] for row in text.strip().splitlines()])
+
+
+def made_of(schedule: schedir.Schedule, text: str) -> tuple[list[float], list[float]]:
+    """The starts and the ends, in microseconds."""
+    found = timeline(schedule, stamps_of(text), None, Measured(0))
+    return [np.round(1e6 * times, 3).tolist() for times in (found.starts, found.ends)]  # type: ignore[return-value]
+
+
+def test_a_transfer_runs_from_its_later_post_until_who_waits_finds_it() -> None:
+    starts, ends = made_of(CHAIN, STAMPS)
+    assert starts == [0, 410, 1800, 2000, 2600, 410, 700, 1010, 1800, 1900]
+    assert ends == [400, 690, 1990, 2500, 2650, 690, 1000, 1700, 1990, 1950]
+
+
+def test_nobody_knows_when_something_came_that_was_there() -> None:
+    text = STAMPS.replace("1700 2000 1000 1690", "1700 2000 1685 1690")
+    starts, ends = made_of(CHAIN, text)
+    assert starts[1] == starts[5] == 410
+    assert np.isnan([ends[1], ends[5]]).all()
+    assert np.isfinite([ends[2], ends[8]]).all()
+
+
+def test_a_transfer_takes_no_less_than_no_time() -> None:
+    starts, ends = made_of(CHAIN, STAMPS.replace("1410    0", "1695    0"))
+    assert starts[1] == ends[1] == 690
+
+
+def test_what_was_not_posted_has_no_time() -> None:
+    starts, ends = made_of(CHAIN, STAMPS.replace("900    0    0    0", "0    0    0    0"))
+    assert np.isnan([starts[1], starts[5]]).all()
+    assert ends[6] == 1000

@@ -1,0 +1,144 @@
+"""Timelines of real ranks: clocks that are apart, stages that take a known time, who may ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import Kind, Timeline
+from schedir.runtime import Executor
+from schedir.runtime.processes import clocks
+from schedir.runtime.processes.clocks import Alignment
+from tests.runtime.features import check_timeline
+from tests.runtime.kit import (
+    MSE,
+    everyone,
+    message_of,
+    random_batch,
+    sgd,
+)
+from tests.runtime.on_ranks import on_ranks
+
+MICROBATCHES = 4
+
+
+class Sleep(torch.autograd.Function):
+    """Takes seconds, forward and back."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, there: float, back: float) -> Tensor:
+        context.back = back
+        time.sleep(there)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        time.sleep(context.back)
+        return grads[0], None, None
+
+
+class Sleeps(nn.Module):
+    """A stage that takes seconds, and twice as many on the way back."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slept: Tensor = Sleep.apply(self.layer(x), self.seconds, 2 * self.seconds)  # type: ignore[no-untyped-call]
+        return slept
+
+
+def executor(rank: int, ranks: int, make: Callable[[int], nn.Module], **options: Any) -> Executor:
+    schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+    torch.manual_seed(0)
+    stages = {stage: make(stage) for stage in schedule.stages_of(rank)}
+    return Executor(schedule, stages, MSE, sgd, **{"trace": True, **options})
+
+
+def linear(_: int) -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def run(traced: Executor, steps: int) -> list[Timeline]:
+    x, y = random_batch()
+    for _ in range(steps):
+        traced.step(x, target=y)
+    return traced.timelines()
+
+
+@on_ranks(2, 4)
+def test_a_stage_that_sleeps_takes_as_long(rank: int, ranks: int) -> None:
+    seconds = [0.002 * (1 + (3 * stage) % 4) for stage in range(ranks)]
+    with executor(rank, ranks, lambda stage: Sleeps(seconds[stage])) as traced:
+        found = run(traced, 3)
+    assert bool(found) == (rank == 0)
+    for one in found:
+        check_timeline(one)
+        columns, durations = one.schedule.columns, one.ends - one.starts
+        for kind, factor in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2)):
+            for stage in range(ranks):
+                own = durations[columns.is_kind(kind) & (columns.stage == stage)]
+                assert own.min() >= factor * seconds[stage]
+                # Nobody promises when a sleeper is woken, but one of them soon is.
+                assert own.min() < factor * seconds[stage] + 0.002
+        # Some rank has to wait for a slower one, and sees what it waits for arrive.
+        assert np.isfinite(one.ends[one.schedule.dataflow.transfers.receive]).any()
+
+
+@on_ranks(2, 3)
+def test_clocks_that_are_apart_and_drift_are_aligned(
+    rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(true: int) -> int:
+        return true - 10**15 * rank + rank * (true - begun) // 5000  # 200 ppm fast, each rank more
+
+    begun: int = everyone(perf_counter_ns())[0]
+    monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
+    with executor(rank, ranks, linear) as traced:
+        control = traced._engine._world.control
+        first = control.read_clocks()
+        instants = []
+        for _ in range(20):
+            run(traced, 1)
+            instants.append(perf_counter_ns())
+        alignment = Alignment(first, control.read_clocks())
+        aligned = alignment.aligned(np.array([own(t) for t in instants]))
+        # All ranks here have the clock of one machine, in truth.
+        assert np.abs(aligned - instants).max() <= alignment.error + 1
+        assert alignment.error < 5e6
+        assert abs(first.offset - rank * 10**15) < 10**9
+        for one in run(traced, 3):
+            check_timeline(one)
+            assert one.makespan < 10
+
+
+@on_ranks(2)
+def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
+    with executor(rank, 2, linear) as traced:
+        reading = traced._engine._world.control.read_clocks()
+    assert abs(reading.offset) <= reading.error
+
+
+@on_ranks(2)
+def test_all_ranks_record_or_none(rank: int) -> None:
+    message = message_of(executor, rank, 2, linear, trace=rank == 0)
+    assert "the ranks were given different arguments: trace is True on process 0" in message
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_ask_is_not_waited_for_for_ever(rank: int) -> None:
+    traced = executor(rank, 2, linear, timeout=2)
+    x, y = random_batch()
+    traced.step(x, target=y)
+    if rank == 0:
+        assert "timelines: waited" in message_of(traced.timelines)

@@ -1,0 +1,241 @@
+"""A simulation that steps from one moment to the next, written apart from schedir's clock.
+
+Every rank walks down its list: it posts what it comes to, and runs compute once its input is there.
+At each moment whatever may start starts, until nothing else can; then time goes on to the next end.
+Nothing is worked out from what it depends on: there are only states, and who is busy until when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from schedir import Action, CostModel, Kind, Schedule, Together
+from schedir.ir import COMMUNICATION, COMPUTE, CONSUMES, SENDS
+
+Key = tuple[int, int]
+"""The rank and index of an entry."""
+
+
+def of_stage(value: Any, stage: int) -> Any:
+    return value[stage] if isinstance(value, tuple) else value
+
+
+def of_link(value: Any, link: Key) -> Any:
+    return value[link] if isinstance(value, dict) else value
+
+
+@attrs.define(eq=False)
+class Exchange:
+    """A transfer, or a sum: its ends as (entry, action), all of which have to be posted."""
+
+    ends: list[tuple[Key, Action]]
+    hold: Any
+    take: Any
+    waits: set[Key]  # the ends that are not posted yet
+    start: Any = None
+
+    def free(self, now: Any) -> bool:
+        return self.start is not None and now >= self.start + self.hold
+
+    def arrived(self, now: Any) -> bool:
+        return self.start is not None and now >= self.start + self.take
+
+
+class Stepped:
+    def __init__(
+        self, schedule: Schedule, durations: Mapping[Key, Any], costs: CostModel, receives: str
+    ) -> None:
+        self.schedule, self.costs, self.durations = schedule, costs, durations
+        self.ahead = receives == "ahead"
+        self.entries = {
+            (rank, index): entry.actions if isinstance(entry, Together) else (entry,)
+            for rank, entries in enumerate(schedule.actions)
+            for index, entry in enumerate(entries)
+        }
+        self.channels: dict[Key, list[Exchange]] = {}
+        self.sums: dict[int, list[Exchange]] = {}
+        self.of_entry: dict[Key, list[Exchange]] = {key: [] for key in self.entries}
+        self.runs = {
+            (a.stage, a.microbatch): rank
+            for (rank, _), parts in self.entries.items()
+            for a in parts
+            if a.kind is Kind.FORWARD
+        }
+        self.find_transfers()
+        self.find_sums()
+        self.spans: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
+
+    # What there is.
+
+    def find_transfers(self) -> None:
+        """The j-th send on a channel meets the j-th receive."""
+        ends: dict[tuple[Key, bool], list[tuple[Key, Action]]] = {}
+        for key, parts in self.entries.items():
+            for action in parts:
+                if action.kind not in COMMUNICATION:
+                    continue
+                further = 1 if action.kind in (Kind.SEND_ACT, Kind.RECV_GRAD) else -1
+                peer = self.runs[action.stage + further, action.microbatch]
+                sends = action.kind in SENDS
+                channel = (key[0], peer) if sends else (peer, key[0])
+                ends.setdefault((channel, sends), []).append((key, action))
+        for (channel, sends), listed in ends.items():
+            if sends:
+                met = zip(listed, ends[channel, False], strict=True)
+                self.channels[channel] = [self.transfer(channel, *both) for both in met]
+
+    def transfer(
+        self, channel: Key, send: tuple[Key, Action], receive: tuple[Key, Action]
+    ) -> Exchange:
+        stage = send[1].stage
+        boundary = stage if send[1].kind is Kind.SEND_ACT else stage - 1
+        costs = self.costs
+        latency, bandwidth = of_link(costs.latency, channel), of_link(costs.bandwidth, channel)
+        size = of_stage(costs.boundary_bytes, boundary)
+        hold = 0 if bandwidth == float("inf") else size // bandwidth
+        take = hold + latency
+        given = [self.durations[key] for key, _ in (send, receive) if key in self.durations]
+        if given:
+            take = max(given)
+            hold = min(hold, take)
+        waits = {send[0], receive[0]}
+        if self.ahead and len(self.entries[receive[0]]) == 1:
+            waits.discard(receive[0])
+        return self.add([send, receive], hold, take, waits)
+
+    def find_sums(self) -> None:
+        for stage, held in enumerate(self.schedule.placement):
+            listed = [
+                [
+                    key
+                    for key, (a, *_) in self.entries.items()
+                    if key[0] == rank and a.kind is Kind.REDUCE_GRAD and a.stage == stage
+                ]
+                for rank in held
+            ]
+            self.sums[stage] = []
+            for keys in zip(*listed, strict=False):
+                given = [self.durations[key] for key in keys if key in self.durations]
+                take = max(given) if given else of_stage(self.costs.reduce_grad, stage)
+                ends = [(key, self.entries[key][0]) for key in keys]
+                self.sums[stage].append(self.add(ends, take, take, set(keys)))
+
+    def add(
+        self, ends: list[tuple[Key, Action]], hold: Any, take: Any, waits: set[Key]
+    ) -> Exchange:
+        made = Exchange(ends, hold, take, waits)
+        for key, _ in ends:
+            self.of_entry[key].append(made)
+        return made
+
+    def takes(self, key: Key) -> Any:
+        """How long an entry of compute does."""
+        if key in self.durations:
+            return self.durations[key]
+        parts = self.entries[key]
+        if len(parts) > 1 and self.costs.overlapped is not None:
+            (forward,) = (a for a in parts if a.kind is Kind.FORWARD)
+            return of_stage(self.costs.overlapped, forward.stage)
+        return sum(of_stage(getattr(self.costs, a.kind.name.lower()), a.stage) for a in parts)
+
+    # What may happen now.
+
+    def over(self, key: Key, now: Any) -> bool:
+        return all(each.arrived(now) for each in self.of_entry[key])
+
+    def may_start(self, queue: list[Exchange], turn: int, now: Any) -> bool:
+        """Whether a transfer or sum may, the `turn`-th of its channel or stage."""
+        this = queue[turn]
+        if this.waits or not all(other.free(now) for other in queue[:turn]):
+            return False
+        return all(self.comes_to(key, now) for key, _ in this.ends)
+
+    def comes_to(self, key: Key, now: Any) -> bool:
+        """Whether nothing before it in the queues of an entry, at its own rank, holds that up."""
+        for part in self.of_entry[key]:
+            queue = self.queue_of(part)
+            for other in queue[: queue.index(part)]:
+                (there,) = (k for k, _ in other.ends if k[0] == key[0])
+                if there == key:
+                    continue
+                batch = len(self.entries[there]) > 1
+                if not (self.over(there, now) if batch else other.free(now)):
+                    return False
+        return True
+
+    def queue_of(self, part: Exchange) -> list[Exchange]:
+        queues = [*self.channels.values(), *self.sums.values()]
+        return next(queue for queue in queues if part in queue)
+
+    def ready(self, key: Key, now: Any) -> bool:
+        """Whether the input of an entry of compute is there."""
+        for action in self.entries[key]:
+            for index in range(key[1]):
+                there = key[0], index
+                for a in self.entries[there]:
+                    fed = a.kind is CONSUMES.get(action.kind) and a.microbatch == action.microbatch
+                    summed = (a.kind, action.kind) == (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
+                    if (fed or summed) and a.stage == action.stage and not self.over(there, now):
+                        return False
+        return True
+
+    # What happens.
+
+    def run(self) -> dict[tuple[int, str], list[tuple[Any, Any]]] | None:
+        """The times of everything, by rank and action in list order; None where it never ends."""
+        now: Any = 0
+        at = [0] * self.schedule.ranks
+        until: list[Any] = [0] * self.schedule.ranks
+        began: dict[Key, Any] = {}
+        while True:
+            moved = True
+            while moved:
+                moved = False
+                for rank in range(self.schedule.ranks):
+                    key = rank, at[rank]
+                    if now < until[rank] or key not in self.entries:
+                        continue
+                    if self.entries[key][0].kind not in COMPUTE:
+                        for exchange in self.of_entry[key]:
+                            exchange.waits.discard(key)
+                    elif self.ready(key, now):
+                        began[key] = now
+                        until[rank] = now + self.takes(key)
+                    else:
+                        continue
+                    at[rank] += 1
+                    moved = True
+                for queue in (*self.channels.values(), *self.sums.values()):
+                    for turn, exchange in enumerate(queue):
+                        if exchange.start is None and self.may_start(queue, turn, now):
+                            exchange.start = now
+                            moved = True
+            ends = [*until]
+            for queue in (*self.channels.values(), *self.sums.values()):
+                for each in queue:
+                    if each.start is not None:
+                        ends += each.start + each.hold, each.start + each.take
+            later = [end for end in ends if end > now]
+            if not later:
+                break
+            now = min(later)
+        return (
+            self.times(began)
+            if len(began) == sum(parts[0].kind in COMPUTE for parts in self.entries.values())
+            else None
+        )
+
+    def times(self, began: dict[Key, Any]) -> dict[tuple[int, str], list[tuple[Any, Any]]]:
+        spans: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
+        for key, parts in self.entries.items():
+            for action in parts:
+                if action.kind in COMPUTE:
+                    span = began[key], began[key] + self.takes(key)
+                else:
+                    (own,) = (e for e in self.of_entry[key] if (key, action) in e.ends)
+                    span = own.start, own.start + own.take
+                spans.setdefault((key[0], str(action)), []).append(span)
+        return spans

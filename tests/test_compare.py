@@ -1,0 +1,297 @@
+"""`schedir.compare` and the command: what is best, and why the rest is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+
+import schedir
+from schedir import CostModel, LoadError, SchedirError
+from schedir.checker import CHANNELS
+from schedir.render import Page, outputs_of
+from schedir.render.styled import plain
+from schedir.search import Comparison, Row
+from schedir.simulator import Measured, save_timelines, simulate
+from tests.command_line import Run, runner
+
+BUILT_IN = ["1f1b", "fill-drain", "interleaved-1f1b", "pipedream"]
+DEADLOCK = """\
+schedir 1
+name my-1f1b
+microbatches 2
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
+"""
+WRONG = "schedir 1\nname wrong\nmicrobatches 1\nplacement 0\nrank 0: 0B0 0F0\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("wrong.sched").write_text(WRONG)
+    return runner(capsys)
+
+
+def table(comparison: Comparison, width: int | None = None) -> str:
+    return plain(outputs_of("compare")["table"].write(comparison, Page(width=width)).blocks)
+
+
+def by_target(comparison: Comparison) -> dict[str, Row]:
+    return {row.target: row for row in comparison.rows}
+
+
+def test_the_table() -> None:
+    assert (
+        table(schedir.compare(BUILT_IN))
+        == """\
+schedule                makespan  ratio  bubble  peak activations  delay
+interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
+1f1b                          33  1.158   27.3%                 4      0
+pipedream                     33  1.158   27.3%                 4      3
+fill-drain                    33  1.158   27.3%                 8      0
+
+All train the same model. One that cuts it into more stages than there are ranks has smaller ones, \
+whose activations count as 1/2 of one.
+"""
+    )
+
+
+def test_a_sweep_and_what_takes_no_such_shape(run: Run) -> None:
+    argv = ["--sweep", "microbatches=4,8", "--sweep", "chunks=1,2"]
+    code, out, err = run("compare", "interleaved-1f1b", "1f1b", *argv)
+    assert (code, err) == (0, "")
+    rows, notes = out.split("\n\n", 1)
+    assert (
+        rows
+        == """\
+schedule                M  V  makespan  makespan/M  ratio  bubble  peak activations  delay
+interleaved-1f1b  best  8  2      28.5      3.5625  1.000   15.8%          11 × 1/2      0
+interleaved-1f1b        4  2      16.5       4.125  1.158   27.3%           8 × 1/2      0
+1f1b                    8  1        33       4.125  1.158   27.3%                 4      0
+interleaved-1f1b        8  1        33       4.125  1.158   27.3%                 7      0
+interleaved-1f1b        4  1        21        5.25  1.474   42.9%                 4      0
+1f1b                    4  1        21        5.25  1.474   42.9%                 4      0
+1f1b              none  4  2
+1f1b              none  8  2"""
+    )
+    assert "M, differ, so that time per microbatch is compared" in notes
+    assert notes.count("1f1b runs one stage per rank, not 2: leave chunks out") == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_it_fits_a_terminal(width: int) -> None:
+    sweep = {"microbatches": [8, 16], "chunks": [1, 2]}
+    costs = CostModel(forward=0.12345, backward=0.2512341, unit="s")
+    comparison = schedir.compare(BUILT_IN, sweep=sweep, costs=costs)
+    shown = table(comparison, width).splitlines()
+    assert max(map(len, shown)) <= max(width, 70)
+    assert all(sum(line.startswith(name) for line in shown) >= 2 for name in BUILT_IN)
+    left_out = [line for line in shown if line.startswith("Left out, as it is too wide here")]
+    assert bool(left_out) == (width < 100)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_what_does_not_run_under_the_channel_model_is_listed_and_not_chosen(
+    run: Run, channel: str
+) -> None:
+    code, out, _ = run("compare", "dead.sched", "--channel", channel, "--json")
+    found = json.loads(out)
+    (row,) = found["rows"]
+    runs = channel in ("edge", "async")
+    assert (code, found["best"]) == ((0, 0) if runs else (1, None))
+    assert row["makespan"] == 9
+    assert row["problem"] == (
+        None if runs else {"code": "S301", "message": "deadlock: ranks 0 and 1 wait on each other"}
+    )
+
+
+def test_what_is_best_is_the_quickest_that_runs(run: Run) -> None:
+    Path("quick.sched").write_text(DEADLOCK.replace("my-1f1b", "quick"))
+    code, out, _ = run(
+        "compare", "gpipe", "quick.sched", "wrong.sched", "--microbatches", "2", "--ranks", "2"
+    )
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[1].split()[:2] == ["gpipe", "best"]
+    assert "quick.sched  S301" in out
+    assert "quick.sched does not run under rank: error[S301]: deadlock: ranks 0 and 1" in out
+    assert "wrong.sched has 1 ranks, not 2" in out
+    code, out, _ = run("compare", "wrong.sched")
+    assert code == 1
+    assert "wrong.sched  S201" in out or "wrong.sched does not run: error[S2" in out
+    assert out.endswith("None of them runs and is within the limits.\n")
+
+
+def test_the_json_has_these_keys(run: Run) -> None:
+    code, out, _ = run("compare", "1f1b", "interleaved-1f1b", "pipedream", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert list(found) == ["channel", "memory_limit", "unit", "best", "rows"]
+    assert (found["channel"], found["memory_limit"], found["unit"]) == ("rank", None, None)
+    assert found["best"] == 0
+    assert [row["target"] for row in found["rows"]] == ["interleaved-1f1b", "1f1b", "pipedream"]
+    assert [row["delay"] for row in found["rows"]] == [0, 0, 3]
+    assert found["rows"][0] == {
+        "target": "interleaved-1f1b",
+        "ranks": 4,
+        "stages": 8,
+        "microbatches": 8,
+        "chunks": 2,
+        "makespan": 28.5,
+        "time_per_microbatch": 28.5 / 8,
+        "ratio": 1,
+        "bubble_fraction": pytest.approx(9 / 57),
+        "peak_activations": 11,
+        "peak_bytes": None,
+        "delay": 0,
+        "fits": None,
+        "problem": None,
+    }
+
+
+def test_all_do_the_same_work() -> None:
+    """Whatever the number of stages: what all ranks are busy with is the same."""
+    costs = CostModel(forward=(1, 2, 3, 4), backward=(2, 3, 4, 5), unit="ms")
+    for given in (None, costs):
+        comparison = schedir.compare(
+            ["1f1b", "interleaved-1f1b"], costs=given, sweep={"chunks": [1, 2, 4]}
+        )
+        lines = [row.timeline for row in comparison.rows if row.timeline is not None]
+        assert len(lines) == 4
+        for line in lines:
+            busy = sum(rank.busy for rank in line.ranks)
+            assert busy == pytest.approx(96 if given is None else 8 * 24)
+            assert line.unit == (given and "ms")
+
+
+def test_costs_may_follow_from_the_number_of_stages() -> None:
+    asked = []
+
+    def costs(stages: int) -> CostModel:
+        asked.append(stages)
+        return CostModel(forward=1, backward=1)
+
+    comparison = schedir.compare(["1f1b", "interleaved-1f1b"], costs=costs)
+    assert asked == [4, 8]
+    found = by_target(comparison)
+    assert found["1f1b"].makespan == 22
+    assert found["interleaved-1f1b"].makespan == 2 * 16 + 6
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_delay_is_what_the_checker_counts(name: str) -> None:
+    (row,) = schedir.compare([name]).rows
+    schedule, delay = schedir.build(name), row.delay
+    assert delay is not None
+    assert schedir.check(schedule, max_delay=delay).ok
+    if delay:
+        found = schedir.check(schedule, max_delay=delay - 1).diagnostics
+        assert "S403" in {each.code for each in found}
+
+
+def test_measured_timelines_are_compared_too(run: Run) -> None:
+    costs = CostModel(forward=0.5, backward=1, unit="s")
+    lines = [
+        attrs.evolve(line, starts=line.starts * by, ends=line.ends * by, measured=Measured(step))
+        for line in [simulate(schedir.build("1f1b"), costs)]
+        for step, by in enumerate((3, 1, 2))
+    ]
+    save_timelines(lines, "run.json")
+    code, out, err = run("compare", "1f1b", "run.json")
+    assert (code, out) == (2, "")
+    assert "the textbook's costs have none" in err
+    code, out, err = run(
+        "compare",
+        "1f1b",
+        "run.json",
+        "--cost",
+        "forward=500",
+        "--cost",
+        "backward=1000",
+        "--cost",
+        "unit=ms",
+    )
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split()[1] == "makespan"
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [
+        ["1f1b", "best", "16.5"],
+        ["run.json", "33", "2.000"],
+    ]
+    comparison = schedir.compare([lines[0], simulate(lines[0].schedule, costs)])
+    assert [row.makespan for row in comparison.rows] == [16.5, 49.5]
+    assert comparison.unit == "s"
+
+
+def test_what_ran_is_not_judged() -> None:
+    schedule = schedir.loads(DEADLOCK)
+    line = attrs.evolve(simulate(schedule), measured=Measured(0))
+    assert schedir.compare([line]).best is not None
+    assert schedir.compare([simulate(schedule)]).best is None
+
+
+def test_a_parameter_goes_to_the_schedules_that_have_it(run: Run) -> None:
+    argv = ["compare", "1f1b", "interleaved-1f1b", "--json"]
+    _, plain_out, _ = run(*argv)
+    code, out, _ = run(*argv, "--set", "group_size=8")
+    assert code == 0
+    plain_rows, rows = json.loads(plain_out)["rows"], json.loads(out)["rows"]
+    peaks = {row["target"]: row["peak_activations"] for row in rows}
+    assert peaks["1f1b"] == 4
+    assert peaks["interleaved-1f1b"] > plain_rows[0]["peak_activations"]
+    code, out, err = run(*argv, "--set", "grup_size=8")
+    assert (code, out, err) == (2, "", "error: no schedule here has a parameter 'grup_size'\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["nope"], "no schedule is named 'nope'"),
+        (["1f1b", "none.sched"], "none.sched: no such file"),
+        (["none.json"], "none.json"),
+        (["1f1b", "--sweep", "ranks=2,4"], "'ranks=2,4' is not microbatches=8,16 or chunks=8,16"),
+        (["1f1b", "--sweep", "chunks=2,x"], "'2,x' is no list of whole numbers"),
+        (["1f1b", "--sweep", "chunks=0,1"], "sweep of chunks: 0 is no int >= 1"),
+        (["1f1b", "--sweep", "chunks=1,1"], "give some values, each once"),
+        (["1f1b", "--sweep", "chunks=1", "--sweep", "chunks=2"], "--sweep names chunks twice"),
+        (["1f1b", "--sweep", "chunks=1", "--chunks", "2"], "chunks has one value and is swept"),
+        (["1f1b", "--memory-limit", "40GB"], "a memory limit needs bytes"),
+        (["1f1b", "--memory-limit", "much"], "'much' is not a number of bytes, such as 40GiB"),
+        (["1f1b", "--cost", "forward=-1"], "forward: '-1' is not a number >= 0"),
+        ([], "the following arguments are required: TARGET"),
+    ],
+)
+def test_bad_arguments(run: Run, argv: list[str], why: str) -> None:
+    code, out, err = run("compare", *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert why in err
+
+
+def test_costs_that_fit_no_number_of_stages_are_a_problem_of_that_schedule() -> None:
+    comparison = schedir.compare(["1f1b"], ranks=3, costs=CostModel(forward=(1, 1, 1, 1)))
+    (row,) = comparison.rows
+    assert row.problem is not None
+    assert "forward is given for 4 stages, which can't be made 3" in row.problem.message
+    assert comparison.best is None
+
+
+def test_in_python() -> None:
+    with pytest.raises(TypeError, match="targets are several"):
+        schedir.compare("1f1b")
+    with pytest.raises(LoadError, match="nothing to compare"):
+        schedir.compare([])
+    with pytest.raises(ValueError, match="unknown channel model 'nccl'"):
+        schedir.compare(["1f1b"], channel="nccl")
+    with pytest.raises(SchedirError, match="a memory limit needs bytes"):
+        schedir.compare(["1f1b"], memory_limit=10)
+    told: list[tuple[int, int]] = []
+    schedir.compare(BUILT_IN, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    schedule = schedir.build("gpipe", ranks=2)
+    (row,) = schedir.compare([schedule]).rows
+    assert (row.target, row.timeline) == ("fill-drain", simulate(schedule))

@@ -1,0 +1,279 @@
+"""What a timeline says of memory, against a walk over each rank's list."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action, CostModel, Kind, Schedule
+from schedir.ir import flat
+from schedir.simulator import Sizes
+from tests.built_in import NAMES
+from tests.literals import listed
+from tests.timelines import as_if_measured, drawn_timeline
+
+seeds = st.integers(0, 1 << 32)
+
+
+def drawn_sizes(chance: random.Random, stages: int) -> Sizes:
+    def per(many: int) -> tuple[int, ...]:
+        return tuple(chance.choice([0, 1, 10, 100]) for _ in range(many))
+
+    return Sizes(
+        boundary=per(stages - 1),
+        activation=per(stages),
+        weight=per(stages),
+        gradient=per(stages),
+        optimizer=per(stages),
+    )
+
+
+class Walk:
+    """Carries a rank's list out in the mind, holding things by name, and notes the most it held."""
+
+    def __init__(self, schedule: Schedule, sizes: Sizes, rank: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.sizes = attrs.asdict(sizes)
+        self.runs = schedule.dataflow.runs
+        self.held: dict[object, float] = {}
+        self.seen: list[float] = []
+        own = [stage for stage, held in enumerate(schedule.placement) if rank in held]
+        self.copies: Counter[int] = Counter()
+        self.newest = dict.fromkeys(own, 0)
+        flat_list = schedule.flat[rank]
+        for stage in own:
+            self.hold(("weight", stage), "weight", stage)
+            self.hold(("optimizer", stage), "optimizer", stage)
+            count = copies_of(flat_list, stage)
+            if count:
+                self.held["copies", stage] = count * self.sizes["weight"][stage]
+            mine = [a for a in flat_list if a.stage == stage]
+            if not any(a.kind is Kind.OPTIM_STEP for a in mine) and any(
+                a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) for a in mine
+            ):
+                self.hold(("gradient", stage), "gradient", stage)
+        self.note()
+        for entry in schedule.actions[rank]:
+            parts = list(flat([entry]))
+            for part in parts:
+                self.free_first(part)
+            for part in parts:
+                self.take_first(part)
+                self.note()
+            for part in parts:
+                self.take_last(part)
+                self.note()
+            for part in parts:
+                self.free_last(part)
+
+    def note(self) -> None:
+        self.seen.append(sum(self.held.values()))
+
+    def hold(self, name: object, what: str, number: int) -> None:
+        self.held[name] = self.sizes[what][number]
+
+    def peer(self, stage: int, m: int) -> int:
+        """The rank that runs a stage on a microbatch, -1 beyond either end."""
+        return int(self.runs[stage, m]) if 0 <= stage < len(self.runs) else -1
+
+    def free_first(self, a: Action) -> None:
+        m = a.microbatch
+        if a.kind is Kind.FORWARD:
+            self.held.pop(("input", a.stage, m), None)
+        if a.kind is Kind.OPTIM_STEP:
+            self.held.pop(("sum", a.stage), None)
+        for name in arrived(self.schedule, self.rank, a):
+            self.held.pop(name, None)
+
+    def take_first(self, a: Action) -> None:
+        s, m = a.stage, a.microbatch
+        if a.kind is Kind.FORWARD:
+            self.hold(("activation", s, m), "activation", s)
+        elif a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self.hold(("gradient", s), "gradient", s)
+        elif a.kind is Kind.RECV_ACT:
+            self.hold(("input", s, m), "boundary", s - 1)
+        elif a.kind is Kind.RECV_GRAD:
+            self.hold(("grad", s, m), "boundary", s)
+        elif a.kind is Kind.REDUCE_GRAD and len(self.schedule.placement[s]) > 1:
+            index = self.schedule.flat[self.rank].index(a)
+            rest = self.schedule.flat[self.rank][index:]
+            if any(b.kind is Kind.OPTIM_STEP and b.stage == s for b in rest):
+                self.hold(("sum", s), "gradient", s)
+
+    def take_last(self, a: Action) -> None:
+        s, m = a.stage, a.microbatch
+        if m is None:
+            return
+        if a.kind is Kind.FORWARD and s + 1 < len(self.runs):
+            here = self.peer(s + 1, m) == self.rank
+            self.hold(("input", s + 1, m) if here else ("sent", s, m), "boundary", s)
+        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and s:
+            here = self.peer(s - 1, m) == self.rank
+            self.hold(("grad", s - 1, m) if here else ("sent grad", s, m), "boundary", s - 1)
+
+    def free_last(self, a: Action) -> None:
+        s, m = a.stage, a.microbatch
+        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self.held.pop(("activation", s, m), None)
+        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            self.held.pop(("grad", s, m), None)
+        if a.kind is Kind.OPTIM_STEP:
+            self.held.pop(("gradient", s), None)
+
+
+def copies_of(actions: tuple[Action, ...], stage: int) -> int:
+    """The most versions at once that somebody reads after the step that replaces them."""
+    reads: list[set[int]] = []
+    newest, of_microbatch = 0, {}
+    steps: list[int] = []
+    for index, a in enumerate(actions):
+        reads.append(set())
+        if a.stage != stage:
+            continue
+        if a.kind is Kind.FORWARD:
+            of_microbatch[a.microbatch] = newest if a.version is None else a.version
+        if a.kind is Kind.OPTIM_STEP:
+            newest += 1
+            steps.append(index)
+        elif a.microbatch in of_microbatch:
+            reads[-1].add(of_microbatch[a.microbatch])
+    last = dict.fromkeys(range(len(steps)), -1)
+    last |= {v: i for i, read in enumerate(reads) for v in read}
+    most = 0
+    for index in range(-1, len(actions)):
+        alive = [
+            v
+            for v in range(len(steps))
+            if (steps[v - 1] if v else -1) <= index <= last.get(v, -1)
+            and last.get(v, -1) > steps[v]
+        ]
+        most = max(most, len(alive))
+    return most
+
+
+def arrived(schedule: Schedule, rank: int, a: Action) -> list[object]:
+    """What the rank has sent and knows to have arrived when it uses the input of an action."""
+    runs = schedule.dataflow.runs
+    receives = {Kind.FORWARD: Kind.RECV_ACT, Kind.BACKWARD: Kind.RECV_GRAD}
+    receives[Kind.BACKWARD_INPUT] = Kind.RECV_GRAD
+    receive = receives.get(a.kind) and Action(receives[a.kind], a.stage, a.microbatch)
+    if not receive or receive not in schedule.flat[rank]:
+        return []
+    send = receive.counterpart
+    assert send is not None
+    peer = int(runs[send.stage, send.microbatch])
+    before = schedule.flat[peer][: schedule.flat[peer].index(send)]
+    found: list[object] = []
+    for used in before:
+        name, source = None, -1
+        if used.kind is Kind.FORWARD and used.stage:
+            name, source = ("sent", used.stage - 1, used.microbatch), used.stage - 1
+        elif used.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and used.stage + 1 < len(runs):
+            name, source = ("sent grad", used.stage + 1, used.microbatch), used.stage + 1
+        if name and runs[source, used.microbatch] == rank:
+            found.append(name)
+    return found
+
+
+@given(seeds)
+def test_peaks_equal_a_walk_over_the_list(seed: int) -> None:
+    chance = random.Random(seed)
+    line = drawn_timeline(chance)
+    sizes = drawn_sizes(chance, line.schedule.stages)
+    line = attrs.evolve(line, sizes=sizes)
+    for rank in range(line.schedule.ranks):
+        walk = Walk(line.schedule, sizes, rank)
+        assert line.ranks[rank].peak_bytes == max(walk.seen)
+        times, amounts = line.memory(rank)
+        assert max(amounts) == max(walk.seen)
+        assert amounts[-1] == sum(walk.held.values())
+        assert (times[0], amounts[0]) == (0, walk.seen[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_of_built_in_schedules_equal_a_walk(name: str) -> None:
+    for microbatches in (1, 3, 8):
+        schedule = schedir.build(name, ranks=3, microbatches=microbatches)
+        sizes = drawn_sizes(random.Random(microbatches), schedule.stages)
+        line = attrs.evolve(schedir.simulate(schedule), sizes=sizes)
+        walks = [Walk(schedule, sizes, rank) for rank in range(3)]
+        assert [one.peak_bytes for one in line.ranks] == [max(walk.seen) for walk in walks]
+
+
+@given(seeds)
+def test_curves_go_on_in_time_and_count_activations(seed: int) -> None:
+    chance = random.Random(seed)
+    simulated = drawn_timeline(chance)
+    for line in (simulated, as_if_measured(simulated, chance, 0.3)):
+        for rank in range(line.schedule.ranks):
+            times, live = line.live(rank)
+            assert times.shape == live.shape
+            assert (np.diff(times) >= 0).all()
+            assert (times[0], live[0], live[-1]) == (0, 0, 0)
+            assert live.max() == line.ranks[rank].peak_activations
+
+
+def test_activations_of_1f1b_by_hand() -> None:
+    #   time    0    1    2    3    4    5    6    7    8    9
+    #   rank 0  0F0  0F1            0B0------ 0B1 ------
+    #   live    1    2    2                   1          0
+    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    times, live = line.live(0)
+    assert (times.tolist(), live.tolist()) == ([0, 0, 1, 6, 9], [0, 1, 2, 1, 0])
+
+
+def test_bytes_by_hand() -> None:
+    costs = CostModel(
+        activation_bytes=10, boundary_bytes=1, weight_bytes=100, gradient_bytes=200, latency=1
+    )
+    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=1), costs)
+    #   rank 1: 1RECV_ACT0 at 0, 1F0 from 2 to 3, 1B0 to 5, 1SEND_GRAD0, 1OPTIM_STEP at 5
+    times, held = line.memory(1)
+    assert list(zip(times.tolist(), held.tolist(), strict=True)) == [
+        (0, 100),
+        (0, 101),  # 1RECV_ACT0
+        (2, 100),  # which becomes part of
+        (2, 110),  # the activation of 1F0
+        (3, 310),  # 1B0 makes gradients
+        (5, 311),  # and what is sent: nothing comes back that would say that it has arrived
+        (5, 301),
+        (5, 101),  # 1OPTIM_STEP
+    ]
+    assert [one.peak_bytes for one in line.ranks] == [311, 311]
+    assert all(isinstance(one.peak_bytes, float) for one in line.ranks)
+
+
+def test_pipedream_keeps_a_copy_of_each_older_version() -> None:
+    line = schedir.simulate(
+        schedir.build("pipedream", ranks=4, microbatches=8), CostModel(weight_bytes=100)
+    )
+    # Up to S - s versions of stage s are read; each is a copy beside the newest weights.
+    assert [one.peak_bytes for one in line.ranks] == [500, 400, 300, 100]
+
+
+def test_a_sum_takes_as_much_again() -> None:
+    lists = "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP"
+    line = schedir.simulate(listed(2, "0,1", *lists), CostModel(gradient_bytes=5))
+    assert [one.peak_bytes for one in line.ranks] == [10, 10]
+    alone = listed(1, "0", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP")
+    assert schedir.simulate(alone, CostModel(gradient_bytes=5)).ranks[0].peak_bytes == 5
+
+
+def test_sizes_that_are_not_known_or_do_not_fit() -> None:
+    line = schedir.simulate(schedir.build("1f1b"))
+    assert [one.peak_bytes for one in line.ranks] == [None] * 4
+    with pytest.raises(ValueError, match="the timeline has no sizes"):
+        line.memory(0)
+    wrong = attrs.evolve(line, sizes=Sizes(weight=(1, 2)))
+    with pytest.raises(ValueError, match="sizes: weight must be one number or 4, not 2"):
+        wrong.memory(0)
+    assert math.isfinite(line.live(0)[0][-1])
