@@ -154,6 +154,40 @@ def test_the_json_has_these_keys(run: Run) -> None:
     }
 
 
+def test_a_memory_limit(run: Run) -> None:
+    costs = ["--cost", "activation_bytes=1GiB", "--cost", "weight_bytes=512MiB"]
+    code, out, err = run("compare", *BUILT_IN[:3], *costs, "--memory-limit", "5GiB")
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == """\
+schedule                makespan  ratio  bubble  peak activations  peak bytes  delay
+interleaved-1f1b  over      28.5  0.864   15.8%          11 × 1/2       6 GiB      0
+1f1b              best        33  1.000   27.3%                 4     4.5 GiB      0
+fill-drain        over        33  1.000   27.3%                 8     8.5 GiB      0
+
+All train the same model. One that cuts it into more stages than there are ranks has smaller ones, \
+whose activations count as 1/2 of one.
+
+The memory limit is 5 GiB on every rank: 2 schedules over it.
+"""
+    )
+    assert run("compare", "1f1b", *costs, "--memory-limit", "4.5GiB")[0] == 0
+    code, out, _ = run("compare", "1f1b", *costs, "--memory-limit", str(int(4.5 * 2**30) - 1))
+    assert code == 1
+    assert out.endswith("None of them runs and is within the limits.\n")
+
+
+def test_what_is_of_unknown_size_is_not_chosen_under_a_limit() -> None:
+    line = simulate(schedir.build("1f1b"), CostModel(forward=0.5, backward=0.5))
+    costs = CostModel(activation_bytes=10)
+    comparison = schedir.compare([line, "1f1b"], costs=costs, memory_limit=40)
+    assert comparison.best is comparison.rows[1]
+    assert [row.fits for row in comparison.rows] == [None, True]
+    assert "0 schedules over it, 1 one of unknown size" not in table(comparison)
+    assert "0 schedules over it, 1 of unknown size." in table(comparison)
+
+
 def test_all_do_the_same_work() -> None:
     """Whatever the number of stages: what all ranks are busy with is the same."""
     costs = CostModel(forward=(1, 2, 3, 4), backward=(2, 3, 4, 5), unit="ms")

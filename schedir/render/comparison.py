@@ -165,7 +165,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         yield (
             f"The memory limit is {size(comparison.memory_limit)} on every rank: "
             f"{count(above, 'schedule')} over it"
-            + (f", {count(unknown, 'one', '')} of unknown size." if unknown else ".")
+            + (f", {unknown} of unknown size." if unknown else ".")
         )
     problems = [(row, row.problem) for row in comparison.rows if row.problem is not None]
     yield from dict.fromkeys(_objection(comparison, row, why) for row, why in problems)

@@ -66,9 +66,8 @@ class Row:
         """The most bytes that any rank keeps, None where sizes are not known."""
         if self.timeline is None:
             return None
-        peaks = [getattr(rank, "peak_bytes", None) for rank in self.timeline.ranks]
-        known = [peak for peak in peaks if peak is not None]
-        return max(known) if known else None
+        known = [rank.peak_bytes for rank in self.timeline.ranks if rank.peak_bytes is not None]
+        return max(known, default=None)
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -77,9 +76,10 @@ class Comparison:
     """Schedules compared, the quickest first: what `schedir.compare` returns.
 
     `rows` are in the order of their makespans; where they have unequal numbers of microbatches, and
-    so do unequal work, in that of their time per microbatch. What has no time comes last. Of equally
-    quick ones that come first which keep less, then those of less delay. `channel` is the model that they have to run under,
-    `memory_limit` the most bytes that a rank may keep, None for no limit.
+    so do unequal work, in that of their time per microbatch. What has no time comes last. Of those
+    that are equally quick, what keeps less comes first, then what has less delay. `channel` is the
+    model that they have to run under, `memory_limit` the most bytes that a rank may keep, None for
+    no limit.
     """
 
     rows: tuple[Row, ...]
