@@ -25,13 +25,13 @@ def test_fewer_stages_are_sums_and_more_are_shares() -> None:
         latency=7,
         unit="ms",
     )
-    two = recut(costs, 2, of=4)
+    two: Any = recut(costs, 2, of=4)
     assert two.forward == (2, 3)
     assert two.backward == (6, 6)
     assert two.recompute == (3, 7)
     assert two.boundary_bytes == (20,)
     assert two.input_bytes == (1, 20)
-    eight = recut(costs, 8, of=4)
+    eight: Any = recut(costs, 8, of=4)
     assert eight.forward == (0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1, 1)
     assert eight.boundary_bytes == (10, 10, 20, 20, 30, 30, 30)
     assert eight.input_bytes == (1, 10, 10, 20, 20, 30, 30, 30)
@@ -43,7 +43,7 @@ def test_fewer_stages_are_sums_and_more_are_shares() -> None:
 def test_one_number_is_of_as_many_stages_as_it_is_said_to_be_of() -> None:
     costs = CostModel(weight_bytes=12, boundary_bytes=5)
     assert recut(costs, 4, of=4) == costs
-    halves = recut(costs, 8, of=4)
+    halves: Any = recut(costs, 8, of=4)
     assert (halves.forward, halves.backward, halves.weight_bytes) == (0.5, 1, 6)
     assert (halves.boundary_bytes, halves.recompute) == (5, None)
     assert recut(costs, 3, of=4).backward == pytest.approx(8 / 3)
