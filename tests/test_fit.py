@@ -124,8 +124,8 @@ def hand_drawn(ends_of_transfers: tuple[float, float]) -> Timeline:
     )
     nan = math.nan
     act0, act1 = ends_of_transfers
-    starts = [0, 2, 2.5, 4.5, 6, 6.25, nan, 8.25, 2, 3, 5, 6, 4.5, 6.5, 7.5, 8.5]
-    ends = [2, act0, 4.5, act1, 6.25, 8, nan, 9.25, act0, 4, 6, 6.25, act1, 7.5, 8.5, nan]
+    starts = [0, 2, 2.5, 4.5, 6, 6.75, nan, 8.25, 2, 3, 5, 6, 4.5, 6.5, 7.5, 8.5]
+    ends = [2, act0, 4.5, act1, 6.75, 8, nan, 9.25, act0, 4, 6, 6.75, act1, 7.5, 8.5, nan]
     return Timeline(schedir.loads(text), starts, ends, unit="s", measured=Measured(4))
 
 
@@ -134,12 +134,13 @@ def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_no
     durations = durations_of(line)
     assert durations[0, 0] == 2.5  # 0F0, and until 0F1 starts
     assert durations[0, 2] == 2 + 0.5  # 0F1: what follows waits; as much as after 0F0 was work
-    assert durations[0, 5] == 1.75 + 0.25  # 0B0
+    assert durations[0, 5] == 1.25 + 0.25  # 0B0
     assert durations[1, 2] == 1.5  # 1B0, and until 1F1 starts, whose input was there
-    assert durations[0, 1] == 1  # 0SEND_ACT0, which rank 1 waited for
+    # 0SEND_ACT0, which rank 1 waited for: posting it was work of 0F0, until 2.5.
+    assert durations[0, 1] == 0.5
     assert (0, 3) not in durations  # 0SEND_ACT1 was there before anybody looked
     assert durations[1, 3] == 0.25
-    assert CostModel.fit([line]).latency == (1 + 0.25) / 2
+    assert CostModel.fit([line]).latency == (0.5 + 0.25) / 2
 
 
 def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() -> None:

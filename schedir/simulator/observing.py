@@ -132,11 +132,14 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
         durations = durations + _filled(gaps, cost, np.append(follows, False))
     yield _Entries(heads, cost, durations)
 
-    lengths = ends[transfers.receive] - starts[transfers.send]
+    # Posting a send is work of the entry before it, and no part of the transfer.
+    done = starts[heads] + durations
+    maker = np.searchsorted(heads, transfers.send) - 1
+    begun = np.fmax(starts[transfers.send], done[maker])
+    lengths = np.maximum(ends[transfers.receive] - begun, 0)
     if timeline.measured is not None:
-        seen = np.zeros(len(transfers), np.bool_)
         user = np.searchsorted(heads, transfers.user, side="right") - 1
-        seen[:] = ends[transfers.receive] > ended[user]
+        seen = ends[transfers.receive] > ended[user]
         lengths = np.where(seen & ~_queued(schedule, starts, ends), lengths, np.nan)
     yield _Entries(transfers.send, np.full(len(transfers), _TRANSFER), lengths)
 
