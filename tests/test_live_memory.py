@@ -72,6 +72,11 @@ class Walk:
                 self.take_last(part)
                 self.note()
             for part in parts:
+                self.free_activation(part)
+            for part in parts:
+                self.take_gradient(part)
+            self.note()
+            for part in parts:
                 self.free_last(part)
 
     def note(self) -> None:
@@ -97,8 +102,6 @@ class Walk:
         s, m = a.stage, a.microbatch
         if a.kind is Kind.FORWARD:
             self.hold(("activation", s, m), "activation", s)
-        elif a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.hold(("gradient", s), "gradient", s)
         elif a.kind is Kind.RECV_ACT:
             self.hold(("input", s, m), "boundary", s - 1)
         elif a.kind is Kind.RECV_GRAD:
@@ -120,10 +123,16 @@ class Walk:
             here = self.peer(s - 1, m) == self.rank
             self.hold(("grad", s - 1, m) if here else ("sent grad", s, m), "boundary", s - 1)
 
+    def free_activation(self, a: Action) -> None:
+        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self.held.pop(("activation", a.stage, a.microbatch), None)
+
+    def take_gradient(self, a: Action) -> None:
+        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self.hold(("gradient", a.stage), "gradient", a.stage)
+
     def free_last(self, a: Action) -> None:
         s, m = a.stage, a.microbatch
-        if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.held.pop(("activation", s, m), None)
         if a.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self.held.pop(("grad", s, m), None)
         if a.kind is Kind.OPTIM_STEP:
@@ -244,12 +253,12 @@ def test_bytes_by_hand() -> None:
         (0, 101),  # 1RECV_ACT0
         (2, 100),  # which becomes part of
         (2, 110),  # the activation of 1F0
-        (3, 310),  # 1B0 makes gradients
-        (5, 311),  # and what is sent: nothing comes back that would say that it has arrived
-        (5, 301),
+        (5, 111),  # 1B0 makes what is sent: nothing comes back that would say that it has arrived
+        (5, 101),  # and gradients
+        (5, 301),  # in the place of the activation
         (5, 101),  # 1OPTIM_STEP
     ]
-    assert [one.peak_bytes for one in line.ranks] == [311, 311]
+    assert [one.peak_bytes for one in line.ranks] == [301, 301]
     assert all(isinstance(one.peak_bytes, float) for one in line.ranks)
 
 

@@ -6,9 +6,10 @@ on a CPU:
 
     weights, optimiser state    always, with a copy of the weights for every version that outlives
                                 its OPTIM_STEP (the copies' storage is kept from call to call)
-    gradients of a stage        from the first backward that completes any to the OPTIM_STEP that
-                                applies them; always where the schedule has none. A sum over
-                                replicas takes as much again while it goes on
+    gradients of a stage        from the end of the first backward that completes any, which makes
+                                them as it frees the activation, to the OPTIM_STEP that applies
+                                them; always where the schedule has none. A sum over replicas takes
+                                as much again while it goes on
     activation                  from its FORWARD to its BACKWARD or BACKWARD_WEIGHT, its input with
                                 it
     what is received            from where the receive is listed to its use: an input becomes part
@@ -185,8 +186,9 @@ def _gradients(schedule: Schedule, size: Amounts, base: Amounts) -> list[_Change
     fresh[1:] |= step[:-1]
     taken = fresh & ~step & stepped[group]
     freed = step & ~fresh
+    # A backward makes them as it frees the activation, which is listed before.
     return [
-        (place[taken], _TAKEN_FIRST, size[stage[taken]]),
+        (place[taken], _FREED_LAST, size[stage[taken]]),
         (place[freed], _FREED_LAST, -size[stage[freed]]),
     ]
 
