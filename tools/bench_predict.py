@@ -1,0 +1,220 @@
+"""Holds predictions against measured steps: replays and forecasts, a null model, and memory.
+
+    python tools/bench_predict.py --sleep [--ranks 4 8]
+    python tools/bench_predict.py --gpt
+    python tools/bench_predict.py --memory
+
+Each run is a launch of torchrun of its own, and runs come in a shuffled order. Costs are fitted on
+runs of 1F1B, with another number of microbatches, and forecast the steps of other runs, of every
+schedule. A schedule with chunks has a finer cut of the model, which a run of 1F1B over that cut
+measures, each rank holding stages that follow each other:
+
+    rank 0   stages 0 1      0F0 1F0 0F1 1F1 ...        the chunks of rank 0 are stages 0 and 2 in
+    rank 1   stages 2 3                  2F0 3F0 ...    the interleaved schedule that is forecast
+
+Two figures, never one. The *replay* gives each entry its own measured duration: how far it is from
+the measured step says what the simulator leaves out. The *forecast* takes costs of another run: how
+far its median is from that of the steps says what a user may trust, and its 90 % band should hold
+90 % of them. Beside them the simulation *at medians*, the *null model*, which is the closed form of
+the bubble at the mean time of a stage, and what a step takes *outside* its list, which no timeline
+holds; below, the *regret*: how much slower the schedule that forecasts recommend is than the best
+one measured. Stages that `--sleep` do so for fixed, unequal times, so nothing but the pipeline
+counts; `--gpt` is the example's model on two ranks. `--memory` holds the peak of each rank's live
+bytes, as simulated, against what torch has allocated at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+from predicted_run import Run
+
+import schedir
+from schedir import CostModel, SchedirError, Timeline
+from schedir.simulator import load_timelines
+from schedir.simulator.observing import durations_of
+
+LIMIT = 300  # seconds, of one run
+WORKER = Path(__file__).with_name("predicted_run.py")
+TARGETS = {"fill-drain": 1, "1f1b": 1, "interleaved-1f1b": 2, "pipedream": 1}  # chunks, by name
+
+
+@attrs.frozen
+class Measured:
+    """What a run has left: the timelines of its steps, seconds of whole steps as rank 0 sees them,
+    and the most bytes that torch had allocated on each rank."""
+
+    lines: Sequence[Timeline]
+    elapsed: Sequence[float]
+    peaks: Sequence[int]
+
+    @property
+    def makespans(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """The makespans of the steps, in seconds."""
+        return np.array([line.makespan for line in self.lines])
+
+
+def launch(run: Run) -> Measured:
+    """Make a run in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(run.ranks), str(WORKER)]
+        command += [json.dumps(attrs.asdict(run)), folder]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{run} failed:\n{done.stderr[-3000:]}")
+        beside = json.loads(Path(folder, "beside.json").read_text())
+        return Measured(load_timelines(Path(folder, "timelines.json")), **beside)
+
+
+def measured(runs: Iterable[Run], seed: int) -> dict[Run, list[Measured]]:
+    """All runs, some of them made several times, in a shuffled order."""
+    shuffled = list(runs)
+    random.Random(seed).shuffle(shuffled)
+    found: dict[Run, list[Measured]] = {}
+    for number, run in enumerate(shuffled):
+        print(f"run {number + 1} of {len(shuffled)}: {run}", file=sys.stderr, flush=True)
+        found.setdefault(run, []).append(launch(run))
+    return found
+
+
+def source_of(target: Run, microbatches: int) -> Run:
+    """The run of 1F1B over the same cut, of so many microbatches, that costs are fitted on."""
+    name = "fine-1f1b" if target.chunks > 1 else "1f1b"
+    return attrs.evolve(target, name=name, microbatches=microbatches)
+
+
+def replay_error(lines: Sequence[Timeline]) -> float:
+    """How far the replay of a step is from the step, the median over steps."""
+    costs = CostModel.fit(lines)
+    errors = []
+    for line in lines:
+        replayed = schedir.simulate(line.schedule, costs, durations=durations_of(line))
+        errors.append(replayed.makespan / line.makespan - 1)
+    return float(np.median(errors))
+
+
+def null_model(costs: CostModel, run: Run) -> float:
+    """The closed form of the bubble, (P - 1) / (V M + P - 1), at the mean time of a stage."""
+    stage = np.add(costs.forward, costs.backward).mean()
+    return float(stage * (run.chunks * run.microbatches + run.ranks - 1))
+
+
+COLUMNS = (
+    *("ranks", "schedule", "steps", "measured ms", "replay", "forecast", "band holds"),
+    *("at medians", "null model", "outside"),
+)
+MEMORY_COLUMNS = ("schedule", "rank", "simulated MiB", "torch MiB", "error")
+
+
+def print_head(columns: Sequence[str]) -> None:
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+
+
+def table(targets: Sequence[Run], found: Mapping[Run, list[Measured]], microbatches: int) -> None:
+    """Print what was predicted of each run beside what was measured, and the regret."""
+    forecasts, medians = {}, {}
+    print_head(COLUMNS)
+    for run in targets:
+        runs = found[run]
+        steps = np.concatenate([one.makespans for one in runs])
+        middle = medians[run] = float(np.median(steps))
+        replay = float(np.median([replay_error(one.lines) for one in runs]))
+        sources = found[source_of(run, microbatches)]
+        costs = CostModel.fit([line for one in sources for line in one.lines])
+        outside = np.median([np.median(np.subtract(r.elapsed, r.makespans)) for r in runs])
+        by_medians = schedir.simulate(run.schedule, costs).makespan
+        try:
+            band = schedir.forecast(run.schedule, costs, draws=1000)
+        except SchedirError as error:
+            print(error, file=sys.stderr)
+            forecast, holds = "unsteady", "–"
+            forecasts[run] = by_medians
+        else:
+            low, high = band.quantile(0.05), band.quantile(0.95)
+            forecasts[run] = band.median
+            forecast = f"{band.median / middle - 1:+.1%}"
+            holds = f"{np.mean((low <= steps) & (steps <= high)):.0%}"
+        print(
+            f"| {run.ranks} | {run.name} | {len(steps)} | {1e3 * middle:.2f} | {replay:+.2%} | "
+            f"{forecast} | {holds} | {by_medians / middle - 1:+.1%} | "
+            f"{null_model(costs, run) / middle - 1:+.1%} | {outside / middle:.1%} |",
+            flush=True,
+        )
+    for ranks in sorted({run.ranks for run in targets}):
+        own = [run for run in targets if run.ranks == ranks]
+        advised, best = min(own, key=lambda r: forecasts[r]), min(own, key=lambda r: medians[r])
+        regret = medians[advised] / medians[best] - 1
+        print(f"\n{ranks} ranks: recommended {advised.name}, best {best.name}, regret {regret:.1%}")
+
+
+def predict(model: str, ranks: Sequence[int], args: argparse.Namespace) -> None:
+    """Measure all schedules and forecast each from runs of 1F1B of fewer microbatches."""
+    targets = [
+        Run(model, name, count, args.microbatches, chunks, args.steps)
+        for count in ranks
+        for name, chunks in TARGETS.items()
+    ]
+    sources = list(dict.fromkeys(source_of(run, args.source) for run in targets))
+    found = measured([*targets, *sources] * args.repeat, args.seed)
+    table(targets, found, args.source)
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Print the peak of each rank's bytes as simulated beside what torch has allocated."""
+    targets = [Run("gpt", name, 2, args.microbatches, v, 4, True) for name, v in TARGETS.items()]
+    sources = list(dict.fromkeys(source_of(run, args.source) for run in targets))
+    found = measured([*targets, *sources], args.seed)
+    print(
+        "| schedule | rank | simulated MiB | torch MiB | error |\n| --- | --- | --- | --- | --- |"
+    )
+    for run in targets:
+        costs = CostModel.fit(found[source_of(run, args.source)][0].lines)
+        line = schedir.simulate(run.schedule, costs)
+        for stats, peak in zip(line.ranks, found[run][0].peaks, strict=True):
+            simulated = stats.peak_bytes or 0
+            print(
+                f"| {run.name} | {stats.rank} | {simulated / 2**20:.2f} | {peak / 2**20:.2f} | "
+                f"{simulated / peak - 1:+.1%} |"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sleep", action="store_true", help="stages that sleep")
+    parser.add_argument("--gpt", action="store_true", help="the example's model on two ranks")
+    parser.add_argument("--memory", action="store_true", help="peak bytes of the example's model")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="of --sleep (4 8)")
+    parser.add_argument("--microbatches", type=int, default=12, help="of what is forecast (12)")
+    parser.add_argument("--source", type=int, default=8, help="microbatches of 1F1B (8)")
+    parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
+    parser.add_argument("--repeat", type=int, default=1, help="times that each run is made (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of runs (0)")
+    args = parser.parse_args()
+    if args.sleep:
+        predict("sleep", args.ranks, args)
+    if args.gpt:
+        predict("gpt", [2], args)
+    if args.memory:
+        memory(args)
+
+
+if __name__ == "__main__":
+    main()
