@@ -51,7 +51,7 @@ class Executor:
     optimizer, are compared.
 
     With `trace` every rank records when each entry of its list runs in each call of `step`; see
-    `timelines`. That costs less than a microsecond an action. Of several pipelines the first one's
+    `timelines`. That costs about a microsecond an action. Of several pipelines the first one's
     ranks do.
 
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by

@@ -131,9 +131,13 @@ class Recorder(BusyClock):
         """How to get the seconds in compute since this was asked for last; `latest` has all."""
         taken = self.latest = np.array(self._stamps, np.int64)
         self._stamps[:] = [0] * len(taken)
-        computes = np.array(self._computes, np.int64)
-        seconds = 1e-9 * float((taken[computes + ENDED] - taken[computes + BEGAN]).sum())
-        return lambda: seconds
+
+        def seconds() -> float:
+            rows = np.array(self._computes, np.int64)
+            rows = rows[rows < len(taken)]  # later programs have more
+            return 1e-9 * float((taken[rows + ENDED] - taken[rows + BEGAN]).sum())
+
+        return seconds
 
     def of_list(self, schedule: Schedule, rank: int) -> Nanoseconds:
         """Where the rows of a rank's actions begin, in the order of its list; -1 for what does

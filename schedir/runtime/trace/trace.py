@@ -67,6 +67,7 @@ class Trace:
         self._gauges: dict[int, Gauge] = {}
         self._gauge = Gauge()
         self._steps: deque[_Step] = deque()
+        self._actions = 0  # of these
         self._clocks = self._read_clocks()
 
     def observers(self, agreement: int) -> Iterable[Observer]:
@@ -82,9 +83,9 @@ class Trace:
             self._gauge.finish(self._stages, cells)
         taken = Taken(began, self.recorder.latest)
         self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
-        kept = sum(len(step.schedule.columns) for step in self._steps)
-        while kept > _MOST_ACTIONS and len(self._steps) > _FEWEST_STEPS:
-            kept -= len(self._steps.popleft().schedule.columns)
+        self._actions += len(schedule.columns)
+        while self._actions > _MOST_ACTIONS and len(self._steps) > _FEWEST_STEPS:
+            self._actions -= len(self._steps.popleft().schedule.columns)
 
     def timelines(self) -> list[Timeline]:
         """Those of the steps since this was asked last, on rank 0; none elsewhere. All ranks ask,
@@ -92,6 +93,7 @@ class Trace:
         steps = list(self._steps)
         report = self._report(steps)
         self._steps.clear()
+        self._actions = 0
         if self._plan.grid.rank:
             self._control.send(report, 0)
             return []

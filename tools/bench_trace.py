@@ -1,0 +1,156 @@
+"""Times what recording a step costs: executors with and without trace=True, in the same processes.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_trace.py [--json FILE]
+
+Both run one after the other in blocks A B B A of `--steps` steps each, back to back within a block
+and with a barrier between. Reported are the median ratio over the blocks with its bootstrap
+interval, and the median difference per action of the longest list, in microseconds; before that
+those of two executors that record nothing, which is the noise. Also what gathering the timelines
+takes, per step, and how far apart the clocks of two ranks may be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import bench_step
+import torch.distributed as dist
+
+import schedir
+from schedir.runtime import Executor
+
+
+def executor_of(
+    model: bench_step.Model, label: str, trace: bool
+) -> tuple[bench_step.Step, Executor]:
+    """A step, and its executor."""
+    name, _, chunks = bench_step.SCHEDULES[label]
+    schedule = schedir.build(
+        name,
+        ranks=dist.get_world_size(),
+        microbatches=bench_step.MICROBATCHES,
+        chunks=chunks if chunks > 1 else None,
+    )
+    stages = bench_step.local_stages(model, chunks)
+    executor = Executor(schedule, stages, model.loss, trace=trace)
+    x, y = model.batch()
+
+    def step() -> None:
+        executor.step(x, target=y)
+        bench_step.clear(stages)
+
+    return step, executor
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and its bootstrap interval."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], statistics.median(values), medians[-51]
+
+
+def compare(
+    one: bench_step.Step, other: bench_step.Step, blocks: int, steps: int, actions: int
+) -> dict[str, Any]:
+    """How much longer one step takes than the other."""
+    for step in (one, other):  # shapes are agreed on, and sizes measured, at the first
+        bench_step.block(step, 3)
+    ratios, differences, others = [], [], []
+    for _ in range(blocks):
+        a, b, c, d = (bench_step.block(step, steps) for step in (one, other, other, one))
+        ratios.append((a + d) / (b + c))
+        differences.append(1e6 * (a + d - b - c) / 2 / actions)
+        others += [b, c]
+    return {
+        "ms": 1e3 * statistics.median(others),
+        "ratio": interval(ratios),
+        "us per action": interval(differences),
+    }
+
+
+def measure(model: bench_step.Model, label: str, blocks: int, steps: int) -> dict[str, Any]:
+    """What recording costs the steps of a model."""
+    plain, first = executor_of(model, label, trace=False)
+    again, second = executor_of(model, label, trace=False)
+    traced, third = executor_of(model, label, trace=True)
+    actions = max(map(len, first.schedule.flat))
+    noise = compare(again, plain, blocks, steps, actions)
+    found = compare(traced, plain, blocks, steps, actions)
+    started = perf_counter()
+    timelines = third.timelines()
+    took = perf_counter() - started
+    for executor in (first, second, third):
+        executor.close()
+    measured = timelines[-1].measured if timelines else None
+    return {
+        "model": model.name,
+        "schedule": label,
+        "actions": actions,
+        "noise": noise,
+        **found,
+        "gathered ms per step": 1e3 * took / max(len(timelines), 1),
+        "clock error us": 1e6 * measured.clock_error if measured else None,
+    }
+
+
+HEAD = (
+    "| model | schedule | step ms | traced / plain | plain / plain | µs per action | noise | "
+    "gathering a step, ms | clock error, µs |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def row(r: dict[str, Any]) -> str:
+    """A row of the table."""
+
+    def shown(values: Sequence[float], digits: int) -> str:
+        low, middle, high = (f"{value:.{digits}f}" for value in values)
+        return f"{middle} ({low} to {high})"
+
+    noise = r["noise"]
+    return (
+        f"| {r['model']} | {r['schedule']} | {r['ms']:.2f} | {shown(r['ratio'], 3)} | "
+        f"{shown(noise['ratio'], 3)} | {shown(r['us per action'], 2)} | "
+        f"{shown(noise['us per action'], 2)} | {r['gathered ms per step']:.2f} | "
+        f"{r['clock error us']:.0f} |"
+    )
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    models, schedules = bench_step.MODELS, bench_step.SCHEDULES
+    parser.add_argument("--models", nargs="+", choices=models, default=["tiny", "gpt"])
+    parser.add_argument(
+        "--schedules", nargs="+", choices=schedules, default=["1f1b", "interleaved-2"]
+    )
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=0, help="of a block: 100, of the GPT 5")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    speaks = dist.get_rank() == 0
+    if speaks:
+        print(HEAD)
+    found = []
+    for name in args.models:
+        for label in args.schedules:
+            steps = args.steps or (5 if name == "gpt" else 100)
+            found.append(measure(models[name], label, args.blocks, steps))
+            if speaks:
+                print(row(found[-1]), flush=True)
+    if args.json and speaks:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
