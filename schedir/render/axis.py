@@ -46,7 +46,7 @@ class Axis:
     @cached_property
     def tick(self) -> float:
         """The time between two ticks: 1, 2 or 5 times a power of ten."""
-        return _round_step(_BETWEEN_TICKS / self.scale)
+        return round_step(_BETWEEN_TICKS / self.scale)
 
     @property
     def _end(self) -> int:
@@ -94,7 +94,7 @@ def nearest(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """The smallest number that is 1, 2 or 5 times a power of ten, and at least `least`."""
     power: float = 10 ** math.floor(math.log10(least))
     step = next(step for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

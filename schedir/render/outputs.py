@@ -11,11 +11,12 @@ from typing import Any, Literal
 import attrs
 
 from schedir.checker import Report
-from schedir.ir import Schedule, dumps, dumps_torch_csv
+from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
 from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
 from schedir.render.timeline import timeline_blocks, timeline_json
+from schedir.render.unknown import left_out
 from schedir.search import Comparison
 from schedir.simulator import Timeline
 
@@ -110,11 +111,18 @@ def _torch_csv(schedule: Schedule, page: Page) -> Written:
     return Written([Piece(text)], left_out)
 
 
+def _svg(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.svg import svg_blocks
+
+    blocks = svg_blocks(timeline, page.against)
+    return Written(blocks, left_out((timeline, page.against), COMPUTE))
+
+
 def _perfetto(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.perfetto import left_out, trace_events
+    from schedir.render.perfetto import trace_events
 
     pieces = trace_events(timeline, page.against)
-    return Written(pieces, left_out(timeline, page.against))
+    return Written(pieces, left_out((timeline, page.against), Kind))
 
 
 def _html(timeline: Timeline, page: Page) -> Written:
@@ -219,11 +227,20 @@ OUTPUTS = (
     ),
     Output(
         command="export",
+        name="svg",
+        of="timeline",
+        about="a picture, for papers and READMEs",
+        write=_svg,
+        cannot_hold="what is not known when",
+        extension=".svg",
+    ),
+    Output(
+        command="export",
         name="perfetto",
         of="timeline",
         about="a trace for ui.perfetto.dev and chrome://tracing",
         write=_perfetto,
-        cannot_hold="actions of which it is not known when they ran",
+        cannot_hold="what is not known when",
         extension=".json",
     ),
     Output(

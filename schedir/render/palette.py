@@ -52,10 +52,10 @@ class Fill(NamedTuple):
 
 # The hues of Okabe and Ito (2008), which all kinds of colour blindness keep apart, and for the
 # gradient of the input, which stands beside the other two, a purple. Printed in grey the kinds are
-# still four: the lightness (CIE L*) of F is 79 to 91, of W 66 to 74, of B 52 to 61, of I 35 to 45.
+# still four: the lightness (CIE L*) of F is 79 to 87, of W 66 to 74, of B 52 to 61, of I 35 to 45.
 # The shades of a rank's stages stay within that.
 _FILLS = {
-    Kind.FORWARD: ("#86ccf2", "#b7e3fd", "#95d6fb", "#c9eafe"),
+    Kind.FORWARD: ("#86ccf2", "#abe0ff", "#8ed3fa", "#99daff"),
     Kind.BACKWARD: ("#058f68", "#17a67a", "#02966d", "#039f74"),
     Kind.BACKWARD_INPUT: ("#793783", "#94509e", "#82408d", "#8c4996"),
     Kind.BACKWARD_WEIGHT: ("#d69404", "#f1a815", "#e09b01", "#eaa30a"),

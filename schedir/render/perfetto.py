@@ -37,7 +37,7 @@ _EVENTS_AT_ONCE = 4096
 
 
 def trace_events(timeline: Timeline, against: Timeline | None = None) -> Iterator[Piece]:
-    """The trace, piece by piece; what is not known when is left out (`left_out` says what).
+    """The trace, piece by piece; what is not known when is left out.
 
     A second timeline has processes of its own, each beside that of the same rank. A timeline whose
     unit of time may be any is written as if it were seconds.
@@ -72,22 +72,6 @@ def _pieces(views: list[_View]) -> Iterator[Piece]:
         yield Piece(",\n".join(some) + (",\n" if following else "\n"))
         some = following
     yield Piece("]}\n")
-
-
-def left_out(*timelines: Timeline | None) -> list[str]:
-    """What a trace can't hold, in words."""
-    found = []
-    for timeline in filter(None, timelines):
-        unknown = np.flatnonzero(np.isnan(timeline.starts) | np.isnan(timeline.ends))
-        if len(unknown):
-            columns = timeline.schedule.columns
-            rank, index = columns.position(int(unknown[0]))
-            found.append(
-                f"{len(unknown)} of {len(columns)} actions are left out, as it is not known when "
-                f"they ran: rank {rank} #{index} {columns.action(int(unknown[0]))}"
-                + (" is the first" if len(unknown) > 1 else "")
-            )
-    return found
 
 
 @attrs.frozen

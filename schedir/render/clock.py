@@ -1,0 +1,49 @@
+"""The unit of time in which one timeline, or two on one axis, are shown."""
+
+from __future__ import annotations
+
+import attrs
+
+from schedir.render.styled import number
+from schedir.simulator import Timeline
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_SHOWN = {"s": "s", "ms": "ms", "us": "µs"}
+
+
+@attrs.frozen
+class Clock:
+    """`unit` is empty where a unit may be any; a time of the i-th timeline is `factors[i]` times
+    as many of them."""
+
+    unit: str
+    factors: tuple[float, ...]
+
+    @property
+    def title(self) -> str:
+        """The title of a time axis."""
+        return f"time ({self.unit})" if self.unit else "time"
+
+    def duration(self, shown: float) -> str:
+        """A time in this unit, with it."""
+        return f"{number(shown)} {self.unit}".rstrip()
+
+
+def clock_of(*timelines: Timeline) -> Clock:
+    """The largest unit of which the longest of the timelines takes at least one.
+
+    A timeline without a unit is taken to have that of the others.
+    """
+    units = [timeline.unit for timeline in timelines]
+    known = next(filter(None, units), None)
+    if known is None:
+        return Clock("", (1.0,) * len(timelines))
+    seconds = [_SECONDS[unit or known] for unit in units]
+    longest = max(line.makespan * each for line, each in zip(timelines, seconds, strict=True))
+    unit = next((unit for unit, each in _SECONDS.items() if longest >= each), "us")
+    return Clock(_SHOWN[unit], tuple(_ratio(each, _SECONDS[unit]) for each in seconds))
+
+
+def _ratio(one: float, other: float) -> float:
+    """Of two powers of ten, without what floats get wrong: times stay the numbers they are."""
+    return float(round(one / other)) if one >= other else 1 / round(other / one)

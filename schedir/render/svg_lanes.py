@@ -1,0 +1,202 @@
+"""A rank's lane in a picture: the cells of its compute, their labels, and the marks of its steps.
+
+Cells are paths, one for each colour. What is thinner than a pixel is merged with what is thin
+beside it, four pixels at a time: the kinds hang below each other, each as high as it takes of the
+time, and what is left is idle. So a lane of millions is no longer than one of thousands, and its
+areas are true.
+
+    FFFFFFFFBBBBBBBBBBBBBBBB          FFFFFFFFFFFF  FF
+    FFFFFFFFBBBBBBBBBBBBBBBB          BBBBBBBBBBBBFFFF
+    FFFFFFFFBBBBBBBBBBBBBBBB  a cell  BBBBBBBBBBBBBBBB  thousands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind
+from schedir.render.palette import PAPER, STEP_FILL, picture_fill
+from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_width
+from schedir.simulator import Timeline
+
+THINNEST = 1.0
+_BAR, _LEVELS = 4.0, 25
+"""How wide a bar of merged cells is, and of how many different heights."""
+_SEPARATED = 6.0
+"""In pixels, as all lengths here: cells at least this wide are set off by a line of paper."""
+_STEP_WIDTH = 2.5
+_TIGHT = 0.5
+"""By how much a cell may be too narrow for its label."""
+_LOWEST_LABEL = 10.0
+"""The lowest cell that has a label."""
+_SHADES = 4
+_STEP = KIND_INDEX[Kind.OPTIM_STEP]
+
+
+@attrs.frozen
+class Cells:
+    """The compute of one rank by time; all arrays have the shape [cells].
+
+    `top` and `height` are parts of the lane's height: an overlapped pair is two cells, one above
+    the other. `colour` is that of the kind and of the turn of the stage among the rank's.
+    """
+
+    left: Lengths
+    right: Lengths
+    top: Lengths
+    height: Lengths
+    place: Ints
+    colour: Ints
+
+    def where(self, chosen: Bools) -> Cells:
+        """Some of them."""
+        return Cells(*(array[chosen] for array in attrs.astuple(self, recurse=False)))
+
+
+def cells_of(timeline: Timeline, rank: int, scale: float) -> Cells:
+    """What is known of a rank's compute, `scale` pixels to a unit of time."""
+    columns = timeline.schedule.columns
+    first, end = columns.starts[rank : rank + 2].tolist()
+    starts, ends = timeline.starts[first:end], timeline.ends[first:end]
+    known = columns.is_kind(*COMPUTE)[first:end] & ~np.isnan(starts) & ~np.isnan(ends)
+    places = np.flatnonzero(known)
+    places = first + places[np.argsort(starts[places], kind="stable")]
+    shared, joined = columns.shared[places], columns.joined[places]
+    return Cells(
+        np.round(timeline.starts[places] * scale, 2),
+        np.round(timeline.ends[places] * scale, 2),
+        np.where(joined, 0.5, 0.0),
+        np.where(shared, 0.5, 1.0),
+        places,
+        columns.kind[places] * _SHADES + _turns(timeline, rank, columns.stage[places]) % _SHADES,
+    )
+
+
+def _turns(timeline: Timeline, rank: int, stages: Ints) -> Ints:
+    """The turn of each stage among the rank's."""
+    return np.searchsorted(np.array(timeline.schedule.stages_of(rank), np.int64), stages)
+
+
+def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
+    """The elements of a lane, whose upper left corner is the origin."""
+    steps = cells.colour // _SHADES == _STEP
+    thin = (cells.right - cells.left < THINNEST) & ~steps
+    whole = cells.where(~thin & ~steps)
+    yield from _boxes(whole, height)
+    if thin.any():
+        yield from _merged(cells, np.flatnonzero(thin), height)
+    yield from _labels(columns, whole, height)
+    if steps.any():
+        yield _steps(cells.where(steps), cells, height)
+
+
+def merged(cells: Cells) -> int:
+    """How many of the cells are too thin to be drawn by themselves."""
+    thin = cells.right - cells.left < THINNEST
+    return int((thin & (cells.colour // _SHADES != _STEP)).sum())
+
+
+def _boxes(cells: Cells, height: float) -> Iterator[str]:
+    separated = cells.right - cells.left >= _SEPARATED
+    for colour in np.unique(cells.colour).tolist():
+        fill = picture_fill(KINDS[colour // _SHADES], colour % _SHADES).area
+        for apart in (False, True):
+            some = cells.where((cells.colour == colour) & (separated == apart))
+            if len(some.left):
+                line = f' stroke="{PAPER}" stroke-width=".8"' if apart else ""
+                yield f'<path fill="{fill}"{line} d="{_outline(some, height)}"/>'
+
+
+def _outline(cells: Cells, height: float) -> str:
+    return path(cells.left, cells.right, cells.top * height, cells.height * height)
+
+
+def _merged(cells: Cells, thin: Ints, height: float) -> Iterator[str]:
+    """The thin ones of the cells, a few pixels at a time."""
+    left, right = cells.left[thin], cells.right[thin]
+    apart = (thin[1:] > thin[:-1] + 1) | (left[1:] - right[:-1] >= THINNEST)
+    # A bar ends where what is thin does.
+    stretches = left[np.append(True, apart)], right[np.append(apart, True)]
+    bars = np.union1d(np.concatenate(stretches), np.arange(0, right.max(), _BAR))
+    # How much of each colour there is up to every edge of a cell, and thus in every bar.
+    edges = np.stack([left, right], axis=1).ravel()
+    top = np.zeros(len(bars) - 1)
+    for colour in np.unique(cells.colour[thin]).tolist():
+        takes = (right - left) * cells.height[thin] * (cells.colour[thin] == colour)
+        so_far = np.stack([takes.cumsum() - takes, takes.cumsum()], axis=1).ravel()
+        share = np.diff(np.interp(bars, edges, so_far)) / np.diff(bars)
+        bottom = np.minimum(top + share, 1)
+        upper, lower = (np.round(part * _LEVELS) / _LEVELS * height for part in (top, bottom))
+        outline = _joined(bars[:-1], bars[1:], upper, lower)
+        if outline:
+            fill = picture_fill(KINDS[colour // _SHADES], colour % _SHADES).area
+            yield f'<path class="merged" fill="{fill}" d="{outline}"/>'
+        top = bottom
+
+
+def _joined(left: Lengths, right: Lengths, upper: Lengths, lower: Lengths) -> str:
+    """Bars side by side as a path, those of one height as one."""
+    some = lower > upper
+    left, right, upper, lower = left[some], right[some], upper[some], lower[some]
+    if not len(left):
+        return ""
+    new = (left[1:] > right[:-1]) | (upper[1:] != upper[:-1]) | (lower[1:] != lower[:-1])
+    first, last = np.append(True, new), np.append(new, True)
+    return path(left[first], right[last], upper[first], (lower - upper)[first])
+
+
+def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
+    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room.
+
+    Those of one width have the same, whatever number stands in them.
+    """
+    digits = len(str(columns.microbatch.max(initial=0)))
+    room = cells.right - cells.left + _TIGHT
+    for size, part in ((LABEL, 1.0), (SMALL_LABEL, 0.5)):
+        if height * part < _LOWEST_LABEL:
+            continue
+        for ink, colours in _inks(cells.colour):
+            some = cells.where(
+                (cells.height == part)
+                & np.isin(cells.colour, colours)
+                & (room >= text_width(digits, size))
+            )
+            texts = list(_texts(columns, some, digits, size, height))
+            if texts:
+                yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{"".join(texts)}</g>'
+
+
+def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
+    inks: dict[str, list[int]] = {}
+    for colour in np.unique(colours).tolist():
+        inks.setdefault(picture_fill(KINDS[colour // _SHADES]).ink, []).append(colour)
+    return sorted(inks.items())
+
+
+def _texts(
+    columns: Columns, cells: Cells, digits: int, size: float, height: float
+) -> Iterator[str]:
+    for colour in np.unique(cells.colour).tolist():
+        some = cells.where(cells.colour == colour)
+        letter = KINDS[colour // _SHADES].value
+        # Cells of one kind are labelled alike, though some may be a little shorter.
+        if np.median(some.right - some.left) + _TIGHT < text_width(digits + len(letter), size):
+            letter = ""
+        for x, y, microbatch in zip(
+            ((some.left + some.right) / 2).tolist(),
+            ((some.top + some.height / 2) * height + 0.36 * size).tolist(),
+            columns.microbatch[some.place].tolist(),
+            strict=True,
+        ):
+            yield f'<text x="{px(x)}" y="{px(y)}">{letter}{microbatch}</text>'
+
+
+def _steps(cells: Cells, among: Cells, height: float) -> str:
+    """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
+    least = min(_STEP_WIDTH, max(0.3, float(np.median(among.right - among.left)) / 8))
+    right = np.maximum(cells.right, cells.left + least)
+    outline = path(cells.left, right, 0 * right, height + 0 * right)
+    return f'<path class="steps" fill="{STEP_FILL}" d="{outline}"/>'

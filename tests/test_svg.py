@@ -1,0 +1,289 @@
+"""The picture of a timeline: parsed, and held against the timeline; and as it is, in files.
+
+`pytest tests/test_svg.py --update-golden` writes the pictures in tests/golden anew: look at them
+before you commit them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import schedir
+from schedir import CostModel, Kind, Timeline
+from schedir.ir import COMPUTE
+from schedir.library import built_in
+from schedir.render import Page, outputs_of
+from schedir.render.palette import WORDS, picture_fill
+from schedir.render.styled import plain
+from schedir.simulator import Measured, Unit
+from tests.command_line import runner
+from tests.test_golden import GOLDEN, compare
+
+SCHEDULES = [generator.name for generator in built_in()]
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+KIND_OF = {picture_fill(kind, turn).area: (kind, turn) for kind in WORDS for turn in range(4)}
+
+PAIRED = """schedir 1
+name paired
+microbatches 3
+placement 0 1
+rank 0: 0F0 0F1 (0F2;0B0) 0B1 0B2 0OPTIM_STEP
+rank 1: 1F0 1B0 1F1 1B1 1F2 1I2 1W2 1OPTIM_STEP
+"""
+
+
+class Box(NamedTuple):
+    left: float
+    right: float
+    top: float
+    bottom: float
+    fill: str
+
+
+class Lane(NamedTuple):
+    cells: list[Box]
+    merged: list[Box]
+    steps: list[Box]
+    labels: list[tuple[float, str]]
+
+
+def timeline(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None = None, **more: int
+) -> Timeline:
+    schedule = schedir.build(name, ranks=ranks, microbatches=microbatches, **more)
+    return schedir.simulate(schedule, costs)
+
+
+def svg(line: Timeline, against: Timeline | None = None, memory: bool = False) -> str:
+    written = outputs_of("export")["svg"].write(line, Page(against=against, memory=memory))
+    return plain(written.blocks)
+
+
+def boxes(path: ElementTree.Element) -> Iterator[Box]:
+    number = r"(-?[\d.]+)"
+    outline = path.attrib["d"]
+    found = re.findall(rf"M{number} {number}h{number}v{number}h-{number}z", outline)
+    assert "".join("M{} {}h{}v{}h-{}z".format(*box) for box in found) == outline
+    for left, top, wide, high, back in found:
+        assert wide == back
+        x, y = float(left), float(top)
+        yield Box(x, x + float(wide), y, y + float(high), path.attrib["fill"])
+
+
+def lanes(picture: str) -> list[Lane]:
+    found = []
+    for group in ElementTree.fromstring(picture).findall(f"{NAMESPACE}g[@class='lane']"):
+        lane = Lane([], [], [], [])
+        for element in group.iter():
+            if element.tag == f"{NAMESPACE}path":
+                kind = element.get("class", "cells")
+                getattr(lane, kind).extend(boxes(element))
+            elif element.tag == f"{NAMESPACE}text":
+                lane.labels.append((float(element.attrib["x"]), element.text or ""))
+        found.append(lane)
+    return found
+
+
+def scale_of(picture: str) -> list[float]:
+    """The width of each timeline's idle lanes."""
+    root = ElementTree.fromstring(picture)
+    panels = root.findall(f"{NAMESPACE}path[@class='idle']")
+    return [float(re.findall(r"h([\d.]+)", panel.attrib["d"])[0]) for panel in panels]
+
+
+def check_apart(cells: list[Box]) -> None:
+    """No two of them overlap."""
+    for one in (0.25, 0.75):  # pairs stand in the upper and the lower half
+        high = max((cell.bottom for cell in cells), default=1)
+        there = sorted(cell for cell in cells if cell.top <= one * high <= cell.bottom)
+        for before, after in pairwise(there):
+            assert after.left >= before.right - 1e-9
+
+
+costs = st.builds(
+    CostModel,
+    forward=st.floats(0.5, 4),
+    backward=st.floats(0.5, 4),
+    latency=st.just(0) | st.floats(0, 2),
+    optim_step=st.just(0) | st.floats(0, 2),
+    unit=st.sampled_from([None, "s", "ms", "us"]),
+)
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 12),
+    costs=st.none() | costs,
+)
+def test_every_compute_action_is_a_cell_at_its_time(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None
+) -> None:
+    line = timeline(name, ranks, microbatches, costs)
+    picture = svg(line)
+    (width,) = scale_of(picture)
+    scale = width / line.makespan
+    for rank, (lane, spans) in enumerate(zip(lanes(picture), line.spans, strict=True)):
+        turns = {stage: turn for turn, stage in enumerate(line.schedule.stages_of(rank))}
+        computes = [span for span in spans if span.action.kind in COMPUTE]
+        expected = sorted(
+            (span.start, span.end, span.action.kind, turns[span.action.stage])
+            for span in computes
+            if span.action.kind is not Kind.OPTIM_STEP
+        )
+        assert not lane.merged
+        assert len(lane.cells) == len(expected)
+        for cell, (start, end, kind, turn) in zip(sorted(lane.cells), expected, strict=True):
+            assert (cell.left, cell.right) == pytest.approx((start * scale, end * scale), abs=0.02)
+            assert KIND_OF[cell.fill] == (kind, turn % 4)
+        check_apart(lane.cells)
+        steps = sorted(span.start for span in computes if span.action.kind is Kind.OPTIM_STEP)
+        assert sorted(box.left for box in lane.steps) == pytest.approx(
+            [start * scale for start in steps], abs=0.02
+        )
+        for x, text in lane.labels:
+            (cell,) = (cell for cell in lane.cells if cell.left < x < cell.right)
+            (span,) = (s for s in computes if s.start * scale < x < s.end * scale)
+            assert text.lstrip("FBIW") == str(span.action.microbatch)
+            assert text[0].isdigit() or text[0] == span.action.kind
+            assert KIND_OF[cell.fill][0] is span.action.kind
+
+
+@settings(max_examples=20)
+@given(
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(600, 900),
+    forward=st.floats(0.05, 4),
+    latency=st.floats(0, 3),
+)
+def test_merged_cells_have_the_area_of_what_they_stand_for(
+    ranks: int, microbatches: int, forward: float, latency: float
+) -> None:
+    line = timeline("1f1b", ranks, microbatches, CostModel(forward=forward, latency=latency))
+    picture = svg(line)
+    (width,) = scale_of(picture)
+    assert "are thinner than 1 pixel, and merged" in picture
+    for lane, spans in zip(lanes(picture), line.spans, strict=True):
+        check_apart(lane.cells)
+        every = [*lane.cells, *lane.merged]
+        areas: dict[Kind, float] = defaultdict(float)
+        for box in every:
+            areas[KIND_OF[box.fill][0]] += (box.right - box.left) * (box.bottom - box.top) / 24
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            busy = sum(span.end - span.start for span in spans if span.action.kind is kind)
+            assert areas[kind] == pytest.approx(busy * width / line.makespan, abs=0.02 * width)
+
+
+def test_a_picture_does_not_grow_with_what_is_merged() -> None:
+    few, many = (len(svg(timeline("1f1b", 4, microbatches))) for microbatches in (2000, 8000))
+    assert many < 1.2 * few < 40_000
+
+
+def test_the_parts_of_a_pair_share_a_cell() -> None:
+    line = schedir.simulate(schedir.loads(PAIRED))
+    lane = lanes(svg(line))[0]
+    halves = [cell for cell in lane.cells if cell.bottom - cell.top < 20]
+    assert [KIND_OF[cell.fill][0] for cell in sorted(halves, key=lambda cell: cell.top)] == [
+        Kind.FORWARD,
+        Kind.BACKWARD,
+    ]
+    assert halves[0][:2] == halves[1][:2]
+    assert sorted((cell.top, cell.bottom) for cell in halves) == [(0, 12), (12, 24)]
+    assert Counter(text for _, text in lane.labels) == Counter(["F0", "F1", "F2", "B0", "B1", "B2"])
+
+
+def test_two_timelines_have_one_axis() -> None:
+    line = timeline("1f1b", 4, 4, CostModel(unit="ms"))
+    measured = attrs.evolve(
+        line, starts=line.starts * 2e-3, ends=line.ends * 2e-3, unit="s", measured=Measured(3)
+    )
+    picture = svg(line, measured)
+    one, other = scale_of(picture)
+    assert other == pytest.approx(2 * one, abs=0.02)
+    assert "predicted: makespan 21 ms, bubble 42.9%" in picture
+    assert "measured, step 3: makespan 42 ms, bubble 42.9%" in picture
+    assert "time (ms)" in picture
+    assert len(lanes(picture)) == 8
+
+
+@pytest.mark.parametrize(
+    ("unit", "factor", "says"),
+    [
+        ("s", 1, "makespan 21 s,"),
+        ("s", 1e-4, "makespan 2.1 ms,"),
+        ("us", 1e-3, "makespan 0.021 µs,"),
+        ("us", 1e3, "makespan 21 ms,"),
+        ("ms", 1e5, "makespan 2100 s,"),
+        (None, 1e-3, "makespan 0.021,"),
+    ],
+)
+def test_times_are_in_a_unit_that_fits(unit: Unit | None, factor: float, says: str) -> None:
+    line = timeline("1f1b", 4, 4)
+    scaled = attrs.evolve(line, starts=line.starts * factor, ends=line.ends * factor, unit=unit)
+    assert says in svg(scaled)
+
+
+def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
+    line = timeline("1f1b", 2, 3)
+    ends = line.ends.astype(float)
+    ends[[0, 2]] = np.nan
+    unknown = attrs.evolve(line, ends=ends)
+    written = outputs_of("export")["svg"].write(unknown, Page())
+    assert list(written.left_out) == [
+        "2 of 14 actions are left out, as it is not known when they ran: rank 0 #0 0F0 is the first"
+    ]
+    assert len(lanes(plain(written.blocks))[0].cells) == 4
+
+
+def test_a_name_can_hold_anything() -> None:
+    name = 'a<b>&"c"</svg><script>alert(1)</script>é'
+    schedule = attrs.evolve(schedir.build("1f1b", ranks=2, microbatches=2), name=name)
+    root = ElementTree.fromstring(svg(schedir.simulate(schedule)))
+    heading = root.find(f"{NAMESPACE}title")
+    assert heading is not None
+    assert heading.text == f"{name}: 2 ranks, 2 stages, 2 microbatches"
+    assert not root.findall(f".//{NAMESPACE}script")
+
+
+def test_it_needs_nothing_from_elsewhere() -> None:
+    picture = svg(timeline("interleaved-1f1b", 4, 8))
+    assert re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"<(script|style|image|use|font|foreignObject)|href|url\(", picture)
+
+
+def golden_pictures() -> dict[str, str]:
+    line = timeline("1f1b", 2, 4, CostModel(latency=0.2, unit="ms"))
+    slower = schedir.simulate(line.schedule, CostModel(forward=1.1, backward=2.3, latency=0.3))
+    measured = attrs.evolve(slower, unit="ms", measured=Measured(5))
+    return {
+        "1f1b": svg(timeline("1f1b", 3, 4)),
+        "interleaved": svg(timeline("interleaved-1f1b", 2, 4, chunks=2)),
+        "pairs": svg(schedir.simulate(schedir.loads(PAIRED))),
+        "predicted_and_measured": svg(line, measured),
+        "merged": svg(timeline("1f1b", 2, 2500)),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved", "pairs", "predicted_and_measured", "merged"]
+)
+def test_the_picture(name: str, request: pytest.FixtureRequest) -> None:
+    compare(GOLDEN / f"{name}.svg", golden_pictures()[name], request)
+
+
+def test_export_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "picture.svg"
+    assert runner(capsys)("export", "1f1b", "-o", str(file)) == (0, "", "")
+    assert file.read_text(encoding="utf-8") == svg(timeline("1f1b", 4, 8))
