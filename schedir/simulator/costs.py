@@ -14,6 +14,7 @@ from schedir.ir import Kind, is_number
 from schedir.simulator import cost_file
 from schedir.simulator.fit import fitted
 from schedir.simulator.samples import Samples
+from schedir.simulator.transformer import Device, Transformer, split
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -187,6 +188,96 @@ class CostModel:
         no forward or backward of a stage.
         """
         return cls(**fitted(timelines))
+
+    @classmethod
+    def of_transformer(
+        cls,
+        *,
+        layers: int | Sequence[int],
+        hidden: int,
+        heads: int,
+        vocabulary: int,
+        sequence: int,
+        microbatch: int,
+        flops: float,
+        utilisation: float = 1,
+        stages: int | None = None,
+        feed_forward: int | None = None,
+        latency: PerLink = 0,
+        bandwidth: PerLink = math.inf,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        selective: bool = False,
+        data: int = 1,
+        shard_optimizer: bool = False,
+        activation_element: float = 2,
+        weight_element: float = 2,
+        gradient_element: float = 2,
+        optimizer_element: float = 12,
+    ) -> CostModel:
+        """The costs of a GPT-like transformer on paper, in seconds and bytes of one device.
+
+        `layers` are split evenly into `stages`, or are given for each stage; `hidden` h, `heads` a,
+        `vocabulary` V, `sequence` s, `microbatch` b samples; `feed_forward` is 4 h by default. A
+        device computes `flops` × `utilisation` a second; what tensor parallelism communicates is
+        for `utilisation` to hold. `latency` is in seconds and `bandwidth` in bytes a second.
+
+        FLOPs of a layer (Narayanan et al. 2021, arXiv 2104.04473, appendix; split into input and
+        weights as in Qi et al. 2023, arXiv 2401.10241, table 1), t = `tensor`:
+
+            FORWARD              (24 b s h² + 4 b s² h) / t
+            BACKWARD_INPUT       (24 b s h² + 8 b s² h) / t
+            BACKWARD_WEIGHT       24 b s h² / t           BACKWARD the sum of the two
+
+        and of the head, on the last stage, 2 b s h V / t in each of the three. A recomputation
+        costs a forward. `selective` computes the attention once more in the backward (4 b s² h).
+
+        Bytes that a layer keeps of a microbatch (Korthikanti et al. 2022, arXiv 2205.05198, table
+        2), elements of `activation_element` = 2 bytes:
+
+            s b h (10 + 24 / t + 5 a s / (h t))           34 + 5 a s / h for t = 1
+            s b h (34 / t + 5 a s / (h t))                with `sequence_parallel`
+                                                          without the last term with `selective`
+
+        the first stage s b h more, for the embedding's dropout, and the last one 4 s b h for the
+        last norm and the head, and 4 s b V / t for the logits in 32 bit (section 4.3). What goes
+        from stage to stage, and what is kept to recompute from, is 2 s b h, of the first stage the
+        tokens in 8 bytes each.
+
+        Parameters: 12 h² + 13 h in a layer, (V + s) h on the first stage, V h + 2 h on the last,
+        where the embedding is used once more; matrices are divided by t. Mixed precision with Adam
+        keeps 2 + 2 + 12 bytes of each: `weight_element`, `gradient_element`, `optimizer_element`
+        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1; 4 where gradients are summed
+        in 32 bit). With `shard_optimizer`, ZeRO's first stage, the last is divided by `data`, the
+        number of data-parallel copies. A sum of gradients over them is a ring's, 2 (d - 1) / d of
+        their bytes / bandwidth, where that is one number. Updates are free.
+
+        Raises ValueError or TypeError for sizes that are no whole numbers >= 1, layers that can't
+        be split evenly, and parts that `tensor` does not divide.
+        """
+        model = Transformer(
+            layers=split(layers, stages),
+            hidden=hidden,
+            heads=heads,
+            vocabulary=vocabulary,
+            sequence=sequence,
+            microbatch=microbatch,
+            feed_forward=4 * hidden if feed_forward is None else feed_forward,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+            selective=selective,
+            activation_element=activation_element,
+        )
+        device = Device(
+            flops=flops,
+            utilisation=utilisation,
+            data=data,
+            shard_optimizer=shard_optimizer,
+            weight_element=weight_element,
+            gradient_element=gradient_element,
+            optimizer_element=optimizer_element,
+        )
+        return cls(**device.costs(model, bandwidth), latency=latency, bandwidth=bandwidth, unit="s")
 
     @property
     def sizes(self) -> Sizes:
