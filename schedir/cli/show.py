@@ -36,6 +36,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--json", action="store_true", help="print the makespan, bubble and peaks as JSON instead"
     )
     parser.add_argument(
+        "--why",
+        action="store_true",
+        help="say why ranks are idle instead: by cause, the longest waits, and the critical path",
+    )
+    parser.add_argument(
         "--actions",
         action="store_true",
         help="like --full, and print each rank's list of actions below",
@@ -57,10 +62,12 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(
             "--json prints numbers only: leave out --full, --actions and --compute-only"
         )
+    if args.why and (lists or args.full or args.json):
+        args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
     lines = drawn(args)
-    output = outputs_of("show")[_form(args.json, args.full or lists)]
+    output = outputs_of("show")[_form(args, args.full or lists)]
     page = attrs.evolve(page_for(sys.stdout, lines.subject), against=lines.against)
     write(output.write(lines.timeline, page).blocks, sys.stdout)
     if lists:
@@ -70,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _form(json: bool, full: bool) -> str:
+def _form(args: argparse.Namespace, full: bool) -> str:
     """The output to write, by its name in the table."""
-    if json:
-        return "json"
+    if args.json or args.why:
+        return "json" if args.json else "why"
     return "overview" if is_terminal(sys.stdout) and not full else "full"
 
 

@@ -14,8 +14,8 @@ from importlib.resources import files
 
 from schedir.ir import KINDS, Schedule
 from schedir.render import palette
-from schedir.render.page_data import CAUSE_WORDS, Part, page_data, parts_of, shown_at_first
-from schedir.render.palette import WORDS, picture_fill
+from schedir.render.page_data import Part, page_data, parts_of, shown_at_first
+from schedir.render.palette import CAUSE_WORDS, WORDS, picture_fill
 from schedir.render.timeline import title
 from schedir.simulator import CAUSES, Timeline
 

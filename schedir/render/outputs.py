@@ -74,6 +74,12 @@ def _timeline(timeline: Timeline, page: Page) -> Written:
     return Written(timeline_blocks(timeline, page.width, page.against))
 
 
+def _why(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.why import why_blocks  # a pipe starts without it
+
+    return Written(why_blocks(timeline, page.width, page.against))
+
+
 def _timeline_json(timeline: Timeline, page: Page) -> Written:
     return Written([Piece(timeline_json(timeline))])
 
@@ -154,6 +160,13 @@ OUTPUTS = (
         of="timeline",
         about="makespan, bubble and peaks",
         write=_timeline_json,
+    ),
+    Output(
+        command="show",
+        name="why",
+        of="timeline",
+        about="why ranks are idle, and the critical path",
+        write=_why,
     ),
     Output(
         command="check",

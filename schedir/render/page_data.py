@@ -17,22 +17,9 @@ from schedir.render import palette
 from schedir.render.captions import captions
 from schedir.render.cells import Labels
 from schedir.render.packed import Stream, Ticks, put_idle, put_timeline, ticks_for
-from schedir.render.palette import picture_fill
+from schedir.render.palette import CAUSE_WORDS, picture_fill
 from schedir.render.styled import number
-from schedir.simulator import CAUSES, Cause, Timeline, Unit, in_unit
-
-CAUSE_WORDS: dict[Cause, str] = {
-    Cause.SLOWER: "slower stage",
-    Cause.WARMUP: "warm-up",
-    Cause.DRAIN: "drain",
-    Cause.DATA: "waiting for data",
-    Cause.COMMUNICATION: "communication",
-    Cause.COLLECTIVE: "sum of gradients",
-    Cause.OVERHEAD: "overhead",
-    Cause.UNKNOWN: "not known why",
-    Cause.DONE: "nothing left to do",
-}
-"""Why a rank is idle, in words."""
+from schedir.simulator import CAUSES, Timeline, Unit, in_unit
 
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
 """The lanes of a rank below that of its compute: these can go on at once."""

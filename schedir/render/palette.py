@@ -69,6 +69,18 @@ IDLE_FILL = "#f4f4f4"
 """A rank's lane, where it does nothing."""
 STEP_FILL = "#1a1a1a"
 """The mark of an OPTIM_STEP."""
+CAUSE_WORDS: dict[Cause, str] = {
+    Cause.SLOWER: "slower stage",
+    Cause.WARMUP: "warm-up",
+    Cause.DRAIN: "drain",
+    Cause.DATA: "waiting for data",
+    Cause.COMMUNICATION: "communication",
+    Cause.COLLECTIVE: "sum of gradients",
+    Cause.OVERHEAD: "overhead",
+    Cause.UNKNOWN: "not known why",
+    Cause.DONE: "nothing left to do",
+}
+"""The causes of idle time in words."""
 # Pale, so that a rank's idle time still looks idle; in grey, what ends a wait is the darker.
 CAUSE_FILLS: dict[Cause, str] = {
     Cause.SLOWER: "#f3c3ad",
