@@ -80,7 +80,8 @@ interleaved-1f1b        4  1        21        5.25  1.474   42.9%               
 1f1b              none  8  2"""
     )
     assert "M, differ, so that time per microbatch is compared" in notes
-    assert notes.count("1f1b runs one stage per rank, not 2: leave chunks out") == 1
+    assert notes.count("1f1b: 1f1b runs one stage per rank, not 2: leave chunks out") == 1
+    assert "(and so for 1 other shape)\n" in notes
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])

@@ -132,6 +132,7 @@ def test_a_measured_file_is_drawn_at_its_median_step(run: Run) -> None:
         (["1f1b", "--against", "nope"], "no schedule is named 'nope'"),
         (["1f1b", "--against", "gpipe", "--json"], "--against draws"),
         (["1f1b", "--against", "gpipe", "--actions"], "--against draws"),
+        (["1f1b", "--against", "gpipe", "--why"], "--against draws"),
         (["empty.json"], "empty.json holds no timeline"),
         (["none.json"], "none.json: "),
     ],

@@ -7,8 +7,10 @@ import re
 import sys
 
 from schedir.checker import CHANNELS, check
+from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
-from schedir.cli.terminal import fail, page_for, write
+from schedir.cli.terminal import page_for, write
+from schedir.errors import SchedirError
 from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
 from schedir.render import described, outputs_of
 
@@ -67,19 +69,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    schedule = load_target(args)
-    try:
-        ties = ties_of(schedule, args.tie)
-    except ValueError as error:
-        return fail(f"--tie: {error}")
-    report = check(
-        schedule,
-        args.channel,
-        max_delay=args.max_delay,
-        max_versions=args.max_versions,
-        max_activations=args.max_activations,
-        ties=ties,
-    )
+    with progress("checking"):
+        schedule = load_target(args)
+        try:
+            ties = ties_of(schedule, args.tie)
+        except ValueError as error:
+            raise SchedirError(f"--tie: {error}") from None
+        report = check(
+            schedule,
+            args.channel,
+            max_delay=args.max_delay,
+            max_versions=args.max_versions,
+            max_activations=args.max_activations,
+            ties=ties,
+        )
     output = outputs_of("check")[args.output_format]
     page = page_for(sys.stdout, subject_of(args.target, schedule))
     write(output.write(report, page).blocks, sys.stdout)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from schedir.cli.costs import add_costs
+from schedir.cli.progress import progress
 from schedir.cli.proving import proved
 from schedir.cli.target import TARGET_OR_RUN, add_target, subject_of
 from schedir.cli.terminal import fail
@@ -64,19 +65,21 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (given | {"--cost": args.cost}).items():
         if value:
             args.parser.error(f"{option} is for timelines: {output.name} holds none")
-    schedule = load_schedule(args)
-    subject = subject_of(args.target, schedule)
-    if args.compute_only or output.communication == "without":
-        schedule = strip_communication(schedule)
-    elif not schedule.is_complete:
-        schedule = proved(schedule, subject)
+    with progress("proving"):
+        schedule = load_schedule(args)
+        subject = subject_of(args.target, schedule)
+        if args.compute_only or output.communication == "without":
+            schedule = strip_communication(schedule)
+        elif not schedule.is_complete:
+            schedule = proved(schedule, subject)
     return _write(output, schedule, Page(subject), args.output)
 
 
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
-    lines = drawn(args)
+    with progress("simulating"):
+        lines = drawn(args)
     page = Page(lines.subject, against=lines.against, memory=args.memory)
     return _write(output, lines.timeline, page, args.output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     What is shown is gone at the end, also where that is Ctrl-C.
     """
     shown = _Shown(doing)
-    if not is_terminal(sys.stderr):
+    if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
         yield shown.advance
         return
     timer = threading.Timer(_PATIENCE, shown.start)
@@ -56,7 +57,7 @@ class _Shown:
 
         console = Console(file=sys.stderr, no_color=not has_colour(sys.stderr), force_terminal=True)
         bar = Progress(
-            SpinnerColumn(),
+            SpinnerColumn("line"),  # plain ASCII
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.fields[far]}"),

@@ -8,6 +8,7 @@ import sys
 import attrs
 
 from schedir.cli.costs import add_costs
+from schedir.cli.progress import progress
 from schedir.cli.target import TARGET_OR_RUN, add_target
 from schedir.cli.terminal import is_terminal, page_for, write
 from schedir.cli.timelines import add_drawn, drawn
@@ -64,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.why and (lists or args.full or args.json):
         args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
-    if args.against is not None and (lists or args.json):
-        args.parser.error("--against draws: leave out --json, --actions and --compute-only")
-    lines = drawn(args)
+    if args.against is not None and (lists or args.json or args.why):
+        args.parser.error("--against draws: leave out --json, --why, --actions and --compute-only")
+    with progress("simulating"):
+        lines = drawn(args)
     output = outputs_of("show")[_form(args, args.full or lists)]
     page = attrs.evolve(page_for(sys.stdout, lines.subject), against=lines.against)
     write(output.write(lines.timeline, page).blocks, sys.stdout)

@@ -167,16 +167,26 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"{count(above, 'schedule')} over it"
             + (f", {unknown} of unknown size." if unknown else ".")
         )
-    problems = [(row, row.problem) for row in comparison.rows if row.problem is not None]
-    yield from dict.fromkeys(_objection(comparison, row, why) for row, why in problems)
+    yield from _objections(comparison)
     if comparison.best is None:
         yield "None of them runs and is within the limits."
 
 
+def _objections(comparison: Comparison) -> Iterator[str]:
+    """Why schedules can't be chosen: for each target and code the first reason."""
+    several: dict[tuple[str, str | None], list[str]] = {}
+    for row in comparison.rows:
+        if row.problem is not None:
+            reasons = several.setdefault((row.target, row.problem.code), [])
+            reasons.append(_objection(comparison, row, row.problem))
+    for first, *others in several.values():
+        more = len(others)
+        yield first + (f" (and so for {count(more, 'other shape')})" if more else "")
+
+
 def _objection(comparison: Comparison, row: Row, why: Problem) -> str:
-    """Why a schedule can't be chosen."""
     if why.code is None:
-        return why.message if why.message.startswith(row.target) else f"{row.target}: {why.message}"
+        return f"{row.target}: {why.message}"
     where = f" under {comparison.channel}" if row.timeline is not None else ""
     return f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
 

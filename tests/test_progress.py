@@ -1,0 +1,114 @@
+"""Long work shows how far it is: on stderr, on a terminal alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+# Takes minutes, so that it is never done before it is stopped.
+LONG = [
+    "compare",
+    "1f1b",
+    "--ranks",
+    "8",
+    "--sweep",
+    "microbatches=" + ",".join(map(str, range(3000, 3200))),
+]
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@contextmanager
+def running(
+    cwd: Path, argv: list[str], **extra: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command with stderr on a terminal, and where to read what that shows."""
+    ours, theirs = pty.openpty()
+    env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    env |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **extra}
+    command = [sys.executable, "-m", "schedir", *argv]
+    try:
+        with subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=theirs, env=env
+        ) as process:
+            os.close(theirs)
+            try:
+                yield process, ours
+            finally:
+                process.kill()
+    finally:
+        os.close(ours)
+
+
+def read_until(terminal: int, wanted: str | None) -> str:
+    """What a terminal shows until something `wanted` is there, or until its end."""
+    shown = b""
+    try:
+        while wanted is None or wanted.encode() not in shown:
+            part = os.read(terminal, 1 << 16)
+            if not part:
+                break
+            shown += part
+    except OSError:  # how Linux ends what a terminal shows
+        pass
+    return shown.decode(errors="replace")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("extra", [{}, {"NO_COLOR": "1"}])
+def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> None:
+    with running(tmp_path, LONG, **extra) as (process, terminal):
+        shown = read_until(terminal, "/200")
+        assert "comparing" in shown
+        process.send_signal(signal.SIGINT)
+        rest = read_until(terminal, None)
+        assert process.wait() == 130
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    assert "Traceback" not in rest
+    assert HIDE_CURSOR in shown
+    assert rest.rindex(SHOW_CURSOR) > rest.rfind(HIDE_CURSOR)
+    if extra:
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]", shown + rest)
+    # The last that happens is that the line is taken away.
+    assert rest.rstrip().endswith("\x1b[2K") or "\x1b[2K" in rest
+
+
+@pytest.mark.timeout(60)
+def test_short_work_shows_nothing(tmp_path: Path) -> None:
+    with running(tmp_path, ["compare", "1f1b"]) as (process, terminal):
+        assert read_until(terminal, None) == ""
+        assert process.wait() == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("argv", [["show", "--json"], ["check"], ["export", "-o", "it.sched"]])
+def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: list[str]) -> None:
+    shape = ["--ranks", "16", "--microbatches", "20000"]
+    with running(tmp_path, [argv[0], "1f1b", *argv[1:], *shape]) as (_, terminal):
+        shown = read_until(terminal, "ing ")
+        assert re.search("simulating|checking|proving", shown)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piped", [True, False])
+def test_nothing_in_a_pipe_or_on_a_dumb_terminal(tmp_path: Path, piped: bool) -> None:
+    argv = ["show", "1f1b", "--json", "--ranks", "8", "--microbatches", "4000"]
+    command = [sys.executable, "-m", "schedir", *argv]
+    if piped:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+        return
+    with running(tmp_path, argv, TERM="dumb") as (process, terminal):
+        assert process.stdout is not None
+        assert process.stdout.read().startswith(b"{")
+        assert read_until(terminal, None) == ""
+        assert process.wait() == 0
