@@ -139,6 +139,12 @@ def put_idle(stream: Stream, idle: IdleColumns, ticks: Ticks) -> None:
     stream.put(idle.cause)
 
 
+def put_curve(stream: Stream, times: Numbers, amounts: Numbers, ticks: Ticks) -> None:
+    """Write what is kept from each of the times on."""
+    for column in (ticks.of(times), np.rint(amounts).astype(np.int64)):
+        stream.put(np.diff(column, prepend=0))
+
+
 def _put_times(
     stream: Stream, starts: Ints, durations: Ints, before: Ints, known: Bools, schedule: Schedule
 ) -> None:

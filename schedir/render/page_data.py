@@ -16,10 +16,11 @@ from schedir.ir import COMPUTE, KINDS, Kind
 from schedir.render import palette
 from schedir.render.captions import captions
 from schedir.render.cells import Labels
-from schedir.render.packed import Stream, Ticks, put_idle, put_timeline, ticks_for
+from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill
 from schedir.render.styled import number
 from schedir.simulator import CAUSES, Timeline, Unit, in_unit
+from schedir.simulator.times import Numbers
 
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
 """The lanes of a rank below that of its compute: these can go on at once."""
@@ -74,7 +75,7 @@ def parts_of(timeline: Timeline, against: Timeline | None) -> list[Part]:
 def shown_at_first(parts: Sequence[Part], memory: bool) -> dict[str, bool]:
     """What there is to be ticked on a page, and whether it is when the page opens."""
     lines = [part.timeline for part in parts]
-    shown = {"dependencies": True, "critical": False, "causes": False}
+    shown = {"dependencies": True, "critical": False, "causes": False, "memory": memory}
     if any(line.schedule.columns.is_kind(*_NO_COMPUTE).any() for line in lines):
         # Transfers that take no time are but marks.
         shown["transfers"] = any(_lasting(line) for line in lines)
@@ -132,6 +133,12 @@ def _kind(kind: Kind) -> dict[str, Any]:
     }
 
 
+def curves_of(timeline: Timeline) -> list[tuple[Numbers, Numbers]]:
+    """What each rank keeps over time: bytes where the sizes are known, else live activations."""
+    curve = timeline.live if timeline.sizes is None else timeline.memory
+    return [curve(rank) for rank in range(timeline.schedule.ranks)]
+
+
 def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, Any]:
     """Write a timeline's columns to the stream; what the script reads them by."""
     timeline, schedule = part.timeline, part.timeline.schedule
@@ -139,6 +146,9 @@ def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, A
     put_idle(stream, timeline.idle_columns, ticks)
     path = np.array(timeline.critical_path, np.int64)
     stream.put(np.diff(path, prepend=0))
+    curves = curves_of(timeline)
+    for times, amounts in curves:
+        put_curve(stream, times, amounts, ticks)
     sources = schedule.sources
     return {
         "label": part.label,
@@ -150,4 +160,9 @@ def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, A
         "sources": [f"{line.file}:{line.line}" for line in sources.lines] if sources else [],
         "idle": timeline.idle_columns.bounds.tolist(),
         "path": len(path),
+        "memory": {
+            "bytes": timeline.sizes is not None,
+            "lengths": [len(times) for times, _ in curves],
+            "peak": max([1.0, *(float(amounts.max()) for _, amounts in curves)]),
+        },
     }

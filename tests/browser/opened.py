@@ -59,19 +59,25 @@ class Opened:
         start, end = self.ask("[schedir.view.from, schedir.view.to]")
         return start, end
 
-    def spot(self, at: int, place: int) -> tuple[float, float]:
-        """The middle of an action, in pixels of the window."""
-        x, y = self.ask(
+    def spots(self, at: int, places: list[int]) -> list[tuple[float, float]]:
+        """The middles of actions of a timeline, in pixels of the window."""
+        found: list[tuple[float, float]] = self.ask(
             """(() => {
-                const [at, place] = given, line = schedir.lines[at];
+                const [at, places] = given, line = schedir.lines[at];
                 const {left, top} = document.getElementById("lanes").getBoundingClientRect();
-                const middle = (line.start[place] + line.end[place]) / 2;
-                return [left + schedir.xOf(middle), top + schedir.middleOf(at, line, place)];
+                return places.map((place) => {
+                    const middle = (line.start[place] + line.end[place]) / 2;
+                    return [left + schedir.xOf(middle), top + schedir.middleOf(at, line, place)];
+                });
             })()""",
             at,
-            place,
+            places,
         )
-        return x, y
+        return found
+
+    def spot(self, at: int, place: int) -> tuple[float, float]:
+        """The middle of one action."""
+        return self.spots(at, [place])[0]
 
     def box(self) -> str:
         """What the box beside the pointer says."""
@@ -84,9 +90,10 @@ class Opened:
             """(() => {
                 const canvas = document.getElementById("lanes"), pen = canvas.getContext("2d");
                 const {left, top} = canvas.getBoundingClientRect();
+                const all = pen.getImageData(0, 0, canvas.width, canvas.height).data;
                 return given[0].map(([x, y]) => {
                     const at = [x - left, y - top].map((p) => Math.floor(p * devicePixelRatio));
-                    const [r, g, b] = pen.getImageData(...at, 1, 1).data;
+                    const [r, g, b] = all.subarray(4 * (at[1] * canvas.width + at[0]));
                     return "#" + [r, g, b].map((c) => c.toString(16).padStart(2, "0")).join("");
                 });
             })()""",

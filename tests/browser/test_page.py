@@ -16,7 +16,15 @@ from schedir import CostModel, Schedule, Timeline
 from schedir.ir import COMPUTE, Kind
 from schedir.render.html import MOST_SCRIPT, html_page, script
 from schedir.render.packed import data_before
-from schedir.render.palette import IDLE_FILL, PAIR_FILL, STEP_FILL, picture_fill
+from schedir.render.palette import (
+    CAUSE_FILLS,
+    CAUSE_WORDS,
+    CRITICAL_LINE,
+    IDLE_FILL,
+    PAIR_FILL,
+    STEP_FILL,
+    picture_fill,
+)
 from schedir.simulator import Measured
 from tests.browser.opened import WIDTH, opened
 
@@ -121,11 +129,10 @@ def test_every_action_is_drawn_where_it_is(
         drawn = len(columns) - int((columns.joined & columns.is_kind(*COMPUTE)).sum())
         assert it.ask("schedir.frame.drawn") == drawn
         # A label stands in the middle of a cell: above it there is the colour alone.
-        spots = []
-        for place in range(len(columns)):
-            x, y = it.spot(0, place)
-            height = it.ask("laneBox(schedir.lines[0].lane[given[0]])[1]", place)
-            spots.append((x, y - height / 2 + min(3, height / 2)))
+        places = list(range(len(columns)))
+        heights = it.ask("given[0].map((p) => laneBox(schedir.lines[0].lane[p])[1])", places)
+        middles = zip(it.spots(0, places), heights, strict=True)
+        spots = [(x, y - high / 2 + min(3, high / 2)) for (x, y), high in middles]
         assert it.pixels(spots) == wanted
 
 
@@ -149,39 +156,30 @@ def test_idle_time_is_seen_as_such_when_all_is_on_a_few_pixels(
 @pytest.mark.parametrize("name", ["fractions", "measured", "interleaved"])
 def test_the_pointer_finds_what_is_under_it(name: str, browser: Browser, tmp_path: Path) -> None:
     line = TIMELINES[name]()
-    spans, computes = line.spans, line.schedule.columns.where(*COMPUTE)
+    columns, spans = line.schedule.columns, line.spans
+    computes = columns.where(*COMPUTE)
     chance = random.Random(0)
     with opened(browser, tmp_path, line) as it:
         for _zoomed in range(3):
             low, high = (ticks * it.ask("page.tick") for ticks in it.span)
             margin = 3 * (high - low) / it.ask("schedir.frame.width")
-            for _ in range(100):
+            points, wanted = [], []
+            for _ in range(200):
                 rank, time = chance.randrange(line.schedule.ranks), chance.uniform(low, high)
-                wanted = [
-                    str(s.action)
-                    for s in spans[rank]
-                    if s.action.kind in COMPUTE and s.start + margin < time < s.end - margin
-                ]
-                near = any(
-                    abs(time - edge) <= margin
-                    for s in spans[rank]
-                    if s.action.kind in COMPUTE
-                    for edge in (s.start, s.end)
-                )
-                if near:
-                    continue
-                first = int(computes[line.schedule.columns.rank[computes] == rank][0])
-                found = it.ask(
-                    """(() => {
-                        const [first, time] = given, line = schedir.lines[0];
-                        const y = schedir.middleOf(0, line, first);
-                        const found = schedir.under(schedir.xOf(time / page.tick), y);
-                        return found && found.place !== undefined ? token(line, found.place) : null;
-                    })()""",
-                    first,
-                    time,
-                )
-                assert found == (wanted[0] if wanted else None)
+                own = [s for s in spans[rank] if s.action.kind in COMPUTE and s.end == s.end]
+                if not any(abs(time - edge) <= margin for s in own for edge in (s.start, s.end)):
+                    points.append((int(computes[columns.rank[computes] == rank][0]), time))
+                    wanted += [[str(s.action) for s in own if s.start < time < s.end]]
+            found = it.ask(
+                """given[0].map(([first, time]) => {
+                    const line = schedir.lines[0], y = schedir.middleOf(0, line, first);
+                    const found = schedir.under(schedir.xOf(time / page.tick), y);
+                    return found && found.place !== undefined ? [token(line, found.place)] : [];
+                })""",
+                points,
+            )
+            assert found == wanted
+            assert sum(map(len, wanted)) > 50
             it.press("w")
 
 
@@ -204,6 +202,124 @@ def test_the_box_tells_of_an_action(browser: Browser, tmp_path: Path) -> None:
             assert words in said
         it.page.mouse.move(5, 5)
         assert not it.box()
+
+
+@pytest.mark.parametrize("name", ["fractions", "interleaved", "measured", "pairs and batches"])
+def test_idle_time_says_what_it_waits_for(name: str, browser: Browser, tmp_path: Path) -> None:
+    line = TIMELINES[name]()
+    columns, computes = line.schedule.columns, line.schedule.columns.where(*COMPUTE)
+
+    def action(place: int | None) -> str:
+        return "" if place is None else str(columns.action(place))
+
+    with opened(browser, tmp_path, line, fragment="#on=causes") as it:
+        low, high = (ticks * it.ask("page.tick") for ticks in it.span)
+        narrow = 8 * (high - low) / it.ask("schedir.frame.width")
+        wide = [
+            (int(computes[columns.rank[computes] == rank][0]), idle)
+            for rank, stretches in enumerate(line.idle)
+            for idle in stretches
+            if idle.end - idle.start > narrow
+        ]
+        assert len(wide) > 3
+        found = it.ask(
+            """given[0].map(([first, time]) => {
+                const line = schedir.lines[0];
+                const [x, y] = [schedir.xOf(time / page.tick), schedir.middleOf(0, line, first)];
+                const { left, top } = document.getElementById("lanes").getBoundingClientRect();
+                const rows = Object.fromEntries(aboutIdle(line, schedir.under(x, y).idle));
+                return [left + x, top + y, rows];
+            })""",
+            [(first, (idle.start + idle.end) / 2) for first, idle in wide],
+        )
+        for (_, idle), (_, _, rows) in zip(wide, found, strict=True):
+            lasts, cause = rows[""].split(", ")
+            assert cause == CAUSE_WORDS[idle.cause]
+            unit = {"ms": 1e-3, "µs": 1e-6}.get(lasts.split()[-1], 1)
+            assert float(lasts.split()[0]) * unit == pytest.approx(idle.end - idle.start)
+            assert rows.get("through", "") == action(idle.transfer)
+            assert rows.get("waits for", " on").split(" on")[0] == action(idle.blamed)
+        fills = it.pixels([(x, y) for x, y, _ in found])
+        assert fills == [CAUSE_FILLS[idle.cause] for _, idle in wide]
+        # An action tells of the idle time before it.
+        waits = next(i for stretches in line.idle for i in stretches if i.transfer is not None)
+        assert waits.entry is not None
+        told = it.ask("about(schedir.lines, 0, given[0])", waits.entry)
+        before = [value for name, value in told if name == "idle before"]
+        assert CAUSE_WORDS[waits.cause] in before[0]
+        assert f"through {action(waits.transfer)}" in before[0]
+
+
+@pytest.mark.parametrize("name", ["fractions", "measured"])
+def test_the_critical_path_stands_out(name: str, browser: Browser, tmp_path: Path) -> None:
+    line = TIMELINES[name]()
+    flow, path = line.schedule.dataflow, set(line.critical_path)
+    with opened(browser, tmp_path, line, fragment="#on=critical") as it:
+        assert it.ask("[...schedir.lines[0].path]") == list(line.critical_path)
+        height = it.ask("schedir.frame.placed.parts.compute")
+        places = flow.of(Kind.BACKWARD).ravel().tolist()
+        spots = it.spots(0, places)
+        fills = it.pixels([(x, y - height / 2 + 3) for x, y in spots])
+        full = {picture_fill(Kind.BACKWARD, chunk).area for chunk in range(4)}
+        known = [not np.isnan(line.starts[place]) for place in places]
+        strong = [place in path for place in places]
+        assert 0 < sum(strong) < len(strong)
+        assert [f in full for f, k in zip(fills, known, strict=True) if k] == [
+            s for s, k in zip(strong, known, strict=True) if k
+        ]
+        lined = [xy for xy, s in zip(spots, strong, strict=True) if s]
+        marked = it.pixels([(x, y + height / 2 - 2) for x, y in lined])
+        assert set(marked) == {CRITICAL_LINE}
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_memory_stands_under_the_lanes(sized: bool, browser: Browser, tmp_path: Path) -> None:
+    some = 2**28 if sized else 0
+    line = simulated(costs=CostModel(latency=0.25, activation_bytes=3 * some, weight_bytes=some))
+    curves = [(line.memory if sized else line.live)(rank) for rank in range(4)]
+    chance = random.Random(0)
+
+    def kept(rank: int, time: float) -> float:
+        times, amounts = curves[rank]
+        return float(amounts[np.searchsorted(times, time, "right") - 1])
+
+    with opened(browser, tmp_path, line, memory=True) as it:
+        points = [(chance.randrange(4), chance.uniform(0, line.makespan)) for _ in range(60)]
+        found = it.ask(
+            """given[0].map(([rank, time]) => {
+                const { bands, parts } = schedir.frame.placed;
+                const band = bands.find((band) => band.rank === rank);
+                const y = AXIS + band.y + parts.all - parts.gap - 2;
+                const found = schedir.under(schedir.xOf(time / page.tick), y);
+                return [found.rank, aboutKept(schedir.lines[0], found)[0][1]];
+            })""",
+            points,
+        )
+        for (rank, time), (found_rank, said) in zip(points, found, strict=True):
+            assert found_rank == rank
+            amount, unit = said.split()
+            scale = {"alive": 1, "GiB": 2**30, "MiB": 2**20, "B": 1}[unit]
+            assert float(amount) * scale == pytest.approx(kept(rank, time), rel=1e-3)
+        # The highest curve reaches up to where the others end.
+        peak = max(float(amounts.max()) for _, amounts in curves)
+        assert it.ask("schedir.lines[0].memory.peak") == peak
+        spots = [time + 0.2 for time in curves[0][0].tolist() if time + 0.4 < line.makespan]
+        tops = it.ask(
+            """(() => {
+                const canvas = document.getElementById("lanes"), pen = canvas.getContext("2d");
+                const {parts, bands} = schedir.frame.placed;
+                const base = AXIS + bands[0].y + parts.all - parts.gap;
+                return given[0].map((time) => {
+                    const x = Math.floor(schedir.xOf(time / page.tick));
+                    const column = pen.getImageData(x, base - parts.curve, 1, parts.curve).data;
+                    let top = 0;
+                    while (top < parts.curve && column[4 * top + 3] === 0) top++;
+                    return (parts.curve - top) / (parts.curve - 3);
+                });
+            })()""",
+            spots,
+        )
+        assert tops == pytest.approx([kept(0, time) / peak for time in spots], abs=0.06)
 
 
 def test_arrows_lead_to_what_an_action_waits_for(browser: Browser, tmp_path: Path) -> None:

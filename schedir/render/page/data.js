@@ -42,8 +42,8 @@ class Lane {
     for (let i = 1; i < ids.length && sorted; i++) sorted = starts[ids[i - 1]] <= starts[ids[i]];
     if (!sorted) ids = ids.slice().sort((a, b) => starts[a] - starts[b] || a - b);
     this.id = ids;
-    this.start = Int32Array.from(ids, (id) => starts[id]);
-    this.end = Int32Array.from(ids, (id) => ends[id]);
+    this.start = ids.map((id) => starts[id]);
+    this.end = ids.map((id) => ends[id]);
     // How far all up to this one reach: ascending, whatever overlaps.
     this.reach = this.end.slice();
     for (let i = 1; i < ids.length; i++) {
@@ -82,7 +82,7 @@ function readTimeline(stream, about) {
   const rank = new Int32Array(count);
   for (let r = 0; r < ranks; r++) rank.fill(r, about.starts[r], about.starts[r + 1]);
   const kind = stream.column(new Uint8Array(count));
-  const lane = Uint8Array.from(kind, (k) => kinds[k].lane);
+  const lane = kind.map((k) => kinds[k].lane);
 
   // What is told by how much more it is than for the last of its kind on its rank.
   const last = new Float64Array(kinds.length);
@@ -143,13 +143,12 @@ function readTimeline(stream, about) {
     const ranks = about.memory.lengths.map((length) => ({
       times: stream.rising(new Int32Array(length)), values: stream.rising(new Float64Array(length)),
     }));
-    const peak = Math.max(...ranks.map(({ values }) => values.reduce((a, b) => Math.max(a, b), 0)));
-    line.memory = { bytes: about.memory.bytes, ranks, peak };
+    line.memory = { ...about.memory, ranks };
   }
   return line;
 }
 
-// The idle times, rank after rank: `before` has those that each place waits through.
+// The idle times, rank after rank: `before` has the first of those that each place waits through.
 function readIdle(stream, line) {
   const bounds = line.idle;
   const count = bounds[line.ranks];
@@ -157,13 +156,13 @@ function readIdle(stream, line) {
   const [starts, entry, transfer, blamed] = [rising(), rising(), rising(), rising()];
   const ends = stream.column(new Int32Array(count)).map((lasts, i) => starts[i] + lasts);
   const cause = stream.column(new Uint8Array(count));
-  const before = new Map();
-  entry.forEach((place, i) => before.set(place, [...(before.get(place) || []), i]));
+  const before = new Int32Array(line.count).fill(-1);
+  for (let i = count - 1; i >= 0; i--) before[entry[i]] = i;
   const lanes = Array.from({ length: line.ranks }, (_, rank) => {
     const ids = Int32Array.from({ length: bounds[rank + 1] - bounds[rank] }, (_, i) => bounds[rank] + i);
     return new Lane(ids, starts, ends);
   });
-  return { lanes, starts, ends, cause, before, transfer, blamed };
+  return { lanes, starts, ends, cause, entry, before, transfer, blamed };
 }
 
 // One number for the colour of each place: its kind, and the turn of its stage on its rank.

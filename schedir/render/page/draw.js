@@ -53,7 +53,7 @@ function draw(canvas, lines) {
       write(pen, `${all > 11 ? "rank " : ""}${band.rank}`, GUTTER - 6, y + compute / 2, page.ink.ink);
     }
     if (compute >= 9) drawLabels(pen, lines[band.at], band.rank, y);
-    if (curve) drawMemory(pen, lines[band.at].memory, band.rank, y + all - placed.parts.gap);
+    if (curve) drawMemory(pen, lines[band.at], band.rank, y + all - placed.parts.gap);
   }
   if (shown.critical) inPlot(pen, () => lines.forEach((line, at) => drawCritical(pen, line, at)));
   drawAxis(pen, lines);
@@ -115,36 +115,39 @@ function drawLabels(pen, line, rank, y) {
     const room = Math.min(xOf(lane.end[i]), frame.left + frame.width) - left;
     if (room < 14) continue;
     const words = label(line, lane.id[i]);
-    const size = Math.min(most, (room - 3) / words.length / wide);
-    if (size < 9) continue;
+    const size = [most, 10].find((size) => words.length * wide * size < room - 2);
+    if (!size) continue;
     const faint = shown.critical && !line.critical[lane.id[i]];
     const ink = faint ? page.ink.faint : colours.inks[line.style[lane.id[i]]];
     write(pen, words, left + room / 2, y + compute / 2 + 1, ink, size, "center");
   }
 }
 
-function drawMemory(pen, memory, rank, base) {
+function drawMemory(pen, line, rank, base) {
   const { curve } = frame.placed.parts;
-  const { times, values } = memory.ranks[rank];
-  const right = frame.left + frame.width;
+  const { peak } = line.memory;
+  const { times, values } = line.memory.ranks[rank];
+  const [left, right] = [Math.max(frame.left, xOf(0)), Math.min(frame.left + frame.width, xOf(line.ticks))];
+  let next = bisect(times, timeAt(left) - 1);
+  let value = next ? values[next - 1] : 0;
+  let last = -1;
   pen.beginPath();
-  pen.moveTo(frame.left, base);
-  for (let x = frame.left, last = 0; x < right; x++) {
+  pen.moveTo(left, base);
+  for (let x = left; x < right; x++) {
     // The most of all that there is within a pixel.
-    const next = bisect(times, timeAt(x + 1));
-    let most = next > last ? 0 : -1;
-    for (let i = Math.max(0, bisect(times, timeAt(x)) - 1); i < next; i++) most = Math.max(most, values[i]);
-    const y = base - (Math.max(0, most) / (memory.peak || 1)) * (curve - 3);
-    pen.lineTo(x, y);
-    pen.lineTo(x + 1, y);
+    let most = value;
+    for (const end = timeAt(x + 1); times[next] < end; next++) most = Math.max(most, (value = values[next]));
+    if (most !== last) pen.lineTo(x, base - (last / peak) * (curve - 3)), pen.lineTo(x, base - (most / peak) * (curve - 3));
+    last = most;
   }
-  pen.lineTo(right, base);
+  pen.lineTo(Math.max(left, right), base - (last / peak) * (curve - 3));
+  pen.lineTo(Math.max(left, right), base);
   pen.fillStyle = page.ink.memoryFill;
   pen.fill();
   pen.strokeStyle = page.ink.memory;
   pen.lineWidth = 1;
   pen.stroke();
-  if (curve > 17) write(pen, kept(memory, memory.peak), GUTTER - 6, base - curve + 6, page.ink.memory, 9);
+  if (curve > 17) write(pen, kept(line, peak), GUTTER - 6, base - curve + 7, page.ink.memory, 10);
 }
 
 // The middle of the lane of a place.
@@ -155,16 +158,18 @@ function middleOf(at, line, place) {
 }
 
 function drawCritical(pen, line, at) {
-  const middle = new Map(); // by rank and lane
+  const edge = new Map(); // by rank and lane
   pen.strokeStyle = page.ink.critical;
   pen.lineWidth = 2;
   pen.beginPath();
   for (let i = Math.max(0, bisect(line.pathStart, view.from) - 2); i < line.path.length; i++) {
     const place = line.path[i];
     const lane = line.rank[place] * 5 + line.lane[place];
-    if (!middle.has(lane)) middle.set(lane, middleOf(at, line, place));
-    pen.lineTo(xOf(line.start[place]), middle.get(lane));
-    pen.lineTo(xOf(line.end[place]), middle.get(lane));
+    // Along the lower edge of a cell, where no label stands.
+    const low = line.lane[place] ? 0 : frame.placed.parts.compute / 2 - 2;
+    if (!edge.has(lane)) edge.set(lane, middleOf(at, line, place) + low);
+    pen.lineTo(xOf(line.start[place]), edge.get(lane));
+    pen.lineTo(xOf(line.end[place]), edge.get(lane));
     if (line.start[place] > view.to) break;
   }
   pen.stroke();
@@ -198,7 +203,7 @@ function drawAxis(pen, lines) {
     pen.lineTo(x, AXIS - 1);
   }
   pen.stroke();
-  write(pen, `time${name && ` (${name})`}`, frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
+  write(pen, name ? `time (${name})` : "time", frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
   // Where each timeline ends.
   inPlot(pen, () => {
     pen.setLineDash([2, 3]);

@@ -2,17 +2,22 @@
 
 const NEAR = 3; // pixels that the pointer may be off what is too narrow to be hit
 
-// {at, place} of an action, {at, idle} of an idle time, or null; x and y as of the canvas.
+// {at, place} of an action, {at, idle} of an idle time, {at, rank, now} of what is kept, or null; x
+// and y are as of the canvas.
 function under(lines, x, y) {
   const depth = y - AXIS + view.top;
   const { bands, parts } = frame.placed;
   const band = bands.find((each) => !each.text && depth >= each.y && depth < each.y + parts.all);
   if (!band || y < AXIS || x < frame.left) return null;
   const line = lines[band.at];
+  const now = timeAt(x);
+  if (shown.memory && depth > band.y + laneBox(IN + 1)[0] + laneBox(IN + 1)[1]) {
+    return now < 0 || now > line.ticks ? null : { at: band.at, rank: band.rank, now };
+  }
   const lane = LANES.findLast((each) => depth - band.y >= laneBox(each)[0] && (shown.transfers || !each));
-  const place = nearest(line.lanes[band.rank][lane], timeAt(x));
+  const place = nearest(line.lanes[band.rank][lane], now);
   if (place >= 0) return { at: band.at, place };
-  const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], timeAt(x));
+  const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], now);
   return idle < 0 ? null : { at: band.at, idle };
 }
 
@@ -35,10 +40,11 @@ function tell(box, lines, found, x, y) {
   box.hidden = !found;
   if (!found) return;
   const line = lines[found.at];
-  const idle = found.place === undefined;
-  const heading = idle ? "idle" : token(line, found.place);
+  const [heading, rows] =
+    found.place !== undefined ? [token(line, found.place), about(lines, found.at, found.place)]
+    : found.idle !== undefined ? ["idle", aboutIdle(line, found.idle)]
+    : [`rank ${found.rank}`, aboutKept(line, found)];
   box.replaceChildren(element("strong", lines.length > 1 ? `${heading} · ${line.label}` : heading), element("dl"));
-  const rows = idle ? aboutIdle(line, found.idle) : about(lines, found.at, found.place);
   for (const [name, value] of rows) box.lastChild.append(element("dt", name), element("dd", value));
   const { clientWidth, clientHeight } = box.parentElement;
   const left = x + 16 + box.offsetWidth > clientWidth ? x - 12 - box.offsetWidth : x + 16;

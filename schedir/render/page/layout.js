@@ -7,7 +7,7 @@ const LANES = [0, 1, 2, 3, 4], COMPUTE = 0, IN = 3;
 // The heights of the parts of a rank's row, given that of its compute lane.
 function heights(compute) {
   const strip = shown.transfers ? Math.max(1, Math.round(compute / 10)) : 0;
-  const curve = shown.memory ? Math.max(14, Math.round(compute * 0.8)) : 0;
+  const curve = shown.memory ? Math.max(6, Math.round(compute * 0.8)) : 0;
   const gap = Math.max(1, Math.round(compute / 6));
   return { compute, strip, curve, gap, all: compute + 4 * strip + curve + gap };
 }
@@ -20,7 +20,7 @@ function layout(lines, room) {
   while (!view.height && compute > 5 && ranks * heights(compute).all + 60 * several > room) compute--;
   const parts = heights(compute);
   const bands = [];
-  let height = 0;
+  let height = 5;
   const add = (band, size) => {
     bands.push({ ...band, y: height });
     height += size;

@@ -10,14 +10,11 @@ function rgb(hex) {
   return (0xff000000 | ((value & 0xff) << 16) | (value & 0xff00) | (value >> 16)) >>> 0;
 }
 
+// One colour with so much of another over it: red and blue at once, then green.
 function mix(under, over, part) {
-  let mixed = 0xff000000;
-  for (let shift = 0; shift < 24; shift += 8) {
-    const low = (under >>> shift) & 0xff;
-    const high = (over >>> shift) & 0xff;
-    mixed |= Math.round(low + (high - low) * part) << shift;
-  }
-  return mixed >>> 0;
+  const of = Math.round(part * 256);
+  const blend = (mask) => (((under & mask) * (256 - of) + (over & mask) * of) / 256) & mask;
+  return (0xff000000 | blend(0xff00ff) | blend(0xff00)) >>> 0;
 }
 
 // Draws a lane into a line of pixels from `view.from` on; returns how many things it drew.
@@ -26,7 +23,7 @@ function rasterise(lane, scale, pixels, colourOf) {
   const { id, start, end } = lane;
   const first = lane.first(view.from - 1 / scale);
   const last = lane.after(view.to);
-  const taken = new Map(); // of the pixel: colour -> how much
+  const seen = [], taken = []; // the colours in the pixel, and how much of it each takes
   const marks = [];
   let pixel = -1;
   let before = -1e9; // where the one before ends
@@ -34,12 +31,12 @@ function rasterise(lane, scale, pixels, colourOf) {
 
   function settle() {
     let sum = 0, most = 0, best = 0;
-    for (const [colour, part] of taken) {
-      sum += part;
-      if (part > most) (most = part), (best = colour);
+    for (let k = 0; k < seen.length; k++) {
+      sum += taken[k];
+      if (taken[k] > most) (most = taken[k]), (best = seen[k]);
     }
     if (sum && pixel >= 0 && pixel < width) pixels[pixel] = mix(pixels[pixel], best, Math.min(1, sum));
-    taken.clear();
+    seen.length = 0;
   }
   for (let i = first; i < last; i++) {
     const a = (start[i] - view.from) * scale;
@@ -56,7 +53,9 @@ function rasterise(lane, scale, pixels, colourOf) {
       if (b - a < 1.5 && (wide || a - before > CROWDED)) marks.push([Math.floor(a), colour]);
       for (let at = Math.floor(a); at < b; at++) {
         if (at !== pixel) settle(), (pixel = at);
-        taken.set(colour, (taken.get(colour) || 0) + Math.min(b, at + 1) - Math.max(a, at));
+        let k = seen.indexOf(colour);
+        if (k < 0) (k = seen.push(colour) - 1), (taken[k] = 0);
+        taken[k] += Math.min(b, at + 1) - Math.max(a, at);
       }
     }
     before = b;

@@ -73,6 +73,7 @@ async function start() {
     paint: () => draw(canvas, lines),
     point: (...spot) => ((pointer = spot), point()),
   });
+  setTimeout(() => lines.forEach(usersOf)); // so that the first hover need not wait for them
   document.body.dataset.ready = "yes";
 }
 

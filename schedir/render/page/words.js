@@ -17,8 +17,8 @@ function time(ticks) {
   return short(ticks * page.tick * factor) + (name && ` ${name}`);
 }
 
-function kept(memory, value) {
-  if (!memory.bytes) return `${value} alive`;
+function kept(line, value) {
+  if (!line.memory.bytes) return `${value} alive`;
   const power = Math.min(5, Math.max(0, Math.floor(Math.log2(value || 1) / 10)));
   return `${short(value / 1024 ** power, 4)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][power]}`;
 }
@@ -63,11 +63,14 @@ function about(lines, at, place) {
   const other = lines[1 - at];
   if (page.alike && other && other.known[place]) {
     const theirs = other.end[place] - other.start[place];
-    const more = theirs ? short((100 * (lasts - theirs)) / theirs, 3) : "?";
-    say(other.label, `${time(theirs)} from ${time(other.start[place])}; here ${more} % longer`);
+    say(other.label, `${time(theirs)} from ${time(other.start[place])}`);
+    const more = (100 * (lasts - theirs)) / theirs;
+    if (theirs) say("difference", `${more < 0 ? "−" : "+"}${short(Math.abs(more), 3)} %`);
   }
   if (line.source && line.source[place]) say("source", line.sources[line.source[place] - 1]);
-  for (const idle of line.idle.before.get(entry[0]) || []) say("idle before", aboutIdle(line, idle).flat().join(" "));
+  for (let i = line.idle.before[entry[0]]; i >= 0 && line.idle.entry[i] === entry[0]; i++) {
+    say("idle before", aboutIdle(line, i).map((row) => row.join(" ").trim()).join(", "));
+  }
   return rows;
 }
 
@@ -75,8 +78,13 @@ function about(lines, at, place) {
 function aboutIdle(line, idle) {
   const { starts, ends, cause, blamed, transfer } = line.idle;
   const rows = [["", `${time(ends[idle] - starts[idle])}, ${page.causes[cause[idle]].word}`]];
-  const named = (place) => `${token(line, place)} on rank ${line.rank[place]}`;
-  if (blamed[idle] >= 0) rows.push(["for", named(blamed[idle])]);
-  if (transfer[idle] >= 0 && transfer[idle] !== blamed[idle]) rows.push(["through", named(transfer[idle])]);
+  if (blamed[idle] >= 0) rows.push(["waits for", `${token(line, blamed[idle])} on rank ${line.rank[blamed[idle]]}`]);
+  if (transfer[idle] >= 0) rows.push(["through", token(line, transfer[idle])]);
   return rows;
+}
+
+// What a rank keeps at a time.
+function aboutKept(line, { rank, now }) {
+  const { times, values } = line.memory.ranks[rank];
+  return [["keeps", kept(line, values[Math.max(0, bisect(times, now) - 1)])], ["at", time(now)]];
 }
