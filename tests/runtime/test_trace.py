@@ -5,16 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gpt
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import schedir
 from schedir import Kind, Timeline
 from schedir.runtime import Executor
+from schedir.runtime.accelerator import Host
+from schedir.runtime.processes import clocks
+from schedir.runtime.program import programs
 from schedir.runtime.program.transfer import Transfer
 from schedir.runtime.trace import trace as keeping
 from schedir.runtime.trace.measured import timeline
+from schedir.runtime.trace.recorder import Taken, recorder
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed
 from tests.runtime.features import check_timeline
@@ -174,6 +183,73 @@ def test_bytes_are_measured_for_every_shape() -> None:
     ] == [*(2, 4, 4, 2)]
 
 
+def test_lists_with_receives_further_ahead_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_SPARE_BYTES", 4 * BOUNDARY)
+    with executor(3) as traced:
+        schedules, busy = [], []
+        for rows in (ROWS, 8 * ROWS):
+            x, y = batch(rows)
+            busy.append(traced.step(x, target=y).busy)
+            schedules.append(traced.schedule)
+        found = traced.timelines()
+    assert schedules[0] != schedules[1]
+    assert [one.schedule for one in found] == schedules
+    for one, seconds in zip(found, busy, strict=True):
+        check_timeline(one)
+        assert sum(rank.busy for rank in one.ranks) == pytest.approx(seconds)
+
+
+class Live(TorchDispatchMode):
+    """What torch has made inside and that still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                known = self.made.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return made
+
+    def nbytes(self, *given: Any) -> int:
+        """In all, but for what is `given`."""
+        left_out = {t.untyped_storage()._cdata for t in given}
+        return sum(
+            size
+            for key, (storage, size) in self.made.items()
+            if key not in left_out and not storage.expired()
+        )
+
+
+def test_activations_of_a_gpt_are_what_lives_between_forward_and_backward() -> None:
+    config = gpt.Config(layers=2, width=32, heads=2, context=16)
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
+    x, y = torch.randint(gpt.BYTES, (2, 4, config.context))
+    with Executor(schedule, stages, gpt.loss_fn, sgd, in_process=True, trace=True) as traced:
+        traced.step(x, target=y)
+        sizes = traced.timelines()[0].sizes
+    assert sizes is not None
+    given = x[:2]
+    for stage, module in stages.items():
+        with Live() as live:
+            output = module(given)
+            if stage:
+                output = gpt.loss_fn(output, y[:2])
+        parameters = list(module.parameters())
+        kept = live.nbytes(*parameters, given, y, output)
+        # The first stage's output has been sent by then; what the second one gets is its own.
+        expected = kept + (4 * given.numel() if stage else 0)
+        assert isinstance(sizes.activation, tuple)
+        assert sizes.activation[stage] == expected
+        given = output.detach().requires_grad_()
+
+
 def test_weights_of_older_versions_are_no_activations() -> None:
     schedule = schedir.build("pipedream", ranks=2, microbatches=MICROBATCHES)
     stages = numbered(linear_stages(2, WIDTH))
@@ -193,8 +269,8 @@ CHAIN = listed(
 STAMPS = """
     1000 1400    0    0
     1410    0    0    0
-    1480    0    0    0
-    3000 3500 1490 2990
+    2850    0    0    0
+    3000 3500 2860 2990
     3600 3650 3590 3591
      900    0    0    0
     1700 2000 1000 1690
@@ -216,7 +292,7 @@ def made_of(schedule: schedir.Schedule, text: str) -> tuple[list[float], list[fl
 
 def test_a_transfer_runs_from_its_later_post_until_who_waits_finds_it() -> None:
     starts, ends = made_of(CHAIN, STAMPS)
-    assert starts == [0, 410, 1800, 2000, 2600, 410, 700, 1010, 1800, 1900]
+    assert starts == [0, 410, 1850, 2000, 2600, 410, 700, 1010, 1850, 1900]
     assert ends == [400, 690, 1990, 2500, 2650, 690, 1000, 1700, 1990, 1950]
 
 
@@ -233,7 +309,83 @@ def test_a_transfer_takes_no_less_than_no_time() -> None:
     assert starts[1] == ends[1] == 690
 
 
+SUMMED = listed(
+    2,
+    "0,1",
+    "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
+    "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+)
+SUMMED_STAMPS = """
+    1000 1400    0    0
+    1400 2000    0    0
+    2010    0    0    0
+    2500 2600 2020 2480
+    1100 1500    0    0
+    1500 2200    0    0
+    2210    0    0    0
+    2470 2600 2220 2460
+"""
+
+
+def test_a_sum_runs_from_its_last_post_until_who_waits_finds_it() -> None:
+    starts, ends = made_of(SUMMED, SUMMED_STAMPS)
+    assert starts == [0, 400, 1210, 1500, 100, 500, 1210, 1470]
+    assert ends == [400, 1000, 1460, 1600, 500, 1200, 1460, 1600]
+    # A rank that finds it there has not seen it end.
+    starts, ends = made_of(SUMMED, SUMMED_STAMPS.replace("2220 2460", "2455 2460"))
+    assert ends[2] == ends[6] == 1480
+
+
 def test_what_was_not_posted_has_no_time() -> None:
     starts, ends = made_of(CHAIN, STAMPS.replace("900    0    0    0", "0    0    0    0"))
-    assert np.isnan([starts[1], starts[5]]).all()
+    assert np.isnan([starts[1], starts[5], ends[1], ends[5]]).all()
     assert ends[6] == 1000
+
+
+class FarClock(Host):
+    """A device with a clock of its own, which is fast; `true` is the host's, in nanoseconds."""
+
+    queues = True
+    true = 10**16
+
+    def now(self) -> int:
+        """To look at a clock takes a while."""
+        self.true += 200
+        return self.true
+
+    def mark(self, timed: bool = False) -> Any:
+        return FarMark(self.now())
+
+
+class FarMark:
+    """A moment on it; between two of them it tells no more digits than a float has."""
+
+    def __init__(self, true: int) -> None:
+        self.true = true
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+    def elapsed_time(self, end: FarMark) -> float:
+        return float(np.float32(1.0001 * (end.true - self.true) / 1e6))
+
+
+def test_times_of_a_device_are_placed_on_the_clock_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FarClock(torch.device("cpu"))
+    monkeypatch.setattr(clocks, "now", device.now)
+    found = recorder(device)
+    first = found.anchor()
+    steps = []
+    for _ in range(100):
+        device.true += 10**9
+        began = device.mark()
+        stamps = [FarMark(began.true + 10**7 * n) for n in range(4)]
+        steps.append(Taken(began, [*stamps, 0]))
+    last = found.anchor()
+    assert first.error == 200
+    for step, times in zip(steps, found.read(steps, first, last), strict=True):
+        *marks, nothing = step.stamps
+        assert np.abs(times[:-1] - [mark.true for mark in marks]).max() <= 200 + 60 * 100
+        assert times[-1] == nothing

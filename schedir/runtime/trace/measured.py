@@ -72,7 +72,7 @@ def _transfer(
     start = np.where(
         (posted[send] > 0) & (posted[receive] > 0), np.maximum(posted[send], posted[receive]), 0
     )
-    end = np.where(_waited(stamps)[user], stamps[user, FOUND], 0)
+    end = np.where(_waited(stamps)[user] & (start > 0), stamps[user, FOUND], 0)
     for side in (send, receive):
         starts[side], ends[side] = start, end
 
