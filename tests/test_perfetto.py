@@ -54,7 +54,12 @@ def trace(line: Timeline, against: Timeline | None = None) -> list[Event]:
 
 
 def slices(events: list[Event]) -> list[Event]:
-    return [event for event in events if event["ph"] == "X"]
+    """What ranks do."""
+    return [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
+
+
+def waits(events: list[Event]) -> list[Event]:
+    return [event for event in events if event.get("cat") == "idle"]
 
 
 def names(events: list[Event], what: str) -> dict[tuple[int, int], str]:
@@ -68,7 +73,7 @@ def names(events: list[Event], what: str) -> dict[tuple[int, int], str]:
 def check_tracks(events: list[Event]) -> None:
     """No slice reaches into the next one of its thread."""
     threads = defaultdict(list)
-    for event in slices(events):
+    for event in slices(events) + waits(events):
         threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for times in threads.values():
         assert all(end <= start for (_, end), (start, _) in pairwise(sorted(times)))
@@ -82,7 +87,7 @@ def check_arrows(events: list[Event], transfers: int) -> None:
     begun: dict[int, Event] = {}
     met = 0
     for event in sorted(events, key=lambda event: event.get("ts", -1)):
-        own = event["pid"], event["tid"]
+        own = event["pid"], event.get("tid", 0)
         if event["ph"] == "X":
             before[own] = event
         elif event["ph"] == "s":
@@ -141,8 +146,8 @@ def test_ranks_are_processes_with_a_thread_for_each_peer_and_direction() -> None
     order = [e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"]
     assert order == list(range(12))
     threads = [name for (pid, _), name in sorted(names(events, "thread_name").items()) if pid == 5]
-    assert threads == ["compute", "from rank 4", "from rank 6", "to rank 4", "to rank 6"]
-    assert len(set(names(events, "thread_name"))) == 12 + 4 * 11
+    assert threads == ["compute", "from rank 4", "from rank 6", "to rank 4", "to rank 6", "idle"]
+    assert len(set(names(events, "thread_name"))) == 12 + 4 * 11 + 12
     assert not {tid for _, tid in names(events, "thread_name")} & set(range(12))
 
 
@@ -183,6 +188,57 @@ def test_the_version_that_an_action_reads_is_said() -> None:
     # Stage 0's versions by minibatch: Harlap et al. 2018, section 3.3.
     assert [found[f"0B{m}"] for m in range(8)] == [0, 0, 0, 0, 1, 2, 3, 4]
     assert found["0SEND_ACT0"] is None
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 8),
+    costs=st.none() | costs,
+)
+def test_idle_time_has_its_cause(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None
+) -> None:
+    line = timeline(name, ranks, microbatches, costs)
+    factor = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}[line.unit]
+    found = waits(trace(line))
+    expected = [(rank, idle) for rank, stretches in enumerate(line.idle) for idle in stretches]
+    columns = line.schedule.columns
+    for event, (rank, idle) in zip(found, expected, strict=True):
+        assert (event["pid"], event["name"]) == (rank, str(idle.cause))
+        assert event["ts"] == pytest.approx(idle.start * factor, abs=1 / 16)
+        assert event["ts"] + event["dur"] == pytest.approx(idle.end * factor, abs=1 / 16)
+        for key, place in (
+            ("before", idle.entry),
+            ("waits for", idle.blamed),
+            ("through", idle.transfer),
+            ("slower stage", idle.root),
+        ):
+            assert (key in event["args"]) == (place is not None)
+            if place is not None:
+                by, index = columns.position(place)
+                assert event["args"][key] == f"rank {by} #{index} {columns.action(place)}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_counters_say_what_is_held(name: str) -> None:
+    sized = CostModel(activation_bytes=10, weight_bytes=7, latency=0.25, unit="ms")
+    for line in (timeline(name, 3, 6), timeline(name, 3, 6, sized)):
+        factor = {"ms": 1e3, None: 1e6}[line.unit]
+        found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        for event in trace(line):
+            if event["ph"] == "C":
+                found[event["pid"], event["name"]].append((event["ts"], event["args"]["live"]))
+        curves = {"activations": line.live}
+        if line.sizes is not None:
+            curves["bytes"] = line.memory
+        assert set(found) == {(rank, name) for rank in range(3) for name in curves}
+        for (rank, name_of), counted in found.items():
+            times, amounts = curves[name_of](rank)
+            assert counted == [(t * factor, a) for t, a in zip(times, amounts, strict=True)]
+        assert [max(found[rank, "activations"], key=lambda c: c[1])[1] for rank in range(3)] == [
+            rank.peak_activations for rank in line.ranks
+        ]
 
 
 def test_two_timelines_have_processes_side_by_side() -> None:

@@ -1,12 +1,14 @@
 """Chrome's trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process, with a thread for each of its tracks, and an arrow from each send to its
-receive:
+A rank is a process, with a thread for each of its tracks and for why it is idle, an arrow from each
+send to its receive, and counters of what it holds:
 
     rank 0   compute      0F0--  0F1--
              to rank 1         0SEND_ACT0-
-    rank 1   compute           │          1F0--
+    rank 1   idle         warmup----------
+             compute           │          1F0--
              from rank 0       1RECV_ACT0-
+             activations                  1----
 
 The format is Google's Trace Event Format. Its times are microseconds, of which some readers make
 nanoseconds by multiplying floats, and cut off what is left: so they are written in eighths of a
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain, count, groupby, islice
+from itertools import chain, count, groupby, islice, pairwise
 
 import attrs
 import numpy as np
@@ -27,7 +29,8 @@ from schedir.ir import KIND_INDEX, KINDS, READS_WEIGHTS, Bools, Ints
 from schedir.render.captions import captions
 from schedir.render.styled import Piece
 from schedir.render.tracks import Doing, Track, tracks_of
-from schedir.simulator import Timeline
+from schedir.simulator import CAUSES, Timeline
+from schedir.simulator.times import Numbers
 
 _MICROSECONDS = {None: 1e6, "s": 1e6, "ms": 1e3, "us": 1.0}
 _PER_MICROSECOND = 8
@@ -125,25 +128,24 @@ class _View:
         # An arrow begins before it ends: all that sends comes first.
         yield from self._slices(numbered, {Doing.COMPUTE, Doing.SUM, Doing.SEND})
         yield from self._slices(numbered, {Doing.RECEIVE})
+        yield from self._waits(threads)
+        yield from self._counters()
 
     def _names(self, tracks: Iterable[tuple[Track, int]]) -> Iterator[str]:
         """The names of processes and threads, and their order."""
 
-        def event(what: str, process: int, thread: int, key: str, value: str | int) -> str:
-            return json.dumps(
-                {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
-            )
-
         for rank in range(self.timeline.schedule.ranks):
             process = self.process(rank)
-            yield event("process_name", process, 0, "name", self.name(rank))
+            yield _about("process_name", process, 0, "name", self.name(rank))
             # Those of one rank follow each other.
             turn = rank * self.views + self.turn
-            yield event("process_sort_index", process, 0, "sort_index", turn)
+            yield _about("process_sort_index", process, 0, "sort_index", turn)
         for track, thread in tracks:
-            process = self.process(track.rank)
-            yield event("thread_name", process, thread, "name", track.name)
-            yield event("thread_sort_index", process, thread, "sort_index", thread)
+            yield from self._thread(track.rank, thread, track.name, thread)
+
+    def _thread(self, rank: int, thread: int, name: str, turn: int) -> Iterator[str]:
+        yield _about("thread_name", self.process(rank), thread, "name", name)
+        yield _about("thread_sort_index", self.process(rank), thread, "sort_index", turn)
 
     def _slices(self, tracks: Iterable[tuple[Track, int]], kinds: set[Doing]) -> Iterator[str]:
         """What runs when, with all that is known of it, and an arrow's end after each transfer."""
@@ -188,6 +190,57 @@ class _View:
                             '"cat":"transfer"}'
                         )
 
+    def _waits(self, threads: Iterator[int]) -> Iterator[str]:
+        """Why each rank is idle, on a thread of its own."""
+        idle = self.timeline.idle_columns
+        starts, ends = (self._ticks(times) for times in (idle.start, idle.end))
+        for rank, (first, end) in enumerate(pairwise(idle.bounds.tolist())):
+            if first == end:
+                continue
+            thread = next(threads)
+            yield from self._thread(rank, thread, "idle", -1)
+            where = f'"pid":{self.process(rank)},"tid":{thread},"ts":'
+            for number in range(first, end):
+                cause = CAUSES[idle.cause[number]]
+                about = ",".join(
+                    f'"{what}":"{self._entry(int(place))}"'
+                    for what, place in (
+                        ("before", idle.entry[number]),
+                        ("waits for", idle.blamed[number]),
+                        ("through", idle.transfer[number]),
+                        ("slower stage", idle.root[number]),
+                    )
+                    if place >= 0
+                )
+                start = int(starts[number])
+                yield (
+                    f'{{"ph":"X",{where}{_text(start)},"dur":{_text(int(ends[number]) - start)},'
+                    f'"name":"{cause}","cat":"idle","args":{{{about}}}}}'
+                )
+
+    def _entry(self, place: int) -> str:
+        columns = self.timeline.schedule.columns
+        rank, index = columns.position(place)
+        return f"rank {rank} #{index} {columns.action(place)}"
+
+    def _counters(self) -> Iterator[str]:
+        """What each rank holds, from every change on."""
+        curves = [("activations", self.timeline.live)]
+        if self.timeline.sizes is not None:
+            curves.append(("bytes", self.timeline.memory))
+        for rank in range(self.timeline.schedule.ranks):
+            for name, curve in curves:
+                times, amounts = curve(rank)
+                head = f'{{"ph":"C","pid":{self.process(rank)},"name":"{name}","ts":'
+                ticks = self._ticks(times).tolist()
+                for time, amount in zip(ticks, amounts.tolist(), strict=True):
+                    yield f'{head}{_text(time)},"args":{{"live":{amount}}}}}'
+
+    def _ticks(self, times: Numbers) -> Ints:
+        """Known times of the timeline in ticks."""
+        factor = _MICROSECONDS[self.timeline.unit] * _PER_MICROSECOND
+        return np.rint(times * factor).astype(np.int64)
+
     def _versions(self) -> Ints:
         """For every place the weight version that it reads, -1 where it reads none."""
         columns, dataflow = self.timeline.schedule.columns, self.timeline.schedule.dataflow
@@ -209,6 +262,13 @@ class _View:
         for ends in (send, receive):
             arrow[ends[drawn]] = numbers[drawn] * self.views + self.turn
         return arrow
+
+
+def _about(what: str, process: int, thread: int, key: str, value: str | int) -> str:
+    """An event about a process or a thread."""
+    return json.dumps(
+        {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+    )
 
 
 def _text(ticks: int) -> str:
