@@ -235,3 +235,13 @@ def test_gaps_of_a_measured_run_are_bridged() -> None:
     )
     assert path(bare) == whole
     assert Timeline(schedule, [nan] * 8, [nan] * 8).critical_path == ()
+
+
+def test_a_transfer_that_nobody_waited_for_is_not_on_the_path() -> None:
+    #   time    0    1    2    3    4    5    6
+    #   rank 0  0F0  0F1
+    #   rank 1       1F0---------------- 1F1       its input has long been there
+    schedule = listed(2, "0 1", "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
+    nan = math.nan
+    starts, ends = [0, 1, 1, 2, 1, 1, 2, 5.01], [1, 1, 2, nan, 1, 5, nan, 6]
+    assert path(Timeline(schedule, starts, ends)) == "0F0 1RECV_ACT0 1F0 1F1"

@@ -65,23 +65,16 @@ def test_a_wait_for_compute_and_then_for_its_transfer() -> None:
 
 
 def test_a_wait_for_a_channel() -> None:
-    #   time      0    1    2    3    4    5    6    7
-    #   rank 0    0F0  0F1
-    #   channel        0SEND_ACT0- 0SEND_ACT1-
-    #   rank 1                    1F0       1F1             1F1 waits for its channel at 4
-    schedule = listed(2, "0 1", "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
-    starts = [0, 1, 1, 4, 1, 4, 4, 7]
-    ends = [1, 4, 2, 7, 4, 5, 7, 8]
-    line = Timeline(schedule, starts, ends)
+    #   time     0    1    2    3    4    5    6    7    8    9
+    #   rank 0   0F0  0F1
+    #   channel       0SEND_ACT0---- 0SEND_ACT1----
+    #   rank 1                                     1F1  1F0
+    schedule = listed(2, "0 1", "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1RECV_ACT1 1F1 1F0")
+    line = Timeline(schedule, [0, 1, 1, 4, 1, 4, 7, 8], [1, 4, 2, 7, 4, 7, 8, 9])
     assert said(line, 1) == [
-        "0..1 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
-        "1..4 communication: 1F0 for 0SEND_ACT0 through 1RECV_ACT0, root -",
-        "5..7 communication: 1F1 for 0SEND_ACT1 through 1RECV_ACT1, root -",
-    ]
-    later = Timeline(schedule, [0, 1, 1, 6, 1, 4, 6, 7], [1, 6, 2, 7, 4, 5, 7, 8])
-    assert said(later, 1)[2:] == [
-        "5..6 communication: 1F1 for 0SEND_ACT0 through 1RECV_ACT1, root -",
-        "6..7 communication: 1F1 for 0SEND_ACT1 through 1RECV_ACT1, root -",
+        "0..2 warmup: 1F1 for 0F1 through 1RECV_ACT1, root -",
+        "2..4 communication: 1F1 for 0SEND_ACT0 through 1RECV_ACT1, root -",
+        "4..7 communication: 1F1 for 0SEND_ACT1 through 1RECV_ACT1, root -",
     ]
 
 
@@ -186,6 +179,16 @@ def test_what_is_not_known() -> None:
     assert said(bare, 1)[:2] == [
         "0..2 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
         "2..3 communication: 1F0 for 0SEND_ACT0 through 1RECV_ACT0, root -",
+    ]
+    # Where only the start is known, nobody waited: it was there.
+    found = Timeline(
+        SHORT,
+        [0.5, 2, NAN, 8.5, 2, 3, 4.5, NAN],
+        [2, NAN, NAN, 10, NAN, 4.5, 7, NAN],
+    )
+    assert said(found, 1)[:2] == [
+        "0..2 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
+        "2..3 overhead: 1F0 for - through -, root -",
     ]
     # Of compute that lies in the gap, or that the gap may have waited for.
     hole = Timeline(SHORT, [NAN, 2, 7, 8.5, 2, NAN, 4.5, 7], [NAN, 2.5, 8, 10, 2.5, NAN, 7, 8])

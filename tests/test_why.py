@@ -158,14 +158,14 @@ def test_a_measured_run() -> None:
 
 
 def test_what_else_is_said_of_a_wait() -> None:
-    #   rank 0    0F0  0F1
-    #   channel        0SEND_ACT0------------- 0SEND_ACT1
-    #   rank 1                                           1F1
-    lists = "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1"
-    starts, ends = [0, 1, 1, 6, 1, 4, 6, 7], [1, 6, 2, 7, 4, 5, 7, 8]
+    #   rank 0   0F0  0F1
+    #   channel       0SEND_ACT0---- 0SEND_ACT1----
+    #   rank 1                                     1F1  1F0
+    lists = "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1RECV_ACT1 1F1 1F0"
+    starts, ends = [0, 1, 1, 4, 1, 4, 7, 8], [1, 4, 2, 7, 4, 7, 8, 9]
     text = why(Timeline(listed(2, "0 1", *lists), starts, ends))
     said = "communication: 1F1 waits for 0SEND_ACT0 on rank 0, with which its channel is busy"
-    assert f"   1  5..6     1  {said}\n" in text
+    assert f"   1  2..4     2  {said}\n" in text
     lists = "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0F2 0B2 0REDUCE_GRAD"
     line = schedir.simulate(
         listed(3, "0,1", lists[0], lists[1] + " 0OPTIM_STEP"), CostModel(reduce_grad=1)

@@ -7,6 +7,7 @@ rank  idle        warm-up    drain    nothing left to do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -58,11 +59,15 @@ def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) 
         yield from _path(line)
 
 
+def _number(timeline: Timeline, time: float) -> str:
+    """A time, to about a ten thousandth of the makespan."""
+    return number(round(time, 4 - math.ceil(math.log10(timeline.makespan))))
+
+
 def _of(timeline: Timeline, time: float, whole: float) -> str:
-    """A time and its share of a whole; nothing where it is none."""
-    if time <= _NOTHING * timeline.makespan:
-        return ""
-    return f"{number(time)} ({time / whole:.1%})"
+    """A time and its share of a whole; nothing where that is none."""
+    share = f"{time / whole:.1%}"
+    return "" if share == "0.0%" else f"{_number(timeline, time)} ({share})"
 
 
 def _share(timeline: Timeline, time: float, whole: float) -> str:
@@ -136,14 +141,13 @@ def _waits(timeline: Timeline) -> Iterator[Block]:
     for n in found:
         rank = int(np.searchsorted(idle.bounds, n, side="right")) - 1
         one = idle.at(n)
-        rows.append(
-            [str(rank), _span(one.start, one.end), number(one.end - one.start), _why(timeline, one)]
-        )
+        span, long = _span(timeline, one.start, one.end), _number(timeline, one.end - one.start)
+        rows.append([str(rank), span, long, _why(timeline, one)])
     yield Table(rows, "><><", header=True)
 
 
-def _span(start: float, end: float) -> str:
-    return f"{number(start)}..{number(end)}"
+def _span(timeline: Timeline, start: float, end: float) -> str:
+    return f"{_number(timeline, start)}..{_number(timeline, end)}"
 
 
 def _why(timeline: Timeline, idle: Idle) -> str:
@@ -201,9 +205,9 @@ def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
     half = _MOST_STRETCHES // 2
     for turn, stretch in enumerate(stretches):
         if len(stretches) <= _MOST_STRETCHES or not half <= turn < len(stretches) - half:
-            span = _span(stretch.start, stretch.end)
-            long, compute = number(stretch.end - stretch.start), number(stretch.compute)
-            yield [span, long, compute, _said(timeline, stretch)]
+            span = _span(timeline, stretch.start, stretch.end)
+            lengths = (stretch.end - stretch.start, stretch.compute)
+            yield [span, *(_number(timeline, time) for time in lengths), _said(timeline, stretch)]
         elif turn == half:
             yield [LEFT_OUT, "", "", f"{len(stretches) - 2 * half} more stretches"]
 

@@ -106,7 +106,7 @@ class _Walk:
                 if arrival <= start:
                     found.append((arrival, int(needs.transfers.receive[mate])))
         if place in needs.sums:
-            over = float(needs.ends[needs.sums[place]])
+            over = needs.summed(needs.sums[place])
             found.append((over if over < start else start, needs.sums[place]))
         return found
 

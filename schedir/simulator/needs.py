@@ -46,8 +46,12 @@ class Needs:
 
     @cached_property
     def arrives(self) -> Numbers:
-        """When each transfer has arrived, NaN where that is not known."""
-        return self._of_transfers(self.ends)
+        """When each transfer has arrived, NaN where that is not known.
+
+        Where its start alone is known, nobody waited for its end: as if it had arrived at once.
+        """
+        arrives = self._of_transfers(self.ends)
+        return np.where(np.isnan(arrives), self.begins, arrives)
 
     def _of_transfers(self, times: Numbers) -> Numbers:
         sent, received = (
@@ -124,6 +128,12 @@ class Needs:
     def turns(self) -> dict[int, tuple[int, ...]]:
         """For each REDUCE_GRAD, the places of those that it is one with."""
         return {place: turn for turn in collective_turns(self.schedule) for place in turn}
+
+    def summed(self, reduce: int) -> float:
+        """When a REDUCE_GRAD is over: at once, where its start alone is known, as for a transfer;
+        NaN where nothing is."""
+        end = float(self.ends[reduce])
+        return end if end == end else float(self.starts[reduce])
 
     def held_up_by(self, reduce: int) -> int:
         """The compute after which the last of the ranks came to a collective, -1 for none."""

@@ -74,7 +74,8 @@ class Timeline:
 
     `starts` and `ends` hold one time per action, rank after rank in list order, shape [actions]:
     0 is the beginning of the step, NaN stands for what is not known, and the unit is the caller's.
-    What is not known counts as nothing: it makes no rank busy and no step longer.
+    What is not known counts as nothing: it makes no rank busy and no step longer. Of a transfer
+    whose start alone is known nobody has waited for the end.
 
     `sizes` are the bytes of what is kept, where they are known; `unit` is the unit of time, None
     for any; `measured` says of which step it is, None for a simulated one.
