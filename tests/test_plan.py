@@ -43,7 +43,7 @@ def planned(
     sums = [collective] * len(found.collectives)
     holds = [transfer] * found.transfers + sums
     takes = [transfer + latency] * found.transfers + sums
-    times = found.priced(found.durations.tolist(), takes, holds, posts=found.posts)
+    times = found.priced(found.durations.tolist(), takes, holds, posts=found.listed)
     spans: Spans = {}
 
     def add(place: int, start: float, end: float) -> None:

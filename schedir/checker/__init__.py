@@ -5,7 +5,7 @@ from schedir.checker.deadlock import clean_channels
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.memory import delays
 from schedir.checker.rules import RETIRED, RULES
-from schedir.checker.run import check, prove
+from schedir.checker.run import check, prove, sound
 from schedir.ir import CHANNELS
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "clean_channels",
     "delays",
     "prove",
+    "sound",
 ]

@@ -44,7 +44,7 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     """Run the schedule, and once more if sends are late."""
     transfers = schedule.dataflow.transfers
     order, follows = transfers.by_channel
-    sent = planned.last_before[transfers.send]
+    sent = planned.sent
     maker = planned.last[np.searchsorted(planned.compute, transfers.maker)]
     maker = np.where(schedule.columns.shared[transfers.send], sent, maker)
     after = transfers.maker.copy()
@@ -58,15 +58,8 @@ def posting(schedule: Schedule, planned: Plan) -> Posting:
     together = maker.copy()
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
     listed = planned.textbook
-    prompt = _times(schedule, planned, together) if (sent > together).any() else listed
+    prompt = planned.run(together) if (sent > together).any() else listed
     return Posting(planned, sent, after, alone, together, listed, prompt)
-
-
-def _times(schedule: Schedule, planned: Plan, sent: Ints) -> Times:
-    """When all runs where the sends are posted so."""
-    received = planned.last_before[schedule.dataflow.transfers.receive]
-    posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
-    return planned.run(posts + planned.posts[len(posts) :])
 
 
 def late_receives(
@@ -110,7 +103,7 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
     for transfer in critical[:many]:
         sent = posted.sent.copy()
         sent[transfer] = posted.alone[transfer]
-        regained[transfer] = makespan - max(_times(schedule, posted.planned, sent).ends)
+        regained[transfer] = makespan - max(posted.planned.run(sent).ends)
     worst = max(regained, key=lambda transfer: regained[transfer])
     transfers = schedule.dataflow.transfers
     others = np.flatnonzero(posted.sent > posted.together)
@@ -150,7 +143,7 @@ def _critical(posted: Posting) -> list[int]:
         if need < 0 or not start:
             break
         need, at = _last_to_arrive(planned, times, need)
-        if need < len(late) and planned.posts[need][0] == at and late[need]:
+        if need < len(late) and planned.sent[need] == at and late[need]:
             while posted.sent[need] == posted.alone[need]:  # late for the one before on its channel
                 need = int(planned.before[need])
             found.setdefault(need, start - ends[int(posted.alone[need])])
@@ -162,12 +155,10 @@ def _last_to_arrive(planned: Plan, times: Times, exchange: int) -> tuple[int, in
     that this comes after."""
     begin = times.begins[exchange]
     while True:
-        for post in planned.posts[exchange]:
+        for post in planned.posts(exchange):
             if post >= 0 and times.ends[post] == begin:
                 return exchange, post
-        others = planned.also.get(exchange, [])
-        if planned.before[exchange] >= 0:
-            others = [*others, int(planned.before[exchange])]
+        others = planned.also[exchange]
         exchange = next(other for other in others if times.begins[other] == begin)
 
 

@@ -75,7 +75,8 @@ def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
     holding = _holdings(schedule)
     many = np.bincount(holding[steps], minlength=sum(map(len, schedule.placement)))
     late = places[turn[places] >= many[holding[places]]]
-    yield from _never_applied(schedule, steps, late, holding)
+    if len(late):
+        yield from _never_applied(schedule, steps, late, holding)
     yield _empty_steps(schedule, steps, places, holding, turn)
     yield from _equally_often(schedule, steps, holding, many)
     if not len(late):  # which this would only echo

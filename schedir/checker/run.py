@@ -52,12 +52,11 @@ class _Terms:
 
 @attrs.frozen
 class _Judgement:
-    """What is wrong with a schedule, but for deadlock; its complete form to look for that in, and
-    the channel models that this runs under. There is none where a wait has no meaning yet."""
+    """What is wrong with a schedule, but for deadlock; and its complete form to look for that in.
+    There is none where a wait has no meaning yet."""
 
     found: list[Faults]
     complete: Schedule | None = None
-    clean: tuple[str, ...] = ()
 
 
 def check(
@@ -99,11 +98,23 @@ def prove(
     return _report(schedule, channel, _Terms(Limits(), ties_of(schedule, ties)), advise=False)
 
 
+def sound(schedule: Schedule) -> Schedule | None:
+    """The complete form of a schedule with which nothing is wrong, but that it may block; None
+    where something is. `prove` says what, and whether it blocks.
+
+    For whoever runs it to its end anyhow, and so sees whether it gets there.
+    """
+    known = schedule.memo.get((_Judgement, ()))
+    judged = known if isinstance(known, _Judgement) else _judged(schedule, _Terms(Limits(), ()))
+    return None if _has_errors(judged.found) else judged.complete
+
+
 def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
     """The errors; where there are none, what else there is to say, if advice is wanted."""
     expect_channel(channel)
     judged = _judged(schedule, terms)
-    found, complete, clean = [*judged.found], judged.complete, judged.clean
+    found, complete = [*judged.found], judged.complete
+    clean = () if complete is None else _clean(complete, terms.ties)
     if complete is not None and channel not in clean:
         given = None if complete is schedule else schedule
         found += deadlock(complete, channel, clean, terms.ties, given=given)
@@ -127,11 +138,19 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
     found, complete = _collected(_faults(schedule, terms))
     if complete is None:
         return _Judgement(found)
-    clean = clean_channels(complete, terms.ties)
     if not _has_errors(found):
-        # Both have the same compute, and the communication and the waits are the complete one's.
-        schedule.memo[key] = complete.memo[key] = _Judgement([], complete, clean)
-    return _Judgement(found, complete, clean)
+        # Both have the same compute, and the communication is the complete one's.
+        schedule.memo[key] = complete.memo[key] = _Judgement([], complete)
+    return _Judgement(found, complete)
+
+
+def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
+    """The channel models that a complete schedule runs under, remembered with it."""
+    key = clean_channels, ties
+    known = complete.memo.get(key)
+    if not isinstance(known, tuple):
+        known = complete.memo[key] = clean_channels(complete, ties)
+    return known
 
 
 _Search = Generator[Faults, None, Schedule | None]

@@ -48,11 +48,12 @@ def _each(rule: type[Diagnostic], places: Ints, finding: Callable[[int], Diagnos
 def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     """Each action stands on a rank that holds its stage."""
     columns = schedule.columns
-    held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
+    held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
     holding = columns.stage[places] * schedule.ranks + columns.rank[places]
+    at = np.searchsorted(held, holding)  # they ascend
     return _each(
         rules.WrongRank,
-        places[~np.isin(holding, held)],
+        places[held[np.minimum(at, len(held) - 1)] != holding],
         lambda place: rules.WrongRank.at(
             schedule, place, held=schedule.placement[columns.stage[place]]
         ),

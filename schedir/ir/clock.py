@@ -5,23 +5,22 @@
                 ↘    ↘                      before it is done; it begins when all its ends are
     rank 1        1F0  1B0------ 1F1        posted and its channel is free
 
-One pass over all compute, each rank as far as it gets until it waits. Two parts that start together
-are two numbers in a row: the first takes no time, and the second, once it has its input as well,
-the time of both.
+One pass over all compute, each rank as far as it gets until it waits; what it posts begins with the
+last of its ends. Two parts that start together are two numbers in a row: the first takes no time,
+and the second, once it has its input as well, the time of both.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.ir.columns import KINDS
+from schedir.ir.columns import KINDS, Ints
 
 Time: TypeAlias = float
 """In the unit of the costs; ints stay ints."""
@@ -31,167 +30,124 @@ TEXTBOOK = np.array([kind.traits.cost for kind in KINDS])
 """What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Exchanges:
     """What compute waits for: transfers, and collectives, numbered from 0.
 
-    `posts[e]` names the compute (its number, -1 for none) after which each end of exchange e is
-    posted. What it brings has arrived `takes[e]` after its begin, and what follows it may begin
-    `holds[e]` after that, no later. `before[e]` is the exchange that it follows, -1 for none, with
-    `before` empty where none has to; where it follows several, `also` has the others. Those from
-    `closing` on are the ends of batches, which wait until what they follow has arrived.
+    `posted[c]` are those of which an end is posted after compute c, in list order, and `ends[e]`
+    says how many ends of exchange e that are. `queue[e]` is the number of its channel, say: those
+    of one begin one after the other, in the order in which each of their ranks posts them.
+
+    Where there are batches, `followers[e]` are those that wait for exchange e, and `followed[e]`
+    says for how many it waits itself. Those from `closing` on are the ends of batches, which wait
+    until the others have arrived.
     """
 
-    posts: Sequence[tuple[int, ...]]
-    before: Sequence[int]
-    takes: Sequence[Time]
-    holds: Sequence[Time]
-    also: Mapping[int, Sequence[int]] = attrs.field(factory=dict)
+    posted: Sequence[Sequence[int]]
+    ends: Sequence[int]
+    queue: Sequence[int]
+    followers: Sequence[Sequence[int]] = ()
+    followed: Sequence[int] = ()
     closing: int = sys.maxsize
+
+
+def posted_after(compute: Ints, exchange: Ints, computes: int, queue: Ints) -> Exchanges:
+    """Exchanges without batches: each `exchange` has an end that is posted after the `compute`, of
+    which -1 stands for the beginning. Those after one compute are given in list order."""
+    known = np.flatnonzero(compute >= 0)
+    order = known[np.argsort(compute[known], kind="stable")]
+    listed = tuple(exchange[order].tolist())
+    bounds = np.searchsorted(compute[order], np.arange(computes + 1)).tolist()
+    return Exchanges(
+        posted=[listed[begin:end] for begin, end in pairwise(bounds)],
+        ends=np.bincount(exchange[known], minlength=len(queue)).tolist(),
+        queue=queue.tolist(),
+    )
 
 
 @attrs.frozen
 class Times:
-    """When compute starts and ends, and exchanges begin; -1 for what never does."""
+    """When compute starts and ends, and exchanges begin; -1 for what never does: then some compute
+    is `blocked`."""
 
     starts: list[Time]
     ends: list[Time]
     begins: list[Time]
+    blocked: bool
 
 
 def run(
-    bounds: Sequence[int], durations: Sequence[Time], needs: Sequence[int], exchanges: Exchanges
+    bounds: Sequence[int],
+    durations: Sequence[Time],
+    needs: Sequence[int],
+    exchanges: Exchanges,
+    takes: Sequence[Time] = (),
+    holds: Sequence[Time] = (),
 ) -> Times:
     """Run all compute, numbered rank by rank: rank r's is `bounds[r]` to `bounds[r + 1]` - 1.
 
-    `needs[c]` is the exchange that compute c waits for, -1 for none.
+    `needs[c]` is the exchange that compute c waits for, -1 for none. What an exchange brings has
+    arrived `takes[e]` after it begins, and what follows it may begin `holds[e]` after that, no
+    later; both are empty where nothing takes any time.
     """
-    posts, takes = exchanges.posts, exchanges.takes
+    posted, queue, followers = exchanges.posted, exchanges.queue, exchanges.followers
+    missing = [*exchanges.ends]
+    if followers:
+        missing = [ends + others for ends, others in zip(missing, exchanges.followed, strict=True)]
+    takes, holds = takes or [0] * len(missing), holds or [0] * len(missing)
     starts: list[Time] = [-1] * len(durations)
     ends = starts.copy()
-    begins: list[Time] = [-1] * len(posts)
-    ordered = _in_order(exchanges, ends, begins)
+    begins: list[Time] = [0] * len(missing)
+    arrivals: list[Time] = [-1] * len(missing)
+    free: list[Time] = [0] * (max(queue, default=-1) + 1)
     reached = list(bounds[:-1])
     clock: list[Time] = [0] * len(reached)
     waiting: dict[int, list[int]] = {}
-    ready = deque(range(len(reached)))
-    while ready:
-        rank = ready.popleft()
+    ready = list(range(len(reached)))
+    # What waits for nothing any more, in the order in which it is posted on each channel.
+    begun = [exchange for exchange, left in enumerate(missing) if not left]
+    while ready or begun:
+        for exchange in begun:
+            begin, channel = begins[exchange], queue[exchange]
+            if free[channel] > begin:
+                begin = begins[exchange] = free[channel]
+            free[channel] = begin + holds[exchange]
+            arrivals[exchange] = begin + takes[exchange]
+            if exchange in waiting:
+                ready += waiting.pop(exchange)
+            if followers:
+                for follower in followers[exchange]:
+                    over = takes if follower >= exchanges.closing else holds
+                    begins[follower] = max(begins[follower], begin + over[exchange])
+                    missing[follower] -= 1
+                    if not missing[follower]:
+                        begun.append(follower)
+        begun.clear()
+        if not ready:
+            break
+        rank = ready.pop()
         time = clock[rank]
         for compute in range(reached[rank], bounds[rank + 1]):
             need = needs[compute]
             if need >= 0:
-                if begins[need] < 0:
-                    held = ordered(need) if ordered else _begin(need, posts, ends, begins)
-                    if held >= 0:
-                        waiting.setdefault(held, []).append(rank)
-                        reached[rank] = compute
-                        break
-                arrival = begins[need] + takes[need]
+                arrival = arrivals[need]
+                if arrival < 0:
+                    waiting.setdefault(need, []).append(rank)
+                    reached[rank] = compute
+                    break
                 if arrival > time:
                     time = arrival
             starts[compute] = time
             time += durations[compute]
             ends[compute] = time
-            if compute in waiting:
-                ready.extend(waiting.pop(compute))
+            for exchange in posted[compute]:
+                if time > begins[exchange]:
+                    begins[exchange] = time
+                if missing[exchange] > 1:
+                    missing[exchange] -= 1
+                else:
+                    begun.append(exchange)
         clock[rank] = time
-    if not waiting:
-        for exchange, begin in enumerate(begins):
-            if begin >= 0:
-                continue
-            # No compute needs it.
-            if ordered:
-                ordered(exchange)
-            else:
-                _begin(exchange, posts, ends, begins)
-    return Times(starts, ends, begins)
-
-
-def _begin(
-    exchange: int, posts: Sequence[tuple[int, ...]], ends: list[Time], begins: list[Time]
-) -> int:
-    """Find when an exchange begins that waits for no other; or the compute that it still waits for,
-    -1 for none."""
-    begin: Time = 0
-    for post in posts[exchange]:
-        if post >= 0:
-            end = ends[post]
-            if end < 0:
-                return post
-            if end > begin:
-                begin = end
-    begins[exchange] = begin
-    return -1
-
-
-def _in_order(
-    exchanges: Exchanges, ends: list[Time], begins: list[Time]
-) -> Callable[[int], int] | None:
-    """What does the same for exchanges that wait for others; None where none does."""
-    if exchanges.also:
-        left = {e: [other] for e, other in enumerate(exchanges.before) if other >= 0}
-        for exchange, others in exchanges.also.items():
-            left.setdefault(exchange, []).extend(others)
-        return _InTurns(exchanges, ends, begins, left)
-    if exchanges.before:
-        return partial(_begin_in_order, exchanges, ends, begins)
-    return None
-
-
-def _begin_in_order(
-    exchanges: Exchanges, ends: list[Time], begins: list[Time], exchange: int
-) -> int:
-    """Find when an exchange begins that waits for the one before it on its channel."""
-    before, holds = exchanges.before, exchanges.holds
-    chain = [exchange]
-    while before[chain[-1]] >= 0 and begins[before[chain[-1]]] < 0:
-        chain.append(before[chain[-1]])
-    for current in reversed(chain):
-        held = _begin(current, exchanges.posts, ends, begins)
-        if held >= 0:
-            return held
-        if before[current] >= 0:
-            free = begins[before[current]] + holds[before[current]]
-            begins[current] = max(begins[current], free)
-    return -1
-
-
-@attrs.frozen(eq=False)
-class _InTurns:
-    """Does the same for exchanges that wait for several.
-
-    `left[e]` are those that exchange e waits for and that have not been seen to be over, `over[e]`
-    is when it need not wait any more for the others.
-    """
-
-    exchanges: Exchanges
-    ends: list[Time]
-    begins: list[Time]
-    left: dict[int, list[int]]
-    over: dict[int, Time] = attrs.field(factory=dict)
-
-    def __call__(self, exchange: int) -> int:
-        begins, over, closing = self.begins, self.over, self.exchanges.closing
-        takes, holds = self.exchanges.takes, self.exchanges.holds
-        chain = [exchange]  # each waits for the next
-        chained = {exchange}
-        while chain:
-            current = chain[-1]
-            left = self.left.get(current, [])
-            lengths = takes if current >= closing else holds
-            while left and begins[left[-1]] >= 0:
-                other = left.pop()
-                over[current] = max(over.get(current, 0), begins[other] + lengths[other])
-            if left:
-                if left[-1] in chained:
-                    return len(self.ends)  # it waits for itself: for ever, as for no compute
-                chain.append(left[-1])
-                chained.add(left[-1])
-                continue
-            held = _begin(current, self.exchanges.posts, self.ends, begins)
-            if held >= 0:
-                return held
-            begins[current] = max(begins[current], over.get(current, 0))
-            chain.pop()
-        return -1
+    if waiting:
+        begins = [-1 if over < 0 else time for time, over in zip(begins, arrivals, strict=True)]
+    return Times(starts, ends, begins, bool(waiting))

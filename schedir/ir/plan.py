@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 
 from schedir.ir.actions import COMMUNICATION, COMPUTE
-from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
+from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, posted_after, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
-from schedir.ir.columns import Ints, summed_at_last
+from schedir.ir.columns import Bools, Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
 from schedir.ir.schedule import Schedule
 
@@ -27,9 +27,11 @@ class Plan:
     dataflow; then the `collectives`, the places of REDUCE_GRADs that belong together; then the
     start and the end of each batch, of which there are `batches`, which nobody posts. `exchanged`
     has the places of those that stand in the lists, and their numbers.
-    `last_before[place]` is the number of the compute before a place, -1 for none. `posts` are as
-    listed, `ahead` those of receives that are posted from the beginning on, but for those in a
-    batch: they are posted with that.
+    `last_before[place]` is the number of the compute before a place, -1 for none: so a transfer is
+    posted after the compute `sent` at one end, and `received` at the other; `in_batch` says where
+    that is part of a batch, and `before` is the one before it on its channel, -1 for none. `queue`
+    is, by exchange, the number of its channel, or that of its stage's sums. Where there are
+    batches, `also` has all the exchanges that each one waits for.
     """
 
     compute: Ints
@@ -37,8 +39,10 @@ class Plan:
     last: Ints
     durations: Ints
     needs: Ints
-    posts: list[tuple[int, ...]]
-    ahead: list[tuple[int, ...]]
+    sent: Ints
+    received: Ints
+    in_batch: Bools
+    queue: Ints
     before: Ints
     also: dict[int, list[int]]
     batches: int
@@ -47,8 +51,53 @@ class Plan:
     exchanged: tuple[Ints, Ints]
     last_before: Ints
 
-    def run(self, posts: list[tuple[int, ...]]) -> Times:
-        """When all runs at the textbook costs, its exchanges posted so."""
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = self.bounds.tolist()
+        return bounds
+
+    @cached_property
+    def _needs(self) -> list[int]:
+        needs: list[int] = self.needs.tolist()
+        return needs
+
+    @cached_property
+    def listed(self) -> Exchanges:
+        """The exchanges, posted where they are listed."""
+        return self._posted(self.sent, self.received)
+
+    @cached_property
+    def ahead(self) -> Exchanges:
+        """The same, with receives posted from the beginning on; those of a batch with that."""
+        return self._posted(self.sent, np.where(self.in_batch, self.received, -1))
+
+    def _posted(self, sent: Ints, received: Ints) -> Exchanges:
+        """The exchanges, their sends and receives posted after these."""
+        places, numbers = self.exchanged
+        after = np.concatenate((sent, received, self.last_before[places[2 * self.transfers :]]))
+        order = np.argsort(places)
+        posted = posted_after(after[order], numbers[order], len(self.compute), self.queue)
+        if not self.also:
+            return posted
+        followers: list[list[int]] = [[] for _ in posted.queue]
+        for exchange, others in self.also.items():
+            for other in others:
+                followers[other].append(exchange)
+        followed = [len(self.also.get(exchange, ())) for exchange in range(len(followers))]
+        closing = len(followers) - self.batches
+        return attrs.evolve(posted, followers=followers, followed=followed, closing=closing)
+
+    def posts(self, exchange: int) -> list[int]:
+        """The compute after which each end of an exchange is listed, -1 for none before it."""
+        if exchange < self.transfers:
+            return [int(self.sent[exchange]), int(self.received[exchange])]
+        turn = exchange - self.transfers
+        places = self.collectives[turn] if turn < len(self.collectives) else ()
+        return [int(self.last_before[place]) for place in places]
+
+    def run(self, sent: Ints) -> Times:
+        """When all runs at the textbook costs, its sends posted after these."""
+        posts = self._posted(sent, self.received)
         return self.priced(self.durations.tolist(), posts=posts)
 
     def priced(
@@ -57,31 +106,25 @@ class Plan:
         takes: Sequence[Time] = (),
         holds: Sequence[Time] = (),
         *,
-        posts: list[tuple[int, ...]],
+        posts: Exchanges,
     ) -> Times:
         """When all runs at other costs: each compute takes its `durations`, of an overlapped pair
         the last part that of both and the other one none.
 
         What a transfer or collective brings has arrived after it `takes` so long, and it `holds` up
-        what follows on its channel; both are empty where they all take no time.
+        what follows it; both are empty where they all take no time. `posts` are those of the plan,
+        `listed` or `ahead`.
         """
-        # What takes no time never holds up the next one of its channel or stage.
-        before = self.before.tolist() if any(holds) or self.also else ()
-        points = [0] * (2 * self.batches if takes else len(posts))
-        exchanges = Exchanges(
-            posts,
-            before,
-            [*takes, *points],
-            [*holds, *points],
-            self.also,
-            len(posts) - self.batches,
+        # The starts and ends of batches take none.
+        points = [0] * (2 * self.batches if takes else 0)
+        return run(
+            self._bounds, durations, self._needs, posts, [*takes, *points], [*holds, *points]
         )
-        return run(self.bounds.tolist(), durations, self.needs.tolist(), exchanges)
 
     @cached_property
     def textbook(self) -> Times:
         """When all runs at the textbook costs, as it is listed."""
-        return self.run(self.posts)
+        return self.priced(self.durations.tolist(), posts=self.listed)
 
 
 def plan(schedule: Schedule) -> Plan:
@@ -107,31 +150,26 @@ def _plan(schedule: Schedule) -> Plan:
     order, follows = transfers.by_channel
     before = np.full(len(transfers), -1)
     before[order[1:][follows[1:]]] = order[:-1][follows[1:]]
-    sent, received = last_before[transfers.send], last_before[transfers.receive]
-    posts: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
-    received = np.where(columns.shared[transfers.receive], received, -1)
-    ahead: list[tuple[int, ...]] = list(zip(sent.tolist(), received.tolist(), strict=True))
 
     collectives = collective_turns(schedule)
-    sums = [tuple(last_before[list(places)].tolist()) for places in collectives]
     turns = {p: turn for turn, places in enumerate(collectives, len(transfers)) for p in places}
     for step, reduce in sums_of_steps(schedule):
         needs[number[step]] = turns[reduce]
-    # Those of one stage follow each other.
-    stages = [int(columns.stage[places[0]]) for places in collectives]
-    turn_before = [
-        len(transfers) + turn - 1 if turn and stages[turn - 1] == stage else -1
-        for turn, stage in enumerate(stages)
-    ]
-    before = np.concatenate((before, np.array(turn_before, np.int64)))
+    # A queue for each channel, and one for the sums of each stage.
+    queue = np.empty(len(transfers) + len(collectives), np.int64)
+    queue[order] = np.cumsum(~follows)
+    summed = [int(columns.stage[places[0]]) for places in collectives]
+    queue[len(transfers) :] = 1 + len(transfers) + np.array(summed, np.int64)
     planned = Plan(
         compute=compute,
         bounds=bounds,
         last=number[columns.last[compute]],
         durations=summed_at_last(columns, TEXTBOOK[columns.kind])[compute],
         needs=needs,
-        posts=posts + sums,
-        ahead=ahead + sums,
+        sent=last_before[transfers.send],
+        received=last_before[transfers.receive],
+        in_batch=columns.shared[transfers.receive],
+        queue=queue,
         before=before,
         also={},
         batches=0,
@@ -140,7 +178,10 @@ def _plan(schedule: Schedule) -> Plan:
         exchanged=_exchanged(transfers, collectives),
         last_before=last_before,
     )
-    return _with_batches(schedule, planned) if columns.together else planned
+    batched = columns.joined & columns.is_kind(*COMMUNICATION)
+    if not batched.any():
+        return planned
+    return _with_batches(schedule, planned, np.unique(columns.entry[batched]))
 
 
 def _exchanged(transfers: Transfers, collectives: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
@@ -154,20 +195,21 @@ def _exchanged(transfers: Transfers, collectives: list[tuple[int, ...]]) -> tupl
     )
 
 
-def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
-    """The plan with two exchanges for each batch: its start waits for what its queues hold before
-    it, and each of its transfers for that; its end until all of them have arrived, and what is
-    queued behind a part of it, and compute that consumes one, for that."""
+def _with_batches(schedule: Schedule, planned: Plan, batches: Ints) -> Plan:
+    """The plan with two exchanges for each batch, of which the entries are given. Its start waits
+    for what its queues hold before it, and each of its transfers for that; its end until all of
+    them have arrived, and what is queued behind a part of it, and compute that consumes one, for
+    that."""
     columns, transfers = schedule.columns, schedule.dataflow.transfers
-    batched = columns.joined & columns.is_kind(*COMMUNICATION)
-    batches = np.unique(columns.entry[batched])
     start_of = np.full(int(columns.entry[-1]) + 1, -1)  # of an entry: the exchange
-    start_of[batches] = len(planned.posts) + np.arange(len(batches))
+    start_of[batches] = len(planned.queue) + np.arange(len(batches))
     end_of = np.where(start_of < 0, -1, start_of + len(batches))
     sent, received = columns.entry[transfers.send], columns.entry[transfers.receive]
 
     exchanges = np.concatenate((start_of[batches], end_of[batches]))
     also: dict[int, list[int]] = {number: [] for number in exchanges.tolist()}
+    for transfer in np.flatnonzero(planned.before >= 0).tolist():
+        also[transfer] = [int(planned.before[transfer])]
     for entries in (sent, received):
         queued, starts = _queued_behind(transfers, entries, end_of), start_of[entries]
         for transfer in np.flatnonzero(starts >= 0).tolist():
@@ -175,20 +217,19 @@ def _with_batches(schedule: Schedule, planned: Plan) -> Plan:
             if queued[transfer] >= 0:
                 also[int(starts[transfer])].append(int(queued[transfer]))
         point = np.where(starts < 0, queued, starts)
-        for transfer in np.flatnonzero(point >= len(planned.posts)).tolist():
+        for transfer in np.flatnonzero(point >= len(planned.queue)).tolist():
             also.setdefault(transfer, []).append(int(point[transfer]))
 
     needs = planned.needs.copy()
     received_in = end_of[received]
     consumed = np.flatnonzero(received_in >= 0)
     needs[np.searchsorted(planned.compute, transfers.user[consumed])] = received_in[consumed]
-    points: list[tuple[int, ...]] = [()] * (2 * len(batches))
     return attrs.evolve(
         planned,
         needs=needs,
-        posts=planned.posts + points,
-        ahead=planned.ahead + points,
-        before=np.concatenate((planned.before, np.full(len(points), -1))),
+        queue=np.append(
+            planned.queue, planned.queue.max(initial=0) + 1 + np.arange(2 * len(batches))
+        ),
         also=also,
         batches=len(batches),
     )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from schedir.errors import UnsoundError
 from schedir.ir.actions import COMMUNICATION, COUNTERPARTS, Kind
-from schedir.ir.clock import TEXTBOOK, Exchanges, Time, run
+from schedir.ir.clock import TEXTBOOK, Time, posted_after, run
 from schedir.ir.collectives import collective_turns
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
@@ -60,15 +60,16 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
     """When each action is done, each rank in list order, at the textbook costs."""
     columns = schedule.columns
     needs = schedule.dataflow.arrivals.copy()
-    posts: list[tuple[int, ...]] = list(zip(columns.last[transfers.maker].tolist(), strict=True))
-    ends = _run(columns, needs, posts)
+    posts, crossing = columns.last[transfers.maker], np.arange(len(transfers))
+    ends = _run(columns, needs, posts, crossing)
     turns = [places for places in collective_turns(schedule) if len(places) > 1]
     if turns:
         # The replicas of a stage reach each of its REDUCE_GRADs together, if that is possible.
-        for places in turns:
-            needs[list(places)] = len(posts)
-            posts.append(tuple(columns.before(place) for place in places))
-        together = _run(columns, needs, posts)
+        for number, places in enumerate(turns, len(transfers)):
+            needs[list(places)] = number
+            posts = np.append(posts, [columns.before(place) for place in places])
+            crossing = np.append(crossing, [number] * len(places))
+        together = _run(columns, needs, posts, crossing)
         ends = ends if -1 in together else together
     if -1 in ends:
         place = ends.index(-1)
@@ -80,12 +81,13 @@ def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
     return np.array(ends, np.int64)[columns.last]
 
 
-def _run(columns: Columns, needs: Ints, posts: list[tuple[int, ...]]) -> list[Time]:
-    """When each action ends; of an overlapped pair, only the last part's is right."""
-    none = [0] * len(posts)
-    exchanges = Exchanges(posts, (), none, none)
+def _run(columns: Columns, needs: Ints, posts: Ints, exchanges: Ints) -> list[Time]:
+    """When each action ends; of an overlapped pair, only the last part's is right. Each of the
+    `exchanges` has an end that is posted after one of `posts`."""
+    alone = np.arange(exchanges.max(initial=-1) + 1)  # nothing holds the next one up
+    posted = posted_after(posts, exchanges, len(columns), alone)
     costs = summed_at_last(columns, TEXTBOOK[columns.kind]).tolist()
-    return run(columns.starts.tolist(), costs, needs.tolist(), exchanges).ends
+    return run(columns.starts.tolist(), costs, needs.tolist(), posted).ends
 
 
 def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:

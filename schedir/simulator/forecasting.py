@@ -22,7 +22,7 @@ from schedir.ir import Plan, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.draws import drawn_prices
 from schedir.simulator.prices import Prices
-from schedir.simulator.run import prepared
+from schedir.simulator.run import prepared, run_priced
 from schedir.simulator.steadiness import expect_steady
 from schedir.simulator.times import Numbers, numbers
 
@@ -80,12 +80,10 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
         )
     expect_steady(costs.samples)
     drawn = drawn_prices(complete, planned, priced, costs.samples, draws, seed)
-    return Band(np.array([_makespan(planned, one) for one in drawn]))
+    return Band(np.array([_makespan(complete, planned, one) for one in drawn]))
 
 
-def _makespan(planned: Plan, priced: Prices) -> float:
-    times = planned.priced(
-        priced.compute.tolist(), priced.takes.tolist(), priced.holds.tolist(), posts=planned.ahead
-    )
+def _makespan(complete: Schedule, planned: Plan, priced: Prices) -> float:
+    times = run_priced(complete, planned, priced)
     arrivals = np.array(times.begins[: len(priced.takes)]) + priced.takes
     return float(max(max(times.ends, default=0), arrivals.max(initial=0)))

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from schedir.checker import prove
+from schedir.checker import prove, sound
 from schedir.ir import CHANNELS, Plan, Schedule, Times, expect_schedule, plan
 from schedir.passes import split_batches
 from schedir.simulator.costs import CostModel
@@ -29,7 +29,7 @@ from schedir.simulator.timeline import Timeline
 Receives: TypeAlias = Literal["ahead", "listed"]
 """When receives are posted: from the beginning on, or where they are listed."""
 
-_CHANNEL = "edge"
+_CHANNEL, _WEAKEST = "edge", CHANNELS[-1]
 _MOST_INT = 2**62
 
 
@@ -65,24 +65,36 @@ def simulate(
     complete, planned, priced = prepared(schedule, costs)
     if durations:
         priced = overridden(priced, schedule, complete, planned, durations)
-    times = planned.priced(
-        priced.compute.tolist(),
-        priced.takes.tolist(),
-        priced.holds.tolist(),
-        posts=planned.ahead if receives == "ahead" else planned.posts,
-    )
+    times = run_priced(complete, planned, priced, receives)
     return _timeline(complete, planned, times, priced, costs)
 
 
 def prepared(schedule: Schedule, costs: CostModel) -> tuple[Schedule, Plan, Prices]:
-    """The complete schedule, how it runs, and what all of it costs. Raises as `simulate` does."""
+    """The complete schedule, how it runs, and what all of it costs. Raises as `simulate` does, but
+    where it blocks: that shows as it is run."""
     expect_schedule(schedule)
     if not isinstance(costs, CostModel):
         raise TypeError(f"costs must be a CostModel, not {costs!r}")
-    report = prove(schedule, CHANNELS[-1])
-    complete = report.proved()
-    planned = plan(complete if _CHANNEL in report.clean_channels else split_batches(complete))
+    complete = sound(schedule) or prove(schedule, _WEAKEST).proved()
+    planned = plan(complete)
+    if planned.batches and _CHANNEL not in prove(complete, _WEAKEST).clean_channels:
+        planned = plan(split_batches(complete))
     return complete, planned, prices(complete, planned, costs)
+
+
+def run_priced(
+    complete: Schedule, planned: Plan, priced: Prices, receives: Receives = "ahead"
+) -> Times:
+    """When all that is `prepared` runs. Raises ScheduleError where it blocks."""
+    times = planned.priced(
+        priced.compute.tolist(),
+        priced.takes.tolist(),
+        priced.holds.tolist(),
+        posts=planned.ahead if receives == "ahead" else planned.listed,
+    )
+    if times.blocked:
+        prove(complete, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+    return times
 
 
 def _timeline(
