@@ -155,6 +155,23 @@ def test_the_json_has_these_keys(run: Run) -> None:
     }
 
 
+def test_of_equally_quick_ones_what_keeps_less_and_delays_less_comes_first() -> None:
+    names = ["fill-drain", "pipedream", "interleaved-1f1b", "1f1b"]
+    expected = ["1f1b", "pipedream", "interleaved-1f1b", "fill-drain"]
+    # Sums in another order differ in their last digits: fill-drain's is the least here.
+    for costs in (CostModel(), CostModel(forward=0.1, backward=0.2)):
+        table = schedir.compare(names, chunks=1, costs=costs)
+        assert [row.target for row in table.rows] == expected
+    # Copies of the weights outweigh activations.
+    costs = CostModel(weight_bytes=1000, activation_bytes=1)
+    table = schedir.compare(names, chunks=1, costs=costs)
+    assert [row.target for row in table.rows][-1] == "pipedream"
+    # Half a stage's activations count half.
+    costs = CostModel(forward=0, backward=0, optim_step=1)
+    table = schedir.compare(["fill-drain", "interleaved-1f1b"], costs=costs)
+    assert [row.peak_activations for row in table.rows] == [11, 8]
+
+
 def test_a_memory_limit(run: Run) -> None:
     costs = ["--cost", "activation_bytes=1GiB", "--cost", "weight_bytes=512MiB"]
     code, out, err = run("compare", *BUILT_IN[:3], *costs, "--memory-limit", "5GiB")

@@ -34,9 +34,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "its ratio to the best one's, bubble, the most that a rank keeps, and the delay of "
         "gradients in updates. A cost that is one number is that of one of as many stages as there "
         "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
-        "evenly. Where numbers of microbatches differ, time per microbatch is compared. What does "
-        "not run under the channel model, exceeds the memory limit, or can't be made in this shape "
-        "is listed with the reason. Exit code: 0 one is best, 1 none runs and is within the "
+        "evenly. Where numbers of microbatches differ, time per microbatch is compared. Rows are "
+        "marked: best, the quickest that can be chosen; over, above the memory limit; a code such "
+        "as S301, with errors under the channel model; none, not to be made in this shape. "
+        "Exit code: 0 one is best, 1 none runs and is within the "
         "limits, 2 a target or option can't be used.",
         epilog=_KEYS,
         allow_abbrev=False,

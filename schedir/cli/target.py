@@ -15,9 +15,10 @@ from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, load
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
 
-TARGET = "a name (`schedir list`), path.py[:function], module:function, or a .sched or .csv file"
+_NAMED = "a name (`schedir list`), path.py[:function], module:function"
+TARGET = f"{_NAMED}, or a .sched or .csv file"
 """What the help of a command says of the schedules that it takes."""
-TARGET_OR_RUN = f"{TARGET}, or a .json file of measured timelines"
+TARGET_OR_RUN = f"{_NAMED}, a .sched or .csv file, or a .json file of measured timelines"
 
 
 def add_target(parser: argparse.ArgumentParser, text: str = TARGET) -> None:

@@ -116,13 +116,10 @@ def ranked(rows: list[Row], channel: str, memory_limit: float | None) -> Compari
         time = row.time_per_microbatch if per_microbatch else row.makespan
         if time is None or row.timeline is None:
             return (math.inf,)
-        stages, ranks = row.timeline.schedule.stages, row.timeline.schedule.ranks
+        schedule = row.timeline.schedule
+        activations = (row.peak_activations or 0) * schedule.ranks / schedule.stages
         # Sums of floats in another order are no reason to be before another.
-        return (
-            float(f"{time:.9g}"),
-            row.peak_bytes or 0,
-            (row.peak_activations or 0) * ranks / stages,
-        )
+        return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
 
     timelines = [row.timeline for row in rows if row.timeline is not None]
     unit = timelines[0].unit if timelines else None
