@@ -5,14 +5,16 @@
 
 The schedule is the name of a built-in one, or a file of your own: `mine.py`, `mine.sched`. With
 `--verify` the same training is done once more in a single process, and every weight has to come
-out the same, bit for bit.
+out the same, bit for bit. It ends with a page (`--page`) on which the step that was predicted
+stands above the one that was measured.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -25,7 +27,9 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.render import legible, timeline_text
+from schedir.render.html import html_page
 from schedir.runtime import Executor, StepResult
+from schedir.simulator import median_step
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -86,6 +90,7 @@ def train(args: argparse.Namespace) -> bool:
         optimizer=optimizer,
         seed=args.seed,
         in_process=bool(args.in_process),
+        trace=not args.in_process,  # ranks that take turns do not wait as a pipeline's do
     ) as executor:
         model = gather(sched, config, stages)
         size = sum(weight.numel() for part in model for weight in part.parameters())
@@ -107,6 +112,7 @@ def train(args: argparse.Namespace) -> bool:
                     speed = meter.report()
                     console.print(f"step {step + 1:>4}  loss {result.loss:.3f}  {speed}")
         model = gather(sched, config, stages)
+        measured = [] if args.in_process else executor.timelines()
 
     if RANK != 0:
         return True
@@ -124,7 +130,28 @@ def train(args: argparse.Namespace) -> bool:
     console.print(f"held-out loss {before:.3f} → {after:.3f}, {meter.summary()}")
     if verdict:
         console.print(verdict)
+    if measured:
+        predict(measured, args.page)
     return equal
+
+
+def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
+    """Predict the second half of the steps from the first, and draw both: on rank 0."""
+    half = max(1, len(measured) // 2)
+    costs = schedir.CostModel.fit(measured[:half])
+    line = median_step(measured[half:] or measured)
+    try:
+        band = schedir.forecast(line.schedule, costs)
+        low, high = 1e3 * band.quantile(0.05), 1e3 * band.quantile(0.95)
+        predicted = f"{1e3 * band.median:.1f} ms, 9 of 10 between {low:.1f} and {high:.1f}"
+    except schedir.SchedirError as error:
+        predicted = f"nothing: {error}"
+    console.print(
+        f"makespan of a step, predicted from the first half of the steps: {predicted}\n"
+        f"makespan of a step, measured in the second half, the median: {1e3 * line.makespan:.1f} ms"
+    )
+    page.write_text(html_page(schedir.simulate(line.schedule, costs), line), encoding="utf-8")
+    console.print(f"predicted above measured, to look at in a browser: {page}")
 
 
 class Meter:
@@ -227,6 +254,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, metavar="X", help="learning rate of AdamW (0.001)")
     add("--dropout", type=float, default=0.0, metavar="X", help="share of values dropped (0)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
+    add(
+        "--page",
+        type=Path,
+        default=Path("train_gpt.html"),
+        metavar="FILE",
+        help="where the predicted and the measured step are drawn (train_gpt.html)",
+    )
     add("--in-process", type=positive, metavar="P", help="run P ranks in this process, in turn")
     add("--verify", action="store_true", help="train again in one process and compare all weights")
     args = parser.parse_args()

@@ -46,6 +46,7 @@ def test_the_example_trains_and_verifies(
         listed.write_text(schedir.dumps(schedir.build(file, ranks=2, microbatches=4)))
         schedule = str(tmp_path / schedule)
     script = str(ROOT / "examples" / "train_gpt.py")
+    monkeypatch.chdir(tmp_path)  # where it writes its page
     monkeypatch.setattr(sys, "argv", [script, "--schedule", *f"{schedule} {SMALL}".split()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(script, run_name="__main__")
@@ -56,6 +57,14 @@ def test_the_example_trains_and_verifies(
         return
     assert "tensors equal, bit for bit" in out
     assert re.search(r"^rank 1  .*F0", out, re.MULTILINE)  # the timeline that it ran
+    # Of 12 steps, on a machine that does other things: what is predicted may be that it can't be.
+    makespan = "^makespan of a step,"
+    assert re.search(rf"{makespan} predicted .*: ([\d.]+ ms, |nothing: .*rank)", out, re.MULTILINE)
+    assert re.search(rf"{makespan} measured .*: [\d.]+ ms$", out, re.MULTILINE)
+    assert out.endswith("in a browser: train_gpt.html\n")
+    page = Path("train_gpt.html").read_text()
+    assert "measured" in page
+    assert "predicted" in page
     found = re.search(r"held-out loss ([\d.]+) → ([\d.]+)", out)
     assert found is not None
     before, after = map(float, found.groups())
