@@ -147,6 +147,20 @@ def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() ->
     assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
 
 
+def test_ranks_that_take_turns_in_one_process_do_not_work_meanwhile() -> None:
+    #   rank 0  0F0 0F1                 0B0 0B1          nobody sees when what is sent arrives, as
+    #   rank 1          1F0 1B0 1F1 1B1                  all of it is there when the turn comes
+    columns = schedir.build("1f1b", ranks=2, microbatches=2).columns
+    order = ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]
+    starts = np.full(len(columns), math.nan)
+    for place in range(len(columns)):
+        if str(columns.action(place)) in order:
+            starts[place] = order.index(str(columns.action(place)))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    line = Timeline(schedule, starts, starts + 0.75, unit="s", measured=Measured(1))
+    assert by_stage(CostModel.fit([line]).forward) == [0.75, 0.75]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_of_a_run_is_the_run(name: str) -> None:
     schedule = schedir.build(name, ranks=3, microbatches=6)

@@ -127,6 +127,8 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     free = follows & ~waited[1:] & ~waits[1:]
     gaps[:-1][free] = (starts[heads[1:]] - ends[heads[:-1]])[free]
     gaps = np.maximum(gaps, 0)
+    if columns.ranks > 1 and _in_turn(starts[heads], ends[heads]):
+        gaps[:] = np.nan  # one process runs all ranks: they wait for each other's turns
     cost = np.where(columns.shared[heads], _PAIR, _COST_OF_KIND[columns.kind[heads]])
     if np.nan_to_num(gaps).any():
         durations = durations + _filled(gaps, cost, np.append(follows, False))
@@ -149,6 +151,13 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
         yield _Entries(
             np.array([places[0] for places in turns]), np.full(len(turns), _REDUCE), np.array(lasts)
         )
+
+
+def _in_turn(starts: Numbers, ends: Numbers) -> bool:
+    """Whether only one entry runs at a time."""
+    known = np.flatnonzero(~np.isnan(ends - starts))
+    order = known[np.argsort(starts[known])]
+    return bool((starts[order[1:]] >= ends[order[:-1]]).all())
 
 
 def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Bools]:
