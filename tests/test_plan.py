@@ -233,6 +233,9 @@ def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
     # They share their channel all the same.
     timed = run(*lists, transfer=1)
     assert [timed[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(2, 3), (3, 4)]
+    lists = "0F0 0F1 (0SEND_ACT1;0SEND_ACT0)", "(1RECV_ACT1;1RECV_ACT0) 1F0 1F1"
+    timed = run(*lists, transfer=1)
+    assert [timed[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(3, 4), (2, 3)]
 
 
 BACKWARDS = "2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1 2RECV_ACT2 2F2 2B2 2SEND_GRAD2"

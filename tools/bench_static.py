@@ -5,6 +5,7 @@
     python tools/bench_static.py --large          # schedir alone on 10 million actions, with memory
     python tools/bench_static.py --show           # what `schedir show` takes per microbatch
     python tools/bench_static.py --wrong          # check of wrong lists beside that of a right one
+    python tools/bench_static.py --price          # simulate alone: a million actions, and a few
 
 schedir: `build`, `check` (under all channel models) and `simulate`, as a user calls them.
 torch:   generate and `_add_send_recv`, `_validate_schedule`, `_simulate_comms_compute`.
@@ -30,12 +31,16 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
+from schedir.checker import prove
 from schedir.ir import COMPUTE, RECEIVES, SENDS, Bools, Columns, Kind
 from schedir.library import load
+from schedir.passes import strip_communication
 from schedir.render import timeline_text
 
 SHAPES = ((4, 2, 8), (16, 2, 512), (32, 2, 512), (64, 2, 512))
 LARGE = (128, 2, 6560)
+MILLION = (64, 2, 1312)
+SMALL = (8, 2, 32)
 WIDTHS = (20_000, 40_000, 80_000)
 STEPS = ("build", "check", "simulate")
 
@@ -252,6 +257,46 @@ def wrong(runs: int) -> str:
     return "\n".join([head, "", *rows])
 
 
+def price(runs: int) -> Iterator[str]:
+    """How long `simulate` takes: of a schedule that is built and proved, and of one that nobody has
+    seen, as a search asks it, with its communication and without."""
+    costs = schedir.CostModel(
+        forward=1.5, backward=2.75, latency=0.25, boundary_bytes=3, bandwidth=8
+    )
+    for shape, times in ((MILLION, 1), (SMALL, 100)):
+        ranks, chunks, microbatches = shape
+        seconds: dict[str, list[float]] = {}
+        for _ in range(runs):
+            built = schedir.build(
+                "interleaved-1f1b", ranks=ranks, chunks=chunks, microbatches=microbatches
+            )
+            compute = strip_communication(built)
+            for _ in range(times):
+                gc.collect()
+                proved = unseen(built)
+                prove(proved)
+                for what, schedule in (
+                    ("proved", proved),
+                    ("again", proved),
+                    ("new", unseen(built)),
+                    ("new, compute alone", unseen(compute)),
+                ):
+                    start = time.perf_counter()
+                    schedir.simulate(schedule, costs)
+                    seconds.setdefault(what, []).append(time.perf_counter() - start)
+        yield f"{' × '.join(map(str, shape))}, {len(built.columns):,} actions:"
+        for what, each in seconds.items():
+            least, median = (1e3 * of(each) for of in (min, statistics.median))
+            yield f"    {what + ':':20} {median:10,.2f} ms, at least {least:,.2f}"
+
+
+def unseen(schedule: schedir.Schedule) -> schedir.Schedule:
+    """The same lists, of which nothing is known yet."""
+    columns = schedule.columns
+    same = columns.take(np.arange(len(columns)), columns.starts)
+    return schedir.Schedule(schedule.name, schedule.microbatches, schedule.placement, same)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs per shape")
@@ -264,7 +309,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="10 million actions, schedir alone")
     parser.add_argument("--show", action="store_true", help="the drawing of long timelines")
     parser.add_argument("--wrong", action="store_true", help="wrong lists, schedir alone")
+    parser.add_argument("--price", action="store_true", help="simulate alone")
     args = parser.parse_args()
+    if args.price:
+        for figure in price(args.runs):
+            print(figure, flush=True)
+        return
     if args.show:
         for figure in show(args.runs):
             print(figure, flush=True)
