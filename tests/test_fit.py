@@ -56,6 +56,20 @@ def test_latency_and_bandwidth_are_told_apart_by_boundaries_of_different_sizes()
     assert by_stage(fitted.boundary_bytes) == [4, 8, 2]
 
 
+def test_links_that_are_unlike_have_a_latency_each() -> None:
+    latency = {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 3, (2, 1): 2}
+    line = schedir.simulate(
+        schedir.build("1f1b", ranks=3, microbatches=2), CostModel(latency=latency)
+    )
+    fitted = CostModel.fit([line])
+    # On the links that close the ring nothing was sent: what is usual.
+    assert fitted.latency == latency | {(2, 0): 1.25, (0, 2): 1.25}
+    schedir.simulate(schedir.build("interleaved-1f1b", ranks=3, microbatches=2, chunks=1), fitted)
+    close = CostModel(latency={link: 0.01 * slow for link, slow in latency.items()})
+    line = schedir.simulate(line.schedule, close)
+    assert CostModel.fit([line]).latency == pytest.approx(0.0125)
+
+
 def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
     text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
     costs = CostModel(forward=3, backward_input=5, backward_weight=4)

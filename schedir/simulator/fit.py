@@ -16,11 +16,15 @@ from schedir.errors import SchedirError
 from schedir.ir import Kind
 from schedir.simulator.observing import agreed, observe
 from schedir.simulator.samples import COSTS, Samples, median
+from schedir.simulator.times import Numbers
 
 _PARTS = {
     kind: kind.traits.cost / Kind.BACKWARD.traits.cost
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 }
+_UNLIKE, _MATTERS = 2, 0.05
+"""Links have a latency each where one has so many times that of another, and the difference is such
+a part of the shortest forward; jitter of what hardly counts is no reason."""
 _Costs = dict[int, float]  # by stage
 
 
@@ -57,7 +61,7 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
             "gradient_bytes": sizes.gradient,
             "optimizer_bytes": sizes.optimizer,
         }
-    return fields | _transfers(samples, boundaries)
+    return fields | _transfers(samples, boundaries, fields["forward"])
 
 
 def _medians(samples: Samples, name: str) -> _Costs:
@@ -99,22 +103,47 @@ def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[floa
     return fields
 
 
-def _transfers(samples: Samples, boundary_bytes: Any) -> dict[str, Any]:
-    """Latency and bandwidth over all links.
+def _transfers(samples: Samples, boundary_bytes: Any, forward: Sequence[float]) -> dict[str, Any]:
+    """Latency and bandwidth.
 
     They are told apart by boundaries of different sizes; where there is one size, all is latency.
     """
     rows = np.flatnonzero(samples.cost == COSTS.index("transfer"))
     if not len(rows):
         return {}
-    if not isinstance(boundary_bytes, tuple):
-        return {"latency": median(samples.duration[rows])}
-    sizes = np.array(boundary_bytes)[samples.stage[rows]]
-    distinct = np.unique(sizes)
-    medians = np.array([median(samples.duration[rows[sizes == size]]) for size in distinct])
-    if len(distinct) > 1:
-        counts = np.sqrt([(sizes == size).sum() for size in distinct])
-        slope, latency = np.polyfit(distinct, medians, 1, w=counts)
-        if slope > 0:
-            return {"latency": max(float(latency), 0.0), "bandwidth": float(1 / slope)}
-    return {"latency": median(samples.duration[rows]), "bandwidth": math.inf}
+    by_boundary = isinstance(boundary_bytes, tuple)
+    sizes = np.array(boundary_bytes)[samples.stage[rows]] if by_boundary else np.zeros(len(rows))
+    per_byte = _slope(sizes, samples.duration[rows])
+    rest = samples.duration
+    if per_byte:
+        rest = rest.astype(np.float64)
+        rest[rows] = np.maximum(rest[rows] - per_byte * sizes, 0)
+    latency = median(rest[rows])
+    by_link = {link: median(rest[own]) for link, own in samples.links.items()}
+    low, high = min(by_link.values()), max(by_link.values())
+    found: dict[str, Any] = {
+        "latency": latency,
+        "bandwidth": 1 / per_byte if per_byte else math.inf,
+    }
+    if high > _UNLIKE * low and high - low > _MATTERS * min(forward):
+        found["latency"] = _neighbours(1 + int(samples.rank.max()), latency) | by_link
+    return found
+
+
+def _slope(sizes: Numbers, durations: Numbers) -> float:
+    """Time per byte, by the medians of boundaries of one size each; 0 where it can't be told."""
+    distinct, counts = np.unique(sizes, return_counts=True)
+    if len(distinct) < 2:
+        return 0.0
+    medians = [float(np.median(durations[sizes == size])) for size in distinct]
+    slope, latency = np.polyfit(distinct, medians, 1, w=np.sqrt(counts))
+    if latency < 0:  # it is none at least
+        slope = np.average(medians / distinct, weights=counts)
+    return max(float(slope), 0.0)
+
+
+def _neighbours(ranks: int, value: float) -> dict[tuple[int, int], float]:
+    """The links of a chain and a ring of ranks, which schedules use: that a run had no transfer on
+    one is no reason to refuse another schedule that has."""
+    links = ((r, (r + further) % ranks) for r in range(ranks) for further in (1, -1))
+    return {link: value for link in links if link[0] != link[1]}
