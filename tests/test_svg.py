@@ -27,6 +27,7 @@ from schedir.library import built_in
 from schedir.render import Page, outputs_of
 from schedir.render.palette import WORDS, picture_fill
 from schedir.render.styled import plain
+from schedir.render.svg_memory import thinned
 from schedir.simulator import Measured, Unit
 from tests.command_line import runner
 from tests.test_golden import GOLDEN, compare
@@ -101,6 +102,20 @@ def scale_of(picture: str) -> list[float]:
     root = ElementTree.fromstring(picture)
     panels = root.findall(f"{NAMESPACE}path[@class='idle']")
     return [float(re.findall(r"h([\d.]+)", panel.attrib["d"])[0]) for panel in panels]
+
+
+def curves(picture: str) -> list[list[tuple[float, float]]]:
+    """The points of each curve: from where on it is how high, in pixels; the last is its end."""
+    found = []
+    for path in ElementTree.fromstring(picture).iter(f"{NAMESPACE}path"):
+        if path.get("class") == "memory":
+            foot, *steps = re.findall(r"[MHV]([\d.]+)(?: ([\d.]+))?", path.attrib["d"])
+            assert foot[0] == "0"
+            numbers = [float(one) for one, _ in steps]
+            found.append(
+                [(x, float(foot[1]) - y) for x, y in zip(numbers[::2], numbers[1::2], strict=True)]
+            )
+    return found
 
 
 def check_apart(cells: list[Box]) -> None:
@@ -191,6 +206,84 @@ def test_a_picture_does_not_grow_with_what_is_merged() -> None:
     assert many < 1.2 * few < 40_000
 
 
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 8),
+    costs=st.none() | costs,
+    sized=st.booleans(),
+)
+def test_curves_say_what_is_held(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None, sized: bool
+) -> None:
+    if sized:
+        costs = attrs.evolve(costs or CostModel(), activation_bytes=3, weight_bytes=5)
+    line = timeline(name, ranks, microbatches, costs)
+    picture = svg(line, memory=True)
+    (width,) = scale_of(picture)
+    scale = width / line.makespan
+    held = [(line.memory if sized else line.live)(rank) for rank in range(ranks)]
+    highest = max(amounts.max() for _, amounts in held)
+    assert len(curves(picture)) == ranks
+    for points, (times, amounts) in zip(curves(picture), held, strict=True):
+        assert points[-1] == pytest.approx((width, 0), abs=0.02)
+        edges = np.unique(np.append(times * scale, width))
+        for x in (edges[:-1] + edges[1:])[np.diff(edges) > 0.1] / 2:
+            expected = amounts[np.searchsorted(times * scale, x, side="right") - 1]
+            high = [high for left, high in points if left <= x][-1:]
+            assert (high or [0])[0] == pytest.approx(expected / highest * 18.2, abs=0.02)
+    peaks = [rank.peak_bytes if sized else rank.peak_activations for rank in line.ranks]
+    assert re.findall(r">(\d+)( B)?</text>", picture.partition('class="memory"')[2])[:ranks] == [
+        (f"{peak:g}", " B" if sized else "") for peak in peaks
+    ]
+
+
+def test_fast_curves_keep_their_peaks_and_their_area() -> None:
+    line = timeline("1f1b", 3, 3000, CostModel(backward=1.3, latency=0.4))
+    picture = svg(line, memory=True)
+    (width,) = scale_of(picture)
+    for rank, points in enumerate(curves(picture)):
+        assert len(points) < 1100
+        times, amounts = line.live(rank)
+        x, high = np.array(points).T
+        most = 18.2 * line.ranks[rank].peak_activations / 3
+        assert high.max() == pytest.approx(most, abs=0.02)
+        area = (high[:-1] * np.diff(x)).sum()
+        held = (amounts * np.diff(np.append(times, line.makespan))).sum() * width / line.makespan
+        assert held * 18.2 / 3 <= area + width * 0.01
+        assert area <= (most + 0.02) * width
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        # A dip that lasts no time, and a peak that lasts none.
+        ([(0, 1), (3, 0), (3, 1), (9, 0)], [(0, 1), (9, 0)]),
+        ([(0, 1), (3, 4), (3, 2), (9, 0)], [(0, 1), (3, 4), (3, 2), (9, 0)]),
+        # More changes than pixels: the most of every two of them, and what goes on until the next.
+        (
+            [
+                (0, 1),
+                (0.1, 5),
+                (0.2, 2),
+                (0.9, 3),
+                (6.1, 1),
+                (6.2, 2),
+                (8.1, 1),
+                (8.2, 4),
+                (8.3, 0),
+            ],
+            [(0, 5), (2, 3), (8, 4), (10, 0)],
+        ),
+    ],
+)
+def test_curves_leave_out_what_is_not_seen(
+    changes: list[tuple[float, int]], seen: list[tuple[float, int]]
+) -> None:
+    left, amounts = (np.array(column) for column in zip(*changes, strict=True))
+    assert list(zip(*(part.tolist() for part in thinned(left, amounts)), strict=True)) == seen
+
+
 def test_the_parts_of_a_pair_share_a_cell() -> None:
     line = schedir.simulate(schedir.loads(PAIRED))
     lane = lanes(svg(line))[0]
@@ -272,12 +365,18 @@ def golden_pictures() -> dict[str, str]:
         "interleaved": svg(timeline("interleaved-1f1b", 2, 4, chunks=2)),
         "pairs": svg(schedir.simulate(schedir.loads(PAIRED))),
         "predicted_and_measured": svg(line, measured),
+        "memory": svg(line, measured, memory=True),
+        "bytes": svg(
+            timeline("1f1b", 2, 3, CostModel(activation_bytes=2**28, weight_bytes=2**30)),
+            memory=True,
+        ),
         "merged": svg(timeline("1f1b", 2, 2500)),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["1f1b", "interleaved", "pairs", "predicted_and_measured", "merged"]
+    "name",
+    ["1f1b", "interleaved", "pairs", "predicted_and_measured", "memory", "bytes", "merged"],
 )
 def test_the_picture(name: str, request: pytest.FixtureRequest) -> None:
     compare(GOLDEN / f"{name}.svg", golden_pictures()[name], request)

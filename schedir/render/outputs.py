@@ -120,7 +120,7 @@ def _torch_csv(schedule: Schedule, page: Page) -> Written:
 def _svg(timeline: Timeline, page: Page) -> Written:
     from schedir.render.svg import svg_blocks
 
-    blocks = svg_blocks(timeline, page.against)
+    blocks = svg_blocks(timeline, page.against, page.memory)
     return Written(blocks, left_out((timeline, page.against), COMPUTE))
 
 

@@ -99,7 +99,7 @@ PAIR_FILL = Fill("#e6a8cc", "#000000")
 TRANSFER_LINE = "#767676"
 CRITICAL_LINE = "#b30000"
 """The critical path: a dark red, which no fill is."""
-MEMORY_LINE, MEMORY_FILL = "#0072b2", "#cce3f0"
+MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
 
 
 def picture_fill(kind: Kind, chunk: int = 0) -> Fill:

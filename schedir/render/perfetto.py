@@ -10,8 +10,8 @@ send to its receive, and counters of what it holds:
              from rank 0       1RECV_ACT0-
              activations                  1----
 
-The format is Google's Trace Event Format. Its times are microseconds, which readers add as floats: in
-eighths of one that is exact, so that no slice seems to reach into the next one.
+The format is Google's Trace Event Format. Its times are microseconds, which readers add as floats:
+in eighths of one that is exact, so that no slice seems to reach into the next one.
 """
 
 from __future__ import annotations

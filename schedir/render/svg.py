@@ -22,7 +22,6 @@ from xml.sax.saxutils import escape
 import attrs
 import numpy as np
 
-from schedir.ir import KINDS, Kind
 from schedir.render.axis import round_step
 from schedir.render.captions import captions
 from schedir.render.clock import clock_of
@@ -32,13 +31,13 @@ from schedir.render.palette import (
     IDLE_FILL,
     INK,
     PAPER,
-    STEP_FILL,
     WORDS,
-    picture_fill,
 )
 from schedir.render.styled import Piece, number
 from schedir.render.svg_lanes import THINNEST, Cells, cells_of, draw_lane, merged
-from schedir.render.svg_text import LABEL, px, text_width
+from schedir.render.svg_legend import LINE, legend
+from schedir.render.svg_memory import Curves, curves_of
+from schedir.render.svg_text import LABEL, px, text_at, text_width
 from schedir.render.timeline import title
 from schedir.simulator import Timeline
 
@@ -50,12 +49,15 @@ _HIGHEST_LANE, _LOWEST_LANE = 24.0, 3.0
 _ALL_LANES = 900.0
 """Lanes get lower, as there are more of them than this holds."""
 _BETWEEN_TICKS = 56.0
-_LINE = 18.0
 
 
 @attrs.frozen
 class _Panel:
-    """A timeline in the picture: `scale` pixels to its unit of time, lanes from `top` on."""
+    """A timeline in the picture: `scale` pixels to its unit of time.
+
+    Its lanes lie `pitch` apart from `top` on; each is `lane` high, and below it is a curve of the
+    height `curve`, 0 for none.
+    """
 
     timeline: Timeline
     caption: str
@@ -63,49 +65,57 @@ class _Panel:
     top: float
     pitch: float
     lane: float
+    curve: float
 
     @property
     def bottom(self) -> float:
-        """Where its last lane ends."""
-        return self.lane_top(self.timeline.schedule.ranks - 1) + self.lane
+        """Where its last lane ends, or the curve below it."""
+        return self.lane_top(self.timeline.schedule.ranks - 1) + self.lane + self.curve
+
+    @property
+    def end(self) -> float:
+        """Where its makespan ends, from the left of its lanes."""
+        return round(self.timeline.makespan * self.scale, 2)
 
     def lane_top(self, rank: int) -> float:
         """Where a rank's lane begins."""
         return self.top + rank * self.pitch
 
 
-def svg_blocks(timeline: Timeline, against: Timeline | None = None) -> Iterator[Piece]:
+def svg_blocks(
+    timeline: Timeline, against: Timeline | None = None, memory: bool = False
+) -> Iterator[Piece]:
     """The picture, piece by piece; a second timeline is drawn below, on the same time axis.
 
-    Cells too thin to be seen are merged, and the description says how many.
+    Cells too thin to be seen are merged, and the description says how many. With `memory` there is
+    a curve under each lane, of the bytes that the rank holds, or of its live activations where
+    their sizes are not known. Raises ValueError where the sizes are those of other stages.
     """
     both = [timeline] if against is None else [timeline, against]
+    curves = curves_of(both) if memory else None
     clock = clock_of(*both)
     spans = [line.makespan * factor for line, factor in zip(both, clock.factors, strict=True)]
     width = _width(both, clock.factors, max(spans))
     per_unit = width / (max(spans) or 1)
     headings = list(dict.fromkeys(title(line.schedule) for line in both))
-    legend = list(_legend(both, width))
-    ranks = sum(line.schedule.ranks for line in both)
-    lane = min(_HIGHEST_LANE, max(_LOWEST_LANE, _ALL_LANES / ranks - 1))
-    pitch = lane + min(4.0, 0.2 * lane)
+    entries = list(legend(both, width, curves.what if curves else ""))
     left = _MARGIN + 22 + 7 * len(str(max(line.schedule.ranks for line in both) - 1))
-    top = _MARGIN + _LINE * len(headings) + 4
-    legend_top, top = top, top + _LINE * (1 + max(entry.row for entry in legend))
+    top = _MARGIN + LINE * len(headings) + 4
+    legend_top, top = top, top + LINE * (1 + entries[-1].row)
+    lane, curve, pitch = _heights(sum(line.schedule.ranks for line in both), memory)
     panels = []
     for line, name, factor in zip(both, captions(timeline, against), clock.factors, strict=True):
-        top += _LINE + 6
         caption = f"makespan {clock.duration(line.makespan * factor)}, "
         caption += f"bubble {line.bubble_fraction:.1%}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
-        panels.append(_Panel(line, caption, per_unit * factor, top, pitch, lane))
+        scale = per_unit * factor
+        panels.append(_Panel(line, caption, scale, top + LINE + 6, pitch, lane, curve))
         top = panels[-1].bottom
-    height = top + 44
+    size = px(left + width + (curves.room if curves else _MARGIN)), px(top + 44)
     yield Piece(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{px(left + width + _MARGIN)}" '
-        f'height="{px(height)}" viewBox="0 0 {px(left + width + _MARGIN)} {px(height)}" '
-        f'role="img" font-family="{_FONT}" font-size="12">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" role="img" font-family="{_FONT}" font-size="12">\n'
         f"<title>{escape('; '.join(headings))}</title>\n"
     )
     lanes = [
@@ -114,14 +124,34 @@ def svg_blocks(timeline: Timeline, against: Timeline | None = None) -> Iterator[
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
     yield Piece(f'<rect width="100%" height="100%" rx="4" fill="{PAPER}"/>\n')
     for turn, heading in enumerate(headings):
-        yield _text(heading, left, _MARGIN + 12 + turn * _LINE, size=14, weight="bold")
-    for entry in legend:
+        yield text_at(left, _MARGIN + 12 + turn * LINE, heading, size=14, weight="bold")
+    for entry in entries:
         yield from entry.draw(left, legend_top + 12)
     ticks = _ticks(max(spans), per_unit)
-    for panel, cells in zip(panels, lanes, strict=True):
+    for turn, (panel, cells) in enumerate(zip(panels, lanes, strict=True)):
         yield from _panel(panel, left, cells, [x for _, x in ticks])
+        if curves is not None:
+            yield from _curves(curves, turn, panel, left, width)
     yield from _axis(ticks, clock.title, left, width, panels[-1].bottom)
     yield Piece("</svg>\n")
+
+
+def _heights(ranks: int, memory: bool) -> tuple[float, float, float]:
+    """The height of a lane, that of a curve below, and how far it is from lane to lane."""
+    lane = min(_HIGHEST_LANE, max(_LOWEST_LANE, _ALL_LANES / ranks - 1))
+    curve = 0.8 * lane if memory else 0.0
+    return lane, curve, lane + curve + min(8.0 if memory else 4.0, 0.2 * lane)
+
+
+def _curves(curves: Curves, turn: int, panel: _Panel, left: float, width: float) -> Iterator[Piece]:
+    """The curves under the lanes, and beside them the most of each, as there is room."""
+    for rank in range(panel.timeline.schedule.ranks):
+        top = panel.lane_top(rank) + panel.lane + 1
+        yield Piece(f'<g transform="translate({px(left)} {px(top)})">\n')
+        yield from curves.draw(turn, rank, panel.scale, panel.end, panel.curve)
+        yield Piece("</g>\n")
+        if panel.curve >= 8:
+            yield curves.label(turn, rank, left + width + 5, top + panel.curve - 2)
 
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
@@ -165,8 +195,8 @@ def _panel(
     panel: _Panel, left: float, lanes: Sequence[Cells], ticks: Sequence[float]
 ) -> Iterator[Piece]:
     schedule = panel.timeline.schedule
-    yield _text(panel.caption, left, panel.top - 7, fill=FAINT_INK)
-    wide = px(panel.timeline.makespan * panel.scale)
+    yield text_at(left, panel.top - 7, panel.caption, fill=FAINT_INK)
+    wide = px(panel.end)
     idle = "".join(
         f"M{px(left)} {px(panel.lane_top(rank))}h{wide}v{px(panel.lane)}h-{wide}z"
         for rank in range(schedule.ranks)
@@ -183,7 +213,7 @@ def _panel(
     every = max(1, round(round_step(11 / panel.pitch)))
     for rank in range(0, schedule.ranks, every):
         middle = panel.lane_top(rank) + panel.lane / 2
-        yield _text(str(rank), left - 7, middle + 4, anchor="end")
+        yield text_at(left - 7, middle + 4, str(rank), anchor="end")
     middle = (panel.top + panel.bottom) / 2
     yield Piece(
         f'<text text-anchor="middle" fill="{INK}" '
@@ -198,69 +228,5 @@ def _axis(
     line = f"M{px(left)} {px(bottom + 4)}h{px(width)}"
     yield Piece(f'<path class="axis" stroke="{INK}" fill="none" d="{line}{marks}"/>\n')
     for time, x in ticks:
-        yield _text(time, left + x, bottom + 21, anchor="middle")
-    yield _text(name, left + width / 2, bottom + 37, anchor="middle")
-
-
-def _text(
-    text: str,
-    x: float,
-    y: float,
-    *,
-    anchor: str = "",
-    fill: str = INK,
-    size: float = 0,
-    weight: str = "",
-) -> Piece:
-    more = (f' text-anchor="{anchor}"' if anchor else "") + (
-        f' font-size="{px(size)}"' if size else ""
-    )
-    more += f' font-weight="{weight}"' if weight else ""
-    return Piece(f'<text x="{px(x)}" y="{px(y)}" fill="{fill}"{more}>{escape(text)}</text>\n')
-
-
-@attrs.frozen
-class _Entry:
-    """An entry of the legend: swatches and what they mean, at `x` of a `row`."""
-
-    fills: Sequence[str]
-    wide: float
-    text: str
-    x: float
-    row: int
-
-    def draw(self, left: float, top: float) -> Iterator[Piece]:
-        """Its elements, with the first line of the legend standing on `top`."""
-        x, y = left + self.x, top + self.row * _LINE
-        for turn, fill in enumerate(self.fills):
-            yield Piece(
-                f'<rect x="{px(x + turn * self.wide)}" y="{px(y - 10)}" width="{px(self.wide)}" '
-                f'height="12" fill="{fill}"/>\n'
-            )
-        yield _text(self.text, x + len(self.fills) * self.wide + 5, y)
-
-
-def _legend(timelines: Sequence[Timeline], width: float) -> Iterator[_Entry]:
-    """The kinds that occur, in the shades that occur, line by line."""
-    kinds = {KINDS[kind] for line in timelines for kind in np.unique(line.schedule.columns.kind)}
-    chunks = max(
-        len(line.schedule.stages_of(r)) for line in timelines for r in range(line.schedule.ranks)
-    )
-    shades = min(chunks, 4)
-    shown: list[tuple[list[str], float, str]] = [
-        ([picture_fill(kind, turn).area for turn in range(shades)], 14.0, f"{kind.value} {word}")
-        for kind, word in WORDS.items()
-        if kind in kinds
-    ]
-    if Kind.OPTIM_STEP in kinds:
-        shown.append(([STEP_FILL], 2.5, Kind.OPTIM_STEP.traits.word))
-    shown.append(([IDLE_FILL], 14.0, "idle"))
-    if chunks > 1:
-        shown.append(([], 0, f"a shade for each of a rank's {chunks} stages"))
-    x, row = 0.0, 0
-    for fills, wide, text in shown:
-        takes = len(fills) * wide + 5 + 6.4 * len(text) + 16
-        if x and x + takes > width:
-            x, row = 0.0, row + 1
-        yield _Entry(fills, wide, text, x, row)
-        x += takes
+        yield text_at(left + x, bottom + 21, time, anchor="middle")
+    yield text_at(left + width / 2, bottom + 37, name, anchor="middle")

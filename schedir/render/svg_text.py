@@ -1,11 +1,15 @@
-"""The words of a picture: numbers as short as they can be, escaped text, and how wide it is."""
+"""What a picture is written with: lengths as short as they can be, paths of boxes, and text."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
+from xml.sax.saxutils import escape
 
 import numpy as np
 from numpy.typing import NDArray
+
+from schedir.render.palette import INK
+from schedir.render.styled import Piece
 
 Lengths: TypeAlias = NDArray[Any]
 
@@ -40,3 +44,20 @@ def path(left: Lengths, right: Lengths, top: Lengths, height: Lengths) -> str:
             strict=True,
         )
     )
+
+
+def text_at(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "",
+    fill: str = INK,
+    size: float = 0,
+    weight: str = "",
+) -> Piece:
+    """A line of text, whose letters stand on `y`."""
+    more = f' text-anchor="{anchor}"' if anchor else ""
+    more += f' font-size="{px(size)}"' if size else ""
+    more += f' font-weight="{weight}"' if weight else ""
+    return Piece(f'<text x="{px(x)}" y="{px(y)}" fill="{fill}"{more}>{escape(text)}</text>\n')
