@@ -213,12 +213,14 @@ def test_all_do_the_same_work() -> None:
         comparison = schedir.compare(
             ["1f1b", "interleaved-1f1b"], costs=given, sweep={"chunks": [1, 2, 4]}
         )
-        lines = [row.timeline for row in comparison.rows if row.timeline is not None]
-        assert len(lines) == 4
-        for line in lines:
-            busy = sum(rank.busy for rank in line.ranks)
+        timed = [row for row in comparison.rows if row.makespan is not None]
+        assert len(timed) == 4
+        for row in timed:
+            assert row.makespan is not None
+            assert row.bubble_fraction is not None
+            busy = 4 * row.makespan * (1 - row.bubble_fraction)
             assert busy == pytest.approx(96 if given is None else 8 * 24)
-            assert line.unit == (given and "ms")
+            assert row.unit == (given and "ms")
 
 
 def test_costs_may_follow_from_the_number_of_stages() -> None:
@@ -346,4 +348,12 @@ def test_in_python() -> None:
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     schedule = schedir.build("gpipe", ranks=2)
     (row,) = schedir.compare([schedule]).rows
-    assert (row.target, row.timeline) == ("fill-drain", simulate(schedule))
+    assert (row.target, row.makespan) == ("fill-drain", simulate(schedule).makespan)
+    assert row.build() == schedule
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_compared_can_be_built(name: str) -> None:
+    row, other = schedir.compare([name], ranks=3, sweep={"microbatches": [4, 6]}).rows
+    for found in (row, other):
+        assert found.build() == schedir.build(name, ranks=3, microbatches=found.microbatches)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -98,11 +97,11 @@ def comparison_json(comparison: Comparison) -> str:
 
 
 def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
-    schedule, problem = row.timeline and row.timeline.schedule, row.problem
+    problem = row.problem
     return {
         "target": row.target,
-        "ranks": schedule and schedule.ranks,
-        "stages": schedule and schedule.stages,
+        "ranks": row.ranks,
+        "stages": row.stages,
         "microbatches": row.microbatches,
         "chunks": row.chunks,
         "makespan": row.makespan,
@@ -122,8 +121,8 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     yield _Column("schedule", "<", lambda row: row.target)
     if any(_remark(comparison, row) for row in rows):
         yield _Column("", "<", lambda row: _remark(comparison, row))
-    if len({_ranks(row) for row in rows} - {""}) > 1:
-        yield _Column("P", ">", _ranks)
+    if len({row.ranks for row in rows} - {None}) > 1:
+        yield _Column("P", ">", lambda row: _shown(row.ranks, "{}"))
     if comparison.per_microbatch:
         yield _Column("M", ">", lambda row: str(row.microbatches))
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
@@ -152,7 +151,7 @@ def _remark(comparison: Comparison, row: Row) -> str:
 def _notes(comparison: Comparison) -> Iterator[str]:
     if comparison.per_microbatch:
         yield "The numbers of microbatches, M, differ, so that time per microbatch is compared."
-    shares = {share for row in comparison.rows if (share := _share(row)) != 1}
+    shares = {share for row in comparison.rows if (share := row.share) != 1}
     if shares:
         yield (
             "All train the same model. One that cuts it into more stages than there are ranks has "
@@ -161,7 +160,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         )
     if comparison.memory_limit is not None:
         above = sum(row.fits is False for row in comparison.rows)
-        unknown = sum(row.timeline is not None and row.fits is None for row in comparison.rows)
+        unknown = sum(row.makespan is not None and row.fits is None for row in comparison.rows)
         yield (
             f"The memory limit is {size(comparison.memory_limit)} on every rank: "
             f"{count(above, 'schedule')} over it"
@@ -187,7 +186,7 @@ def _objections(comparison: Comparison) -> Iterator[str]:
 def _objection(comparison: Comparison, row: Row, why: Problem) -> str:
     if why.code is None:
         return f"{row.target}: {why.message}"
-    where = f" under {comparison.channel}" if row.timeline is not None else ""
+    where = f" under {comparison.channel}" if row.makespan is not None else ""
     return f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
 
 
@@ -204,21 +203,10 @@ def size(many: float) -> str:
     return f"{many:.3g} {_PREFIXES[power]}B" if many < 1000 else f"{many:.0f} {_PREFIXES[power]}B"
 
 
-def _ranks(row: Row) -> str:
-    return "" if row.timeline is None else str(row.timeline.schedule.ranks)
-
-
-def _share(row: Row) -> Fraction:
-    """How large a stage is beside one of as many as there are ranks."""
-    if row.timeline is None:
-        return Fraction(1)
-    return Fraction(row.timeline.schedule.ranks, row.timeline.schedule.stages)
-
-
 def _activations(row: Row) -> str:
     if row.peak_activations is None:
         return ""
-    share = _share(row)
+    share = row.share
     return f"{row.peak_activations}" + (f" × {share}" if share != 1 else "")
 
 

@@ -13,7 +13,7 @@ from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
 from schedir.library import Parameter
 from schedir.search.comparison import Comparison, Problem, Row, ranked
 from schedir.search.variants import Shapes, Target, Variant, variants
-from schedir.simulator import CostModel, Timeline, Unit, in_unit, recut, simulate
+from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
 
 Costs: TypeAlias = CostModel | Callable[[int], CostModel]
 """Costs, or a function from a number of stages to those of the model cut into so many."""
@@ -77,50 +77,61 @@ class _Job:
 
     def row(self, variant: Variant) -> Row:
         """The row of a target in a shape."""
-        row = Row(target=variant.name, microbatches=variant.microbatches, chunks=variant.chunks)
+        row = Row(
+            target=variant.name,
+            microbatches=variant.microbatches,
+            chunks=variant.chunks,
+            make=lambda: _schedule_of(variant.make()),
+        )
         try:
             made = variant.make()
             if isinstance(made, Timeline) and made.measured is not None:
-                return self._held(row, made)  # it has run: what it is for is not asked
-            complete, problem = self._proved(made if isinstance(made, Schedule) else made.schedule)
+                return self._figures(row, made)  # it has run: what it is for is not asked
+            complete, problem = self._proved(_schedule_of(made))
             row = attrs.evolve(row, problem=problem)
             if complete is None:
                 return row
             line = made if isinstance(made, Timeline) else simulate(complete, self._of(complete))
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
-        return self._held(row, line)
+        return self._figures(row, line)
 
-    def _held(self, row: Row, line: Timeline) -> Row:
-        """The row with a timeline, and whether that is within the limit."""
-        worst = int(delays(line.schedule).max(initial=0))
-        row = attrs.evolve(row, timeline=line, delay=worst)
-        if self.memory_limit is None or row.peak_bytes is None:
-            return row
-        return attrs.evolve(row, fits=row.peak_bytes <= self.memory_limit)
+    def _figures(self, row: Row, line: Timeline) -> Row:
+        """The row with what a timeline shows, and whether that is within the limit."""
+        schedule, sizes = line.schedule, [rank.peak_bytes for rank in line.ranks]
+        peak = max((size for size in sizes if size is not None), default=None)
+        limit = self.memory_limit
+        return attrs.evolve(
+            row,
+            ranks=schedule.ranks,
+            stages=schedule.stages,
+            unit=line.unit,
+            makespan=line.makespan,
+            bubble_fraction=line.bubble_fraction,
+            peak_activations=max(rank.peak_activations for rank in line.ranks),
+            peak_bytes=peak,
+            delay=int(delays(schedule).max(initial=0)),
+            fits=None if peak is None or limit is None else peak <= limit,
+        )
 
     def comparison(self, rows: list[Row]) -> Comparison:
         """All rows in one unit of time, ranked."""
-        if self.memory_limit is not None and all(
-            row.peak_bytes is None for row in rows if row.timeline is not None
-        ):
+        timed = [row for row in rows if row.makespan is not None]
+        if self.memory_limit is not None and all(row.peak_bytes is None for row in timed):
             raise SchedirError(
                 "a memory limit needs bytes to compare with: give the costs activation_bytes, "
                 "weight_bytes and what else is kept"
             )
-        units = {row.timeline.unit for row in rows if row.timeline is not None}
+        units = {row.unit for row in timed}
         if len(units) > 1:
-            rows = [self._in_unit(row, units) for row in rows]
+            if None in units and self.costs == CostModel():
+                raise SchedirError(
+                    "a measured timeline has a unit of time, and the textbook's costs have none: "
+                    "give the costs of the others"
+                )
+            unit = next(unit for unit in UNITS if unit in units)
+            rows = [_in_unit(row, unit) for row in rows]
         return ranked(rows, self.channel, self.memory_limit)
-
-    def _in_unit(self, row: Row, units: set[Unit | None]) -> Row:
-        if None in units and self.costs == CostModel():
-            raise SchedirError(
-                "a measured timeline has a unit of time, and the textbook's costs have none: give "
-                "the costs of the others"
-            )
-        unit = next(unit for unit in ("s", "ms", "us") if unit in units)
-        return attrs.evolve(row, timeline=row.timeline and in_unit(row.timeline, unit))
 
     def _of(self, schedule: Schedule) -> CostModel:
         if isinstance(self.costs, CostModel):
@@ -135,3 +146,13 @@ class _Job:
         worst = next(each for each in report.diagnostics if each.severity == "error")
         problem = Problem(worst.code, worst.message)
         return prove(schedule, CHANNELS[-1]).schedule, problem
+
+
+def _schedule_of(made: Schedule | Timeline) -> Schedule:
+    return made.schedule if isinstance(made, Timeline) else made
+
+
+def _in_unit(row: Row, unit: Unit) -> Row:
+    if row.makespan is None:
+        return row
+    return attrs.evolve(row, makespan=row.makespan * factor(row.unit, unit), unit=unit)

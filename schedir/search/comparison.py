@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
 from functools import cached_property
 
 import attrs
 
-from schedir.simulator import Timeline, Unit
+from schedir.checker import CHANNELS, prove
+from schedir.ir import Schedule
+from schedir.simulator import Unit
 
 
 @attrs.frozen
@@ -19,30 +23,32 @@ class Problem:
     message: str
 
 
-# Not slotted, so that what is derived can be cached beside the fields.
-@attrs.frozen(kw_only=True, slots=False)
+@attrs.frozen(kw_only=True)
 class Row:
-    """One schedule of a comparison in one shape.
+    """One schedule of a comparison in one shape; what is not known of it is None.
 
     `target` is what the user named; `chunks`, the stages per rank, is None for a list or a
-    timeline, which has its own. `timeline` is None where there is none, and `problem` then says
-    why; a schedule that deadlocks under the chosen channel model has both. `delay` is the most
-    updates between the weight version that a gradient is computed at and the one that it is applied
-    to. `fits` says whether its peak is within the memory limit, None where that is not known.
+    timeline, which has its own. `peak_activations` are the most (stage, microbatch) activations of
+    any rank, `peak_bytes` the most that one keeps; `delay` is the most updates between the weight
+    version that a gradient is computed at and the one that it is applied to. `fits` says whether
+    its peak is within the memory limit. Where there is no time, `problem` says why; a schedule that
+    deadlocks under the chosen channel model has both.
     """
 
     target: str
     microbatches: int
     chunks: int | None = None
-    timeline: Timeline | None = attrs.field(default=None, repr=False)
+    ranks: int | None = None
+    stages: int | None = None
+    unit: Unit | None = None
+    makespan: float | None = None
+    bubble_fraction: float | None = None
+    peak_activations: int | None = None
+    peak_bytes: float | None = None
     delay: int | None = None
-    problem: Problem | None = None
     fits: bool | None = None
-
-    @property
-    def makespan(self) -> float | None:
-        """When its last entry ends."""
-        return None if self.timeline is None else self.timeline.makespan
+    problem: Problem | None = None
+    make: Callable[[], Schedule] = attrs.field(repr=False, eq=False)
 
     @property
     def time_per_microbatch(self) -> float | None:
@@ -50,24 +56,16 @@ class Row:
         return None if self.makespan is None else self.makespan / self.microbatches
 
     @property
-    def bubble_fraction(self) -> float | None:
-        """The part of all ranks' time in which they do not compute."""
-        return None if self.timeline is None else self.timeline.bubble_fraction
+    def share(self) -> Fraction:
+        """How large a stage is beside one of as many as there are ranks."""
+        return Fraction(self.ranks, self.stages) if self.ranks and self.stages else Fraction(1)
 
-    @property
-    def peak_activations(self) -> int | None:
-        """The most (stage, microbatch) activations of any rank."""
-        if self.timeline is None:
-            return None
-        return max(rank.peak_activations for rank in self.timeline.ranks)
+    def build(self) -> Schedule:
+        """The complete schedule, made anew: a comparison of many would not fit in memory.
 
-    @cached_property
-    def peak_bytes(self) -> float | None:
-        """The most bytes that any rank keeps, None where sizes are not known."""
-        if self.timeline is None:
-            return None
-        known = [rank.peak_bytes for rank in self.timeline.ranks if rank.peak_bytes is not None]
-        return max(known, default=None)
+        Raises LoadError or ScheduleError where it can't be made.
+        """
+        return prove(self.make(), CHANNELS[-1]).proved()
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -114,13 +112,11 @@ def ranked(rows: list[Row], channel: str, memory_limit: float | None) -> Compari
 
     def order(row: Row) -> tuple[float, ...]:
         time = row.time_per_microbatch if per_microbatch else row.makespan
-        if time is None or row.timeline is None:
+        if time is None:
             return (math.inf,)
-        schedule = row.timeline.schedule
-        activations = (row.peak_activations or 0) * schedule.ranks / schedule.stages
+        activations = (row.peak_activations or 0) * float(row.share)
         # Sums of floats in another order are no reason to be before another.
         return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
 
-    timelines = [row.timeline for row in rows if row.timeline is not None]
-    unit = timelines[0].unit if timelines else None
+    unit = next((row.unit for row in rows if row.unit is not None), None)
     return Comparison(tuple(sorted(rows, key=order)), channel, memory_limit, unit)

@@ -1,6 +1,6 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
-from schedir.simulator.beside import in_unit, median_step
+from schedir.simulator.beside import UNITS, factor, in_unit, median_step
 from schedir.simulator.costs import CostModel, Sizes, Unit
 from schedir.simulator.forecasting import Band, forecast
 from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
@@ -17,6 +17,7 @@ from schedir.simulator.times import Measured
 
 __all__ = [
     "CAUSES",
+    "UNITS",
     "Band",
     "Cause",
     "CostModel",
@@ -28,6 +29,7 @@ __all__ = [
     "Span",
     "Timeline",
     "Unit",
+    "factor",
     "forecast",
     "in_unit",
     "load_timelines",

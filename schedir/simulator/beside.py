@@ -10,20 +10,27 @@ from schedir.simulator.costs import Unit
 from schedir.simulator.timeline import Timeline
 
 _PER_SECOND: dict[Unit, int] = {"s": 1, "ms": 10**3, "us": 10**6}
+UNITS: tuple[Unit, ...] = tuple(_PER_SECOND)
+"""The units of time, the longest first."""
+
+
+def factor(unit: Unit | None, other: Unit) -> float:
+    """How many of the `other` unit one is. What has no unit is taken to be in that one already."""
+    return 1 if unit in (None, other) else _PER_SECOND[other] / _PER_SECOND[unit]
 
 
 def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
     """The same in another unit of time. One of no unit is taken to be in that one already."""
-    if timeline.unit in (None, unit):
+    times = factor(timeline.unit, unit)
+    if times == 1:
         return attrs.evolve(timeline, unit=unit)
-    factor = _PER_SECOND[unit] / _PER_SECOND[timeline.unit]
     measured = timeline.measured
     if measured is not None:
-        measured = attrs.evolve(measured, clock_error=measured.clock_error * factor)
+        measured = attrs.evolve(measured, clock_error=measured.clock_error * times)
     return attrs.evolve(
         timeline,
-        starts=timeline.starts * factor,
-        ends=timeline.ends * factor,
+        starts=timeline.starts * times,
+        ends=timeline.ends * times,
         unit=unit,
         measured=measured,
     )
