@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import schedir
 from schedir import CostModel, Timeline
+from schedir.cli.quantities import size
 from schedir.render import Page, outputs_of, timeline_text
 from schedir.render.styled import plain
 from schedir.simulator import Measured, in_unit, median_step, save_timelines
@@ -98,6 +100,46 @@ def test_a_bad_cost_is_an_error_that_names_it(run: Run, cost: str, why: str | No
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert why in err
+
+
+@pytest.mark.parametrize(
+    ("text", "many"),
+    [
+        ("0", 0),
+        ("1500", 1500),
+        ("40GiB", 40 * 2**30),
+        ("16 GB", 16 * 10**9),
+        ("1.5e9", 1_500_000_000),
+        (".5kib", 512),
+        ("2k", 2000),
+        ("3Ti", 3 * 2**40),
+        ("7b", 7),
+        ("0.3", 0.3),
+    ],
+)
+def test_numbers_of_bytes(text: str, many: float) -> None:
+    assert size(text) == many
+    assert isinstance(size(text), type(many))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e999", "1i", "1iB", "inf", "nan", "1 2", "4QB"]
+)
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number of bytes, such as 40GiB"):
+        size(text)
+
+
+@pytest.mark.parametrize("file", ["it.svg", "it.html", "it.json"])
+def test_two_timelines_are_written_to_every_format(run: Run, file: str) -> None:
+    costs = ["--cost", "forward=0.125", "--cost", "backward=0.25", "--memory"]
+    code, out, err = run("export", "run.json", "--against", "gpipe", *costs, "-o", file)
+    assert (code, out, err) == (0, "", "")
+    alone = run(
+        "export", "run.json", "--memory", "--format", {"it.json": "perfetto"}.get(file, file[3:])
+    )
+    assert alone[0] == 0
+    assert len(Path(file).read_text()) > len(alone[1]) > 1000
 
 
 def test_costs_that_are_given_twice_or_are_no_file(run: Run) -> None:

@@ -6,8 +6,7 @@ import argparse
 import math
 import re
 
-_PREFIXES = "kMGTP"
-_BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)b?")
+_BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp])(i?))?b?")
 
 
 def quantity(text: str) -> float:
@@ -26,11 +25,12 @@ def quantity(text: str) -> float:
 def size(text: str) -> float:
     """A number of bytes: 1500, 40GiB, 16 GB, 1.5e9. Raises ArgumentTypeError."""
     found = _BYTES.fullmatch(text.strip())
-    if found is None:
+    value = math.inf
+    if found is not None:
+        number, prefix, binary = found.groups()
+        value = float(number) * (1024 if binary else 1000) ** " KMGTP".index(
+            (prefix or " ").upper()
+        )
+    if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 40GiB")
-    number, prefix, binary = found.groups()
-    if binary and not prefix:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 40GiB")
-    power = _PREFIXES.upper().index(prefix.upper()) + 1 if prefix else 0
-    value = float(number) * (1024 if binary else 1000) ** power
     return int(value) if value == int(value) else value
