@@ -83,7 +83,7 @@ def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
 def test_overlapped_pairs_are_measured_by_the_stage_of_their_forward() -> None:
     text = (
         "schedir 1\nname x\nmicrobatches 2\nplacement 0 0\n"
-        "rank 0: 0F0 1F0 1B0 (0B0;0F1) 1F1 1B1 0B1\n"
+        "rank 0: 0F0 1F0 (1B0;0F1) 0B0 1F1 1B1 0B1\n"
     )
     costs = CostModel(forward=(3, 4), backward=(5, 6), overlapped=(7, 9))
     fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
@@ -159,6 +159,26 @@ def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_no
 
 def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() -> None:
     assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
+
+
+def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
+    #   rank 0  0F0 0F1                     sends its second output at 0.2, while the first one is
+    #   rank 1         ────1F0 ────1F1      on its way until 1.1, after which the second one goes
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=2)
+    costs = CostModel(forward=0.1, bandwidth=1, boundary_bytes=1)
+    line = schedir.simulate(schedule, costs)
+    transfers = schedule.dataflow.transfers
+    starts = line.starts.copy()
+    second = int(np.argmax(starts[transfers.send] * ~transfers.is_gradient))
+    assert starts[transfers.send[second]] == pytest.approx(1.1)
+    starts[[transfers.send[second], transfers.receive[second]]] = 0.2
+    line = attrs.evolve(line, starts=starts, unit="s", measured=Measured(1))
+    found = [
+        duration
+        for (rank, index), duration in durations_of(line).items()
+        if "SEND_ACT" in str(schedule.actions[rank][index])
+    ]
+    assert found == pytest.approx([1.0])
 
 
 def test_ranks_that_take_turns_in_one_process_do_not_work_meanwhile() -> None:

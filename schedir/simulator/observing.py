@@ -147,10 +147,8 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
 
     turns = collective_turns(schedule)
     if turns:
-        lasts = [np.min([ends[p] - starts[p] for p in places]) for places in turns]
-        yield _Entries(
-            np.array([places[0] for places in turns]), np.full(len(turns), _REDUCE), np.array(lasts)
-        )
+        places = np.array([turn[0] for turn in turns])  # all places of one have the same times
+        yield _Entries(places, np.full(len(turns), _REDUCE), ends[places] - starts[places])
 
 
 def _in_turn(starts: Numbers, ends: Numbers) -> bool:
