@@ -21,12 +21,13 @@ from schedir.render.palette import (
     CAUSE_WORDS,
     CRITICAL_LINE,
     IDLE_FILL,
+    MEMORY_FILL,
     PAIR_FILL,
     STEP_FILL,
     picture_fill,
 )
 from schedir.simulator import Measured
-from tests.browser.opened import WIDTH, opened
+from tests.browser.opened import WIDTH, Opened, opened
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -272,6 +273,46 @@ def test_the_critical_path_stands_out(name: str, browser: Browser, tmp_path: Pat
         assert set(marked) == {CRITICAL_LINE}
 
 
+def tops_of(it: Opened, rank: int, times: list[float]) -> list[float]:
+    """How high the memory curve of a rank reaches at times, as a part of the most."""
+    tops: list[float] = it.ask(
+        """(() => {
+            const canvas = document.getElementById("lanes"), pen = canvas.getContext("2d");
+            const [rank, times] = given, { parts, bands } = schedir.frame.placed;
+            const base = AXIS + bands[rank].y + parts.all - parts.gap;
+            return times.map((time) => {
+                const x = Math.floor(schedir.xOf(time / page.tick));
+                const column = pen.getImageData(x, base - parts.curve, 1, parts.curve).data;
+                let top = 0;
+                while (top < parts.curve && column[4 * top + 3] === 0) top++;
+                return (parts.curve - top) / (parts.curve - 3);
+            });
+        })()""",
+        rank,
+        times,
+    )
+    return tops
+
+
+def test_the_most_of_a_pixel_is_seen(browser: Browser, tmp_path: Path) -> None:
+    # The last rank keeps one activation or none, in turn, several times a pixel.
+    line = simulated(microbatches=3000, costs=CostModel(latency=1))
+    with opened(browser, tmp_path, line, memory=True) as it:
+        times = [line.makespan * part / 50 for part in range(2, 48)]
+        assert tops_of(it, 3, times) == pytest.approx([1 / 4] * len(times), abs=0.06)
+        # And below it all is filled: no line goes down and up.
+        spots = it.ask(
+            """(() => {
+                const { parts, bands } = schedir.frame.placed;
+                const { left, top } = document.getElementById("lanes").getBoundingClientRect();
+                const y = top + AXIS + bands[3].y + parts.all - parts.gap - parts.curve / 8;
+                return given[0].map((time) => [left + schedir.xOf(time / page.tick), y]);
+            })()""",
+            times,
+        )
+        assert set(it.pixels(spots)) == {MEMORY_FILL}
+
+
 @pytest.mark.parametrize("sized", [True, False])
 def test_memory_stands_under_the_lanes(sized: bool, browser: Browser, tmp_path: Path) -> None:
     some = 2**28 if sized else 0
@@ -304,22 +345,9 @@ def test_memory_stands_under_the_lanes(sized: bool, browser: Browser, tmp_path: 
         peak = max(float(amounts.max()) for _, amounts in curves)
         assert it.ask("schedir.lines[0].memory.peak") == peak
         spots = [time + 0.2 for time in curves[0][0].tolist() if time + 0.4 < line.makespan]
-        tops = it.ask(
-            """(() => {
-                const canvas = document.getElementById("lanes"), pen = canvas.getContext("2d");
-                const {parts, bands} = schedir.frame.placed;
-                const base = AXIS + bands[0].y + parts.all - parts.gap;
-                return given[0].map((time) => {
-                    const x = Math.floor(schedir.xOf(time / page.tick));
-                    const column = pen.getImageData(x, base - parts.curve, 1, parts.curve).data;
-                    let top = 0;
-                    while (top < parts.curve && column[4 * top + 3] === 0) top++;
-                    return (parts.curve - top) / (parts.curve - 3);
-                });
-            })()""",
-            spots,
+        assert tops_of(it, 0, spots) == pytest.approx(
+            [kept(0, time) / peak for time in spots], abs=0.06
         )
-        assert tops == pytest.approx([kept(0, time) / peak for time in spots], abs=0.06)
 
 
 def test_arrows_lead_to_what_an_action_waits_for(browser: Browser, tmp_path: Path) -> None:
@@ -334,6 +362,29 @@ def test_arrows_lead_to_what_an_action_waits_for(browser: Browser, tmp_path: Pat
             ["1RECV_ACT2", "1F2"], ["0SEND_ACT2", "1RECV_ACT2"], ["0F2", "0SEND_ACT2"],
             ["1F2", "1SEND_ACT2"], ["1SEND_ACT2", "2RECV_ACT2"], ["2RECV_ACT2", "2F2"],
         ]  # fmt: skip
+
+
+def test_arrows_lead_to_all_that_wait(browser: Browser, tmp_path: Path) -> None:
+    split = Schedule.of("split", [0, 1], ["0F0 0B0", "1F0 1I0 1W0"])
+    line = schedir.simulate(split, COSTS)
+    columns = line.schedule.columns
+    place = int(line.schedule.dataflow.of(Kind.BACKWARD_INPUT)[1, 0])
+    with opened(browser, tmp_path, line) as it:
+        pairs = it.ask("dependenciesOf(schedir.lines[0], given[0])", place)
+        assert sorted([str(columns.action(p)) for p in pair] for pair in pairs) == [
+            ["0RECV_GRAD0", "0B0"], ["1F0", "1I0"], ["1I0", "1SEND_GRAD0"], ["1I0", "1W0"],
+            ["1SEND_GRAD0", "0RECV_GRAD0"],
+        ]  # fmt: skip
+
+
+def test_what_takes_no_time_can_be_pointed_at(browser: Browser, tmp_path: Path) -> None:
+    line = simulated("pipedream", costs=CostModel())  # its steps stand between two cells
+    place = line.schedule.columns.where(Kind.OPTIM_STEP).tolist()[5]
+    with opened(browser, tmp_path, line) as it:
+        x, y = it.spot(0, place)
+        for off, token in ((-1.5, "OPTIM_STEP"), (1.5, "OPTIM_STEP"), (-6, "B")):
+            it.page.mouse.move(x + off, y)
+            assert token in it.box().split("\n")[0]
 
 
 def test_keys_wheel_and_mouse_zoom_and_pan(browser: Browser, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ function nearest(lane, time) {
   for (let i = lane.after(time + NEAR * pixel) - 1; i >= 0 && lane.reach[i] >= time - NEAR * pixel; i--) {
     const narrow = lane.end[i] - lane.start[i] < 2 * pixel;
     const off = Math.max(lane.start[i] - time, time - lane.end[i], 0) / pixel;
-    // What is narrow comes before the wide one that it lies on.
-    const score = narrow ? off - 1 : off ? NEAR : -0.5;
+    // What is narrow comes before the wide one that it lies on, two pixels either side.
+    const score = narrow ? off - NEAR : off ? NEAR : -1;
     if (score < least) (least = score), (best = lane.id[i]);
   }
   return best;
