@@ -233,9 +233,21 @@ def test_parts_of_a_batch_do_not_wait_for_each_other() -> None:
     # They share their channel all the same.
     timed = run(*lists, transfer=1)
     assert [timed[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(2, 3), (3, 4)]
-    lists = "0F0 0F1 (0SEND_ACT1;0SEND_ACT0)", "(1RECV_ACT1;1RECV_ACT0) 1F0 1F1"
-    timed = run(*lists, transfer=1)
-    assert [timed[name] for name in ("0 0SEND_ACT0", "0 0SEND_ACT1")] == [(3, 4), (2, 3)]
+
+
+def test_parts_of_a_batch_that_waits_go_in_its_order() -> None:
+    # The channel is free at 6, and the batch that waits for that starts with microbatch 1.
+    schedule = listed(
+        3,
+        "0 1",
+        "0F2 0SEND_ACT2 0F0 0F1 (0SEND_ACT1;0SEND_ACT0) 0RECV_GRAD2 0B2 0RECV_GRAD0 0B0 "
+        "0RECV_GRAD1 0B1",
+        "1RECV_ACT2 (1RECV_ACT1;1RECV_ACT0) 1F2 1F0 1F1 1B2 1SEND_GRAD2 1B0 1SEND_GRAD0 1B1 "
+        "1SEND_GRAD1",
+    )
+    spans = planned(schedule, transfer=5)
+    sends = [spans[f"0 0SEND_ACT{m}"] for m in (2, 1, 0)]
+    assert sends == [(1, 6), (6, 11), (11, 16)]
 
 
 BACKWARDS = "2F0 2B0 2SEND_GRAD0 2RECV_ACT1 2F1 2B1 2SEND_GRAD1 2RECV_ACT2 2F2 2B2 2SEND_GRAD2"
