@@ -407,6 +407,7 @@ def test_a_batch_and_a_sum_have_durations() -> None:
         ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of x: rank 0 has 8"),
         ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of x: there are 2 ranks"),
         ({(0, -1): 1}, r"durations\[0, -1\] is of no entry"),
+        ({(2**70, 0): 1}, r"durations\[1180591620717411303424, 0\] is of no entry"),
         ({0: 1}, r"durations must be by \(rank, index\), not by 0"),
         ({(0, 0.5): 1}, r"durations must be by \(rank, index\), not by \(0, 0.5\)"),
         ({(0, 1): NAN}, r"durations\[0, 1\], of 0SEND_ACT0, must be finite and >= 0 .* not nan"),

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from schedir.ir.actions import COMMUNICATION, COMPUTE
+from schedir.ir.batch_points import points_of_batches
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, posted_after, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
 from schedir.ir.columns import Bools, Ints, summed_at_last
@@ -156,7 +157,7 @@ def _plan(schedule: Schedule) -> Plan:
     for step, reduce in sums_of_steps(schedule):
         needs[number[step]] = turns[reduce]
     # A queue for each channel, and one for the sums of each stage.
-    queue = np.empty(len(transfers) + len(collectives), np.int64)
+    queue = np.zeros(len(transfers) + len(collectives), np.int64)
     queue[order] = np.cumsum(~follows)
     summed = [int(columns.stage[places[0]]) for places in collectives]
     queue[len(transfers) :] = 1 + len(transfers) + np.array(summed, np.int64)
@@ -181,7 +182,13 @@ def _plan(schedule: Schedule) -> Plan:
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     if not batched.any():
         return planned
-    return _with_batches(schedule, planned, np.unique(columns.entry[batched]))
+    batches = np.unique(columns.entry[batched])
+    also, end_of = points_of_batches(columns, transfers, batches, before, len(queue))
+    received_in = end_of[columns.entry[transfers.receive]]
+    consumed = np.flatnonzero(received_in >= 0)
+    needs[number[transfers.user[consumed]]] = received_in[consumed]
+    points = queue.max(initial=0) + 1 + np.arange(2 * len(batches))
+    return attrs.evolve(planned, queue=np.append(queue, points), also=also, batches=len(batches))
 
 
 def _exchanged(transfers: Transfers, collectives: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
@@ -193,62 +200,3 @@ def _exchanged(transfers: Transfers, collectives: list[tuple[int, ...]]) -> tupl
         np.concatenate((transfers.send, transfers.receive, sums)),
         np.concatenate((pairs, pairs, each)),
     )
-
-
-def _with_batches(schedule: Schedule, planned: Plan, batches: Ints) -> Plan:
-    """The plan with two exchanges for each batch, of which the entries are given. Its start waits
-    for what its queues hold before it, and each of its transfers for that; its end until all of
-    them have arrived, and what is queued behind a part of it, and compute that consumes one, for
-    that."""
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
-    start_of = np.full(int(columns.entry[-1]) + 1, -1)  # of an entry: the exchange
-    start_of[batches] = len(planned.queue) + np.arange(len(batches))
-    end_of = np.where(start_of < 0, -1, start_of + len(batches))
-    sent, received = columns.entry[transfers.send], columns.entry[transfers.receive]
-
-    exchanges = np.concatenate((start_of[batches], end_of[batches]))
-    also: dict[int, list[int]] = {number: [] for number in exchanges.tolist()}
-    for transfer in np.flatnonzero(planned.before >= 0).tolist():
-        also[transfer] = [int(planned.before[transfer])]
-    for entries in (sent, received):
-        queued, starts = _queued_behind(transfers, entries, end_of), start_of[entries]
-        for transfer in np.flatnonzero(starts >= 0).tolist():
-            also[int(end_of[entries[transfer]])].append(transfer)
-            if queued[transfer] >= 0:
-                also[int(starts[transfer])].append(int(queued[transfer]))
-        point = np.where(starts < 0, queued, starts)
-        for transfer in np.flatnonzero(point >= len(planned.queue)).tolist():
-            also.setdefault(transfer, []).append(int(point[transfer]))
-
-    needs = planned.needs.copy()
-    received_in = end_of[received]
-    consumed = np.flatnonzero(received_in >= 0)
-    needs[np.searchsorted(planned.compute, transfers.user[consumed])] = received_in[consumed]
-    return attrs.evolve(
-        planned,
-        needs=needs,
-        queue=np.append(
-            planned.queue, planned.queue.max(initial=0) + 1 + np.arange(2 * len(batches))
-        ),
-        also=also,
-        batches=len(batches),
-    )
-
-
-def _queued_behind(transfers: Transfers, entries: Ints, end_of: Ints) -> Ints:
-    """For each transfer, the exchange before it in the queue of one of its ends, -1 for none.
-
-    `entries` are those of that end; `end_of` the exchange that ends each entry, -1 for no batch.
-    """
-    order, follows = transfers.by_channel
-    own = entries[order]
-    turns = np.arange(len(order))
-    # Parts of one batch don't wait for each other: for what is queued before the first of them.
-    goes_on = follows.copy()
-    goes_on[1:] &= own[1:] == own[:-1]
-    first = np.maximum.accumulate(np.where(goes_on, 0, turns))
-    last = np.where(follows[first], first - 1, -1)
-    end = end_of[own[last]]
-    found = np.full(len(transfers), -1)
-    found[order] = np.where(last < 0, -1, np.where(end < 0, order[last], end))
-    return found

@@ -1,7 +1,7 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
 from schedir.simulator.beside import UNITS, factor, in_unit, median_step
-from schedir.simulator.costs import CostModel, Sizes, Unit
+from schedir.simulator.costs import CostModel
 from schedir.simulator.forecasting import Band, forecast
 from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
 from schedir.simulator.recut import recut
@@ -14,6 +14,7 @@ from schedir.simulator.timeline import (
     save_timelines,
 )
 from schedir.simulator.times import Measured
+from schedir.simulator.values import Sizes, Unit
 
 __all__ = [
     "CAUSES",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from schedir.simulator.costs import Unit
 from schedir.simulator.timeline import Timeline
+from schedir.simulator.values import Unit
 
 _PER_SECOND: dict[Unit, int] = {"s": 1, "ms": 10**3, "us": 10**6}
 UNITS: tuple[Unit, ...] = tuple(_PER_SECOND)

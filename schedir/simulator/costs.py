@@ -1,106 +1,29 @@
-"""What actions and transfers cost in time, and what is kept in bytes: by stage and by link."""
+"""What actions and transfers cost in time, and what is kept in bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import attrs
 
 from schedir.errors import LoadError
-from schedir.ir import Kind, is_number
+from schedir.ir import Kind
 from schedir.simulator import cost_file
 from schedir.simulator.fit import fitted
 from schedir.simulator.samples import Samples
 from schedir.simulator.transformer import Device, Transformer, split
-
-PerStage: TypeAlias = float | tuple[float, ...]
-"""One number for all stages, or one for each."""
-PerLink: TypeAlias = float | Mapping[tuple[int, int], float]
-"""One number for all links, or one for each (source rank, target rank)."""
-Unit: TypeAlias = Literal["s", "ms", "us"]
-"""What one unit of time is: a second, a millisecond, a microsecond."""
-
-MOST = 10**15
-"""The largest cost: sums over millions of actions stay far from overflow."""
-
-
-def expect_number(name: str, value: object) -> None:
-    """Raise TypeError for what is no number, ValueError for one that is no cost."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not 0 <= value <= MOST:
-        raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {value}")
-
-
-def _check_stages(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is None and attribute.default is None:
-        return
-    if not isinstance(value, tuple):
-        expect_number(attribute.name, value)
-        return
-    if not value:
-        raise ValueError(f"{attribute.name} must have one number for each stage, not none")
-    of = "boundary" if attribute.name == "boundary_bytes" else "stage"
-    for number, one in enumerate(value):
-        expect_number(f"{attribute.name} of {of} {number}", one)
-
-
-def _check_links(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    name = attribute.name
-    if not isinstance(value, dict):
-        _expect_of_link(name, value, name)
-        return
-    for link, one in value.items():
-        if not (isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link))):
-            raise ValueError(f"{name} must be by (source rank, target rank), not by {link!r}")
-        _expect_of_link(name, one, f"{name} of link {link}")
-
-
-def _expect_of_link(name: str, value: Any, called: str) -> None:
-    if name == "bandwidth" and value == math.inf:
-        return
-    expect_number(called, value)
-    if name == "bandwidth" and value == 0:
-        raise ValueError(f"{called} must be above 0")
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _dict(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value not in (None, *get_args(Unit)):
-        raise ValueError(f"unit must be {', '.join(get_args(Unit))} or None, not {value!r}")
-
-
-_STAGES: dict[str, Any] = {"validator": _check_stages, "converter": _tuple}
-_LINKS: dict[str, Any] = {"validator": _check_links, "converter": _dict, "hash": False}
-
-
-@attrs.frozen
-class Sizes:
-    """What is kept, in bytes: each one number, or one per stage (`boundary`: per boundary)."""
-
-    boundary: PerStage = 0
-    input: PerStage = 0
-    activation: PerStage = 0
-    weight: PerStage = 0
-    gradient: PerStage = 0
-    optimizer: PerStage = 0
-
-    @property
-    def known(self) -> bool:
-        """Whether any is above 0."""
-        return any(
-            any(v) if isinstance(v, tuple) else v for v in attrs.astuple(self, recurse=False)
-        )
+from schedir.simulator.values import (
+    BY_LINK,
+    BY_STAGE,
+    PerLink,
+    PerStage,
+    Sizes,
+    Unit,
+    check_unit,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -127,23 +50,23 @@ class CostModel:
     Raises TypeError or ValueError for what is no finite number >= 0, with the name of the field.
     """
 
-    forward: PerStage = attrs.field(default=Kind.FORWARD.traits.cost, **_STAGES)
-    backward: PerStage = attrs.field(default=Kind.BACKWARD.traits.cost, **_STAGES)
-    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.traits.cost, **_STAGES)
-    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.traits.cost, **_STAGES)
-    recompute: PerStage | None = attrs.field(default=None, **_STAGES)
-    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.traits.cost, **_STAGES)
-    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.traits.cost, **_STAGES)
-    overlapped: PerStage | None = attrs.field(default=None, **_STAGES)
-    latency: PerLink = attrs.field(default=0, **_LINKS)
-    bandwidth: PerLink = attrs.field(default=math.inf, **_LINKS)
-    boundary_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    input_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    activation_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    weight_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    gradient_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    optimizer_bytes: PerStage = attrs.field(default=0, **_STAGES)
-    unit: Unit | None = attrs.field(default=None, validator=_check_unit)
+    forward: PerStage = attrs.field(default=Kind.FORWARD.traits.cost, **BY_STAGE)
+    backward: PerStage = attrs.field(default=Kind.BACKWARD.traits.cost, **BY_STAGE)
+    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.traits.cost, **BY_STAGE)
+    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.traits.cost, **BY_STAGE)
+    recompute: PerStage | None = attrs.field(default=None, **BY_STAGE)
+    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.traits.cost, **BY_STAGE)
+    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.traits.cost, **BY_STAGE)
+    overlapped: PerStage | None = attrs.field(default=None, **BY_STAGE)
+    latency: PerLink = attrs.field(default=0, **BY_LINK)
+    bandwidth: PerLink = attrs.field(default=math.inf, **BY_LINK)
+    boundary_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    input_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    activation_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    weight_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    optimizer_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    unit: Unit | None = attrs.field(default=None, validator=check_unit)
     samples: Samples | None = attrs.field(
         default=None,
         validator=attrs.validators.optional(attrs.validators.instance_of(Samples)),

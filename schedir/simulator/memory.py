@@ -41,9 +41,9 @@ from schedir.ir import (
     Transfers,
     weight_versions,
 )
-from schedir.simulator.costs import PerStage, Sizes
 from schedir.simulator.needs import Needs
 from schedir.simulator.times import Numbers
+from schedir.simulator.values import PerStage, Sizes
 
 Amounts: TypeAlias = NDArray[np.float64]
 

@@ -8,9 +8,9 @@ from typing import TypeAlias
 import numpy as np
 
 from schedir.ir import COMMUNICATION, Ints, Plan, Schedule, Time
-from schedir.simulator.costs import MOST, expect_number
 from schedir.simulator.prices import Prices
 from schedir.simulator.times import Numbers
+from schedir.simulator.values import MOST, expect_number
 
 Durations: TypeAlias = Mapping[tuple[int, int], Time]
 """How long entries take, by (rank, index)."""
@@ -51,24 +51,20 @@ def _heads(given: Schedule, durations: Durations) -> Ints:
     """The place of the first action of each entry that is named."""
     heads = given.columns.heads
     first = np.searchsorted(heads, given.columns.starts)
-    lengths = np.diff(first)
+    lengths = np.diff(first).tolist()
     for key in durations:
         if not (isinstance(key, tuple) and len(key) == 2 and all(map(_is_int, key))):
             raise ValueError(f"durations must be by (rank, index), not by {key!r}")
-    rank, index = np.array([*durations]).T
-    known = (rank >= 0) & (rank < given.ranks)
-    known[known] &= (index[known] >= 0) & (index[known] < lengths[rank[known]])
-    if not known.all():
-        at = int(np.argmin(known))
-        own = (
-            f"rank {rank[at]} has {lengths[rank[at]]}"
-            if 0 <= rank[at] < given.ranks
-            else (f"there are {given.ranks} ranks")
-        )
-        raise ValueError(
-            f"durations[{rank[at]}, {index[at]}] is of no entry of {given.name}: {own}"
-        )
-    found: Ints = heads[first[rank] + index]
+        rank, index = key
+        if not 0 <= rank < given.ranks:
+            why = f"there are {given.ranks} ranks"
+        elif not 0 <= index < lengths[rank]:
+            why = f"rank {rank} has {lengths[rank]}"
+        else:
+            continue
+        raise ValueError(f"durations[{rank}, {index}] is of no entry of {given.name}: {why}")
+    ranks, indices = np.array([*durations]).T
+    found: Ints = heads[first[ranks] + indices]
     return found
 
 

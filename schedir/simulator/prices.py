@@ -10,8 +10,9 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.ir import KIND_INDEX, KINDS, Ints, Kind, Plan, Schedule
-from schedir.simulator.costs import CostModel, PerLink, PerStage
+from schedir.simulator.costs import CostModel
 from schedir.simulator.times import Numbers
+from schedir.simulator.values import PerLink, PerStage
 
 
 @attrs.frozen(eq=False)

@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 
 from schedir.errors import SchedirError
-from schedir.simulator.costs import CostModel, PerStage
+from schedir.simulator.costs import CostModel
+from schedir.simulator.values import PerStage
 
 # What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link.
 _OF_A_PART = (

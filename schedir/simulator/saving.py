@@ -24,9 +24,9 @@ import attrs
 
 from schedir.errors import LoadError, ParseError
 from schedir.ir import Schedule, dumps, loads
-from schedir.simulator.costs import Sizes, Unit
 from schedir.simulator.json_file import clip, read_json
 from schedir.simulator.times import Measured, Numbers
+from schedir.simulator.values import Sizes, Unit
 
 _FORMAT, _VERSION = "schedir timelines", 1
 _UNITS = (None, *get_args(Unit))

@@ -23,12 +23,12 @@ from schedir.ir import (
     weight_versions,
 )
 from schedir.simulator import saving
-from schedir.simulator.costs import Sizes, Unit
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, idle_columns
 from schedir.simulator.memory import Held, live_activations, live_bytes
 from schedir.simulator.needs import Needs
 from schedir.simulator.times import Measured, Numbers, numbers
+from schedir.simulator.values import Sizes, Unit
 from schedir.simulator.work import Work, work_of
 
 
