@@ -23,7 +23,7 @@ from schedir.runtime.program import programs
 from schedir.runtime.program.transfer import Transfer
 from schedir.runtime.trace import trace as keeping
 from schedir.runtime.trace.measured import timeline
-from schedir.runtime.trace.recorder import Taken, recorder
+from schedir.runtime.trace.recorder import Recorder, Taken, recorder
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed
 from tests.runtime.features import check_timeline
@@ -128,7 +128,7 @@ def test_the_latest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for most, kept in ((0, 2), (3, 3)):
         with executor() as traced:
             actions = len(traced.schedule.columns)
-            monkeypatch.setattr(keeping, "_MOST_ACTIONS", most * actions)
+            monkeypatch.setattr(Recorder, "most", most * actions)
             for _ in range(4):
                 step(traced)
             found = [t.measured.step for t in traced.timelines() if t.measured]

@@ -5,7 +5,7 @@ What is taken of each instruction, as the columns of a row of its own:
     0F0            BEGAN ─ run ─ ENDED
     1F0            WAITED ─ receives ─ FOUND, BEGAN ─ run ─ ENDED
     0SEND_ACT0     BEGAN ─ run                                     posted then
-    0OPTIM_STEP    WAITED ─ sums, barriers ─ FOUND, BEGAN ─ run ─ ENDED
+    0OPTIM_STEP    WAITED ─ sums ─ FOUND, BEGAN ─ run ─ ENDED
 
 Each time costs a look at the clock, and its place in a list.
 """
@@ -13,12 +13,12 @@ Each time costs a look at the clock, and its place in a list.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, Action, Schedule, Together
+from schedir.ir import COMPUTE, Action, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.call import Call
 from schedir.runtime.processes import clocks
@@ -52,8 +52,11 @@ class Taken:
 class Recorder(BusyClock):
     """The times of all instructions that it observes, until they are taken.
 
-    A row belongs to an action at an index of a rank's list, in whatever program that stands.
+    A row belongs to an action at an index of a rank's list, in whatever program that stands. Of
+    `most` actions over all ranks the times may be kept.
     """
+
+    most: ClassVar[int] = 1 << 18  # of 32 bytes each
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class Recorder(BusyClock):
 
         return seconds
 
-    def of_list(self, schedule: Schedule, rank: int) -> Nanoseconds:
+    def of_list(self, schedule: Schedule, rank: int) -> Ints:
         """Where the rows of a rank's actions begin, in the order of its list; -1 for what does
         nothing here."""
         rows = (
@@ -165,6 +168,8 @@ class QueuedRecorder(Recorder):
     taken to be fast or slow by the same amount; those of a step count from its beginning, as a
     device gives few digits.
     """
+
+    most: ClassVar[int] = 1 << 15  # a device's events take more
 
     def _clock(self) -> Callable[[], Any]:
         mark = self._accelerator.mark

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 import numpy as np
 
-from schedir.ir import Kind, Schedule
+from schedir.ir import Ints, Kind, Schedule
 from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
@@ -22,9 +22,8 @@ from schedir.runtime.trace.recorder import COLUMNS, Anchor, Taken, recorder
 from schedir.runtime.trace.sizes import Gauge, optimizer_bytes, weight_bytes
 from schedir.simulator import Measured, Sizes, Timeline
 
-_MOST_ACTIONS = 1 << 18
 _FEWEST_STEPS = 8
-"""What is kept: the latest steps, of so many actions over all ranks, but these at least."""
+"""Are kept, however many actions they have."""
 
 _MOST_SHAPES = 64
 
@@ -84,7 +83,7 @@ class Trace:
         taken = Taken(began, self.recorder.latest)
         self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
         self._actions += len(schedule.columns)
-        while self._actions > _MOST_ACTIONS and len(self._steps) > _FEWEST_STEPS:
+        while self._actions > self.recorder.most and len(self._steps) > _FEWEST_STEPS:
             self._actions -= len(self._steps.popleft().schedule.columns)
 
     def timelines(self) -> list[Timeline]:
@@ -116,28 +115,32 @@ class Trace:
         self._clocks = last, end
         alignment = Alignment(first, last)
         taken = self.recorder.read([step.taken for step in steps], begin, end)
+        lists = {schedule: self._rows(schedule) for schedule in {s.schedule for s in steps}}
+        kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
         stamps = [
-            self._placed(step, alignment.aligned(times))
+            self._placed(step, lists[step.schedule], alignment.aligned(times))
             for step, times in zip(steps, taken, strict=True)
         ]
         return _Report(
             alignment.error + max(begin.error, end.error),
             stamps,
-            [self._kept(step.gauge) for step in steps],
+            [kept[step.gauge] for step in steps],
         )
 
     def _read_clocks(self) -> tuple[Reading, Anchor]:
         return self._control.read_clocks(), self.recorder.anchor()
 
-    def _placed(self, step: _Step, times: Nanoseconds) -> Nanoseconds:
-        """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
-        schedule = step.schedule
+    def _rows(self, schedule: Schedule) -> Ints:
+        """Where the rows of the places of the ranks here begin."""
         lists = [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
-        rows = np.concatenate(lists)
+        return np.concatenate(lists)
+
+    def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
+        """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
         stamps: Nanoseconds = times[rows[:, None] + np.arange(COLUMNS)]
         stamps[rows < 0] = 0
         if not step.updates:
-            columns = schedule.columns
+            columns = step.schedule.columns
             left_out = columns.is_kind(Kind.OPTIM_STEP, Kind.REDUCE_GRAD)
             here = np.isin(columns.rank, self._plan.local_ranks)
             stamps[left_out[here]] = 0
