@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 
 from schedir.render.styled import number
@@ -25,8 +27,9 @@ class Clock:
         return f"time ({self.unit})" if self.unit else "time"
 
     def duration(self, shown: float) -> str:
-        """A time in this unit, with it."""
-        return f"{number(shown)} {self.unit}".rstrip()
+        """A time in this unit, with it, in four digits, or in whole units where these are more."""
+        digits = 3 - math.floor(math.log10(shown)) if shown else 0
+        return f"{number(round(shown, max(0, digits)))} {self.unit}".rstrip()
 
 
 def clock_of(*timelines: Timeline) -> Clock:

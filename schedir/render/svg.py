@@ -48,6 +48,8 @@ _NARROWEST, _WIDEST = 420.0, 1100.0
 _HIGHEST_LANE, _LOWEST_LANE = 24.0, 3.0
 _ALL_LANES = 900.0
 """Lanes get lower, as there are more of them than this holds."""
+_SHORTEST = 16
+"""What is as many times shorter than the longest cell gets no room for a label."""
 _BETWEEN_TICKS = 56.0
 
 
@@ -156,16 +158,17 @@ def _curves(curves: Curves, turn: int, panel: _Panel, left: float, width: float)
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
     """Wide enough for the labels of all but the shortest cells, and no wider than a page bears."""
-    needs = []
+    needs = [1.0]
     for line, factor in zip(timelines, factors, strict=True):
         columns = line.schedule.columns
-        named = columns.is_kind(*WORDS) & ~columns.joined
-        durations = (line.ends - line.starts)[named] * factor
-        durations = durations[durations > np.nanmax(durations, initial=0) / 16]
-        if len(durations):
-            digits = len(str(columns.microbatch.max()))
-            needs.append(text_width(1 + digits, LABEL) / np.quantile(durations, 0.1).item())
-    return min(_WIDEST, max(_NARROWEST, longest * max(needs, default=1)))
+        durations = (line.ends - line.starts) * factor
+        least = np.fmax.reduce(durations[columns.is_kind(*WORDS)], initial=0) / _SHORTEST
+        digits = "0" * len(str(columns.microbatch.max(initial=0)))
+        for kind in WORDS:
+            own = durations[columns.is_kind(kind) & (durations > least)]
+            if len(own):
+                needs.append(text_width(kind.value + digits, LABEL) / np.quantile(own, 0.1).item())
+    return min(_WIDEST, max(_NARROWEST, longest * max(needs)))
 
 
 def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> str:

@@ -153,7 +153,7 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
 
     Those of one width have the same, whatever number stands in them.
     """
-    digits = len(str(columns.microbatch.max(initial=0)))
+    digits = "0" * len(str(columns.microbatch.max(initial=0)))
     room = cells.right - cells.left + _TIGHT
     for size, part in ((LABEL, 1.0), (SMALL_LABEL, 0.5)):
         if height * part < _LOWEST_LABEL:
@@ -177,13 +177,13 @@ def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
 
 
 def _texts(
-    columns: Columns, cells: Cells, digits: int, size: float, height: float
+    columns: Columns, cells: Cells, digits: str, size: float, height: float
 ) -> Iterator[str]:
     for colour in np.unique(cells.colour).tolist():
         some = cells.where(cells.colour == colour)
         letter = KINDS[colour // _SHADES].value
         # Cells of one kind are labelled alike, though some may be a little shorter.
-        if np.median(some.right - some.left) + _TIGHT < text_width(digits + len(letter), size):
+        if np.median(some.right - some.left) + _TIGHT < text_width(letter + digits, size):
             letter = ""
         for x, y, microbatch in zip(
             ((some.left + some.right) / 2).tolist(),

@@ -15,8 +15,9 @@ Lengths: TypeAlias = NDArray[Any]
 
 LABEL, SMALL_LABEL = 11.0, 9.0
 """The height of text in cells, in pixels, as all lengths here."""
-_CHARACTER = 0.6
-"""The width of a digit or letter, as a part of its height: a little more than Helvetica's."""
+_WIDE, _NARROW, _OTHER = 0.95, 0.32, 0.6
+"""How wide a W, an I, and any other letter or digit is, as a part of its height: a little more than
+in Helvetica."""
 _ROOM = 3.0
 
 
@@ -26,9 +27,10 @@ def px(length: float) -> str:
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
-def text_width(characters: int, size: float) -> float:
+def text_width(text: str, size: float) -> float:
     """The room that a label needs in its cell."""
-    return characters * size * _CHARACTER + _ROOM
+    widths = {"W": _WIDE, "I": _NARROW}
+    return size * sum(widths.get(letter, _OTHER) for letter in text) + _ROOM
 
 
 def path(left: Lengths, right: Lengths, top: Lengths, height: Lengths) -> str:

@@ -1,0 +1,97 @@
+"""Writes docs/pictures, the pictures of the README.
+
+    python tools/write_pictures.py
+    python tools/write_pictures.py --measure
+
+What is predicted above what is measured comes from `docs/pictures/measured.json`, which `--measure`
+makes anew, in half a minute on four processes: stages that sleep for fixed, unequal times, with
+costs from a run of 1F1B, foretell and then run interleaved 1F1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import schedir
+from schedir import (
+    Action,
+    CostModel,
+    Pipeline,
+    Timeline,
+    backward_input,
+    backward_weight,
+    forward,
+    optim_step,
+    schedule,
+)
+from schedir.library import Generator
+from schedir.render.styled import plain
+from schedir.render.svg import svg_blocks
+from schedir.simulator import load_timelines, save_timelines
+
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+MEASURED = PICTURES / "measured.json"
+
+
+@schedule("zb-h1")
+def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """ZB-H1 (Qi et al., arXiv 2401.10241): rank r keeps back r of its Ws, and fills its bubble."""
+    (stage,) = pipe.stages_of(rank)
+    warmup = min(pipe.ranks - 1 - rank, pipe.microbatches)
+    kept = min(rank, pipe.microbatches)
+    for m in range(warmup):
+        yield forward(stage, m)
+    for m in range(pipe.microbatches):
+        if m + warmup < pipe.microbatches:
+            yield forward(stage, m + warmup)
+        yield backward_input(stage, m)
+        if m >= kept:
+            yield backward_weight(stage, m - kept)
+    for m in range(pipe.microbatches - kept, pipe.microbatches):
+        yield backward_weight(stage, m)
+    yield optim_step(stage)
+
+
+def pictures() -> dict[str, str]:
+    """Each picture by the name of its file."""
+    one_f_one_b = _simulated("1f1b")
+    predicted, measured = load_timelines(MEASURED)
+    return {
+        "1f1b.svg": plain(svg_blocks(one_f_one_b)),
+        "interleaved-1f1b.svg": plain(svg_blocks(_simulated("interleaved-1f1b", chunks=2))),
+        "zb-h1.svg": plain(svg_blocks(_simulated(zero_bubble))),
+        "memory.svg": plain(svg_blocks(_simulated("fill-drain"), one_f_one_b, memory=True)),
+        "predicted-and-measured.svg": plain(svg_blocks(predicted, measured)),
+    }
+
+
+def _simulated(target: str | Generator, chunks: int | None = None) -> Timeline:
+    return schedir.simulate(schedir.build(target, ranks=4, microbatches=8, chunks=chunks))
+
+
+def measure() -> None:
+    """Run what is predicted, and save both timelines; of the steps, the one in the middle."""
+    from bench_predict import launch, source_of  # with torch, which pictures need not
+    from predicted_run import Run
+
+    target = Run("sleep", "interleaved-1f1b", ranks=4, microbatches=8, chunks=2, steps=9)
+    costs = CostModel.fit(launch(source_of(target, microbatches=4)).lines)
+    steps = sorted(launch(target).lines, key=lambda line: line.makespan)
+    measured = steps[len(steps) // 2]
+    save_timelines([schedir.simulate(measured.schedule, costs), measured], MEASURED)
+
+
+def main() -> None:
+    """Write all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--measure", action="store_true", help="make the measured run anew first")
+    if parser.parse_args().measure:
+        measure()
+    for name, picture in pictures().items():
+        (PICTURES / name).write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
