@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
-from schedir.ir import KINDS, Schedule
+from schedir.ir import KINDS, Kind, Schedule
 from schedir.render import palette
 from schedir.render.page_data import Part, page_data, parts_of, shown_at_first
 from schedir.render.palette import CAUSE_WORDS, WORDS, picture_fill
@@ -101,6 +101,8 @@ def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
         if kind in WORDS:
             shades = [picture_fill(kind, chunk).area for chunk in range(min(chunks, 4))]
             yield _swatch(shades, f"{kind.value} {WORDS[kind]}")
+    if any(KINDS[number] is Kind.OPTIM_STEP for number in occurring):
+        yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.traits.word)
     if any(s.columns.shared[s.columns.microbatch >= 0].any() for s in schedules):
         yield _swatch([palette.PAIR_FILL.area], "two as one")
 

@@ -57,13 +57,18 @@ function draw(canvas, lines) {
   }
   if (shown.critical) inPlot(pen, () => lines.forEach((line, at) => drawCritical(pen, line, at)));
   drawAxis(pen, lines);
+  if (!lowest()) return;
+  // How much of the ranks is in sight, and where.
+  const part = frame.height / (frame.height + lowest());
+  pen.fillStyle = page.ink.faint;
+  pen.fillRect(frame.left + frame.width + 3, AXIS + view.top * part, 3, frame.height * part);
 }
 
 function drawLanes(pen, lines, rows) {
   const ratio = devicePixelRatio;
   const width = Math.round(frame.width * ratio);
   const scale = width / (view.to - view.from);
-  const lanes = shown.transfers ? LANES : [COMPUTE];
+  const lanes = frame.placed.parts.strip ? LANES : [COMPUTE];
   frame.drawn = 0;
   pad.width = width;
   pad.height = rows.length * lanes.length || 1;
@@ -130,7 +135,7 @@ function drawMemory(pen, line, rank, base) {
   const [left, right] = [Math.max(frame.left, xOf(0)), Math.min(frame.left + frame.width, xOf(line.ticks))];
   let next = bisect(times, timeAt(left) - 1);
   let value = next ? values[next - 1] : 0;
-  let last = -1;
+  let last = 0;
   pen.beginPath();
   pen.moveTo(left, base);
   for (let x = left; x < right; x++) {

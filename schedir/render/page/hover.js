@@ -14,7 +14,7 @@ function under(lines, x, y) {
   if (shown.memory && depth > band.y + laneBox(IN + 1)[0] + laneBox(IN + 1)[1]) {
     return now < 0 || now > line.ticks ? null : { at: band.at, rank: band.rank, now };
   }
-  const lane = LANES.findLast((each) => depth - band.y >= laneBox(each)[0] && (shown.transfers || !each));
+  const lane = LANES.findLast((each) => depth - band.y >= laneBox(each)[0] && (parts.strip || !each));
   const place = nearest(line.lanes[band.rank][lane], now);
   if (place >= 0) return { at: band.at, place };
   const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], now);

@@ -1,12 +1,13 @@
 // Where every lane is: rows of ranks, one below the other, in pixels from the top of the first.
 
-const HEADING = 22;
+const HEADING = 22, EDGE = 5;
 // A rank's compute, its sends of activations and of gradients, and, from IN on, its receives.
 const LANES = [0, 1, 2, 3, 4], COMPUTE = 0, IN = 3;
 
 // The heights of the parts of a rank's row, given that of its compute lane.
 function heights(compute) {
-  const strip = shown.transfers ? Math.max(1, Math.round(compute / 10)) : 0;
+  // Where lanes are thin, transfers would be but a line each.
+  const strip = shown.transfers && compute > 7 ? Math.max(1, Math.round(compute / 10)) : 0;
   const curve = shown.memory ? Math.max(6, Math.round(compute * 0.8)) : 0;
   const gap = Math.max(1, Math.round(compute / 6));
   return { compute, strip, curve, gap, all: compute + 4 * strip + curve + gap };
@@ -16,11 +17,12 @@ function heights(compute) {
 function layout(lines, room) {
   const ranks = lines.reduce((sum, line) => sum + line.ranks, 0);
   const several = lines.length > 1;
+  const rows = ({ all, gap }) => ranks * all + (shown.paired ? (ranks / 2) * gap : 0);
   let compute = view.height || 48;
-  while (!view.height && compute > 5 && ranks * heights(compute).all + 60 * several > room) compute--;
+  while (!view.height && compute > 3 && EDGE + 2 * HEADING * several + rows(heights(compute)) > room) compute--;
   const parts = heights(compute);
   const bands = [];
-  let height = 5;
+  let height = EDGE;
   const add = (band, size) => {
     bands.push({ ...band, y: height });
     height += size;
