@@ -352,6 +352,14 @@ def check_timeline(timeline: schedir.Timeline) -> None:
     assert (ends[transfers.receive] <= starts[transfers.user])[seen].all()
     assert np.array_equal(starts[transfers.send], starts[transfers.receive])
     assert np.array_equal(ends[transfers.send], ends[transfers.receive], equal_nan=True)
+    # All idle time has its cause, and one chain leads from the beginning to the end.
+    for stats, waits in zip(timeline.ranks, timeline.idle, strict=True):
+        assert abs(sum(idle.end - idle.start for idle in waits) - stats.idle) < 1e-6
+    path = list(timeline.critical_path)
+    assert ends[path[-1]] == timeline.makespan
+    assert np.all(np.diff(starts[path][~np.isnan(starts[path])]) >= -error)
+    before = slice(columns.starts[columns.rank[path[0]]], path[0])
+    assert not compute[before].any()  # a rank's first, which waits for nobody
 
 
 def _assert_near(what: str, found: float, expected: float) -> None:
