@@ -223,6 +223,18 @@ def test_all_do_the_same_work() -> None:
             assert row.unit == (given and "ms")
 
 
+def test_times_are_shown_in_the_unit_that_they_are_read_in(run: Run) -> None:
+    argv = ["compare", "1f1b", "--cost", "forward=0.0001", "--cost", "backward=0.0002"]
+    assert run(*argv, "--cost", "unit=s")[1].splitlines() == [
+        "schedule        makespan (ms)  ratio  bubble  peak activations  delay",
+        "1f1b      best            3.3  1.000   27.3%                 4      0",
+    ]
+    found = json.loads(run(*argv, "--cost", "unit=s", "--json")[1])
+    assert found["unit"] == "s"
+    assert found["rows"][0]["makespan"] == pytest.approx(0.0033)
+    assert "makespan (µs)" in run(*argv, "--cost", "unit=us")[1]
+
+
 def test_costs_may_follow_from_the_number_of_stages() -> None:
     asked = []
 

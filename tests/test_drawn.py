@@ -174,7 +174,6 @@ def test_a_measured_file_is_drawn_at_its_median_step(run: Run) -> None:
         (["1f1b", "--against", "nope"], "no schedule is named 'nope'"),
         (["1f1b", "--against", "gpipe", "--json"], "--against draws"),
         (["1f1b", "--against", "gpipe", "--actions"], "--against draws"),
-        (["1f1b", "--against", "gpipe", "--why"], "--against draws"),
         (["empty.json"], "empty.json holds no timeline"),
         (["none.json"], "none.json: "),
     ],
@@ -200,24 +199,40 @@ def test_predicted_stands_above_measured_on_one_axis(run: Run, argv: list[str]) 
     costs = ["--cost", "forward=0.125", "--cost", "backward=0.25"]
     code, out, err = run("show", *argv, "--step", "5", *costs)
     assert (code, err) == (0, "")
-    above, below = rows_under(out, "predicted"), rows_under(out, "measured")
-    assert out.index("\npredicted\n") < out.index("\nmeasured\n")
-    assert "\ntime 0..8.25\n" in out
+    above, below = rows_under(out, "predicted"), rows_under(out, "measured, step 5")
+    assert out.index("\npredicted\n") < out.index("\nmeasured, step 5\n")
+    assert "\ntime (s) 0..8.25\n" in out
     start = above[0].index("F0")
     # Twice as slow, so that everything is twice as far to the right.
     assert [below[r].index("F0") - start for r in range(4)] == [
         2 * (above[r].index("F0") - start) for r in range(4)
     ]
     assert "predicted: makespan 4.125 s, bubble 27.3%\n" in out
-    assert "measured: makespan 8.25 s, bubble 27.3%, measured at step 5\n" in out
+    assert "measured, step 5: makespan 8.25 s, bubble 27.3%\n" in out
 
 
 def test_a_second_schedule_has_the_shape_of_what_was_measured(run: Run) -> None:
     save_timelines([measured(0, 1, ranks=2, microbatches=3)], "small.json")
     out = run("show", "gpipe", "--against", "small.json", "--cost", "forward=0.125")[1]
-    assert out.startswith("predicted: fill-drain: 2 ranks, 2 stages, 3 microbatches\n")
+    assert out.startswith("fill-drain: 2 ranks, 2 stages, 3 microbatches\n1f1b: 2 ranks, 2 stages")
     out = run("show", "1f1b", "--against", "interleaved-1f1b", "--chunks", "1", "--ranks", "2")[1]
-    assert "interleaved-1f1b: interleaved-1f1b: 2 ranks, 2 stages" in out
+    assert "\ninterleaved-1f1b: 2 ranks, 2 stages" in out
+
+
+def test_times_are_shown_in_the_unit_that_they_are_read_in(run: Run) -> None:
+    costs = ["--cost", "forward=0.0001", "--cost", "backward=0.0002", "--cost", "unit=s"]
+    out = run("show", "1f1b", *costs)[1]
+    assert "\ntime (ms) 0..3.3\n" in out
+    assert "\nmakespan 3.3 ms, bubble 27.3%\n" in out
+    out = run("show", "1f1b", *costs, "--against", "run.json")[1]
+    assert "\npredicted: makespan 0.0033 s, bubble 27.3%\n" in out
+    assert makespan(run, "1f1b", *costs) == pytest.approx(0.0033)
+    assert (
+        "makespan 330 µs"
+        in run(
+            "show", "1f1b", "--cost", "forward=10", "--cost", "backward=20", "--cost", "unit=us"
+        )[1]
+    )
 
 
 def test_of_one_name_the_timelines_are_numbered(run: Run) -> None:
@@ -246,7 +261,7 @@ def test_the_drawing_of_two_fits_and_shows_every_cell(width: int, name: str) -> 
     page = Page(width=width, against=measured(1, 1.5))
     text = plain(outputs_of("show")[name].write(measured(0, 1), page).blocks)
     drawing = text.partition("\nF forward")[0].split("\n\n", 1 if name == "full" else 0)[-1]
-    drawing = drawing[drawing.index("0 ") :]
+    drawing = drawing[drawing.index("\nrank ") if name == "overview" else 0 :]
     assert max(map(len, drawing.splitlines()[1:])) <= width
     if name == "full":
         for microbatch in range(8):

@@ -220,8 +220,8 @@ def test_two_timelines_one_after_the_other() -> None:
         line.schedule, line.starts * 1.5, line.ends * 1.5, unit="s", measured=Measured(0)
     )
     text = why(line, against=measured)
-    assert text.startswith("predicted: 1f1b: 2 ranks, 2 stages, 2 microbatches\nmakespan 9,")
-    assert "\n\nmeasured: 1f1b: 2 ranks, 2 stages, 2 microbatches\nmakespan 13.5 s," in text
+    assert text.startswith("predicted: 1f1b: 2 ranks, 2 stages, 2 microbatches\nmakespan 9 s,")
+    assert "\n\nmeasured, step 0: 1f1b: 2 ranks, 2 stages, 2 microbatches\nmakespan 13.5 s," in text
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.why and (lists or args.full or args.json):
         args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
-    if args.against is not None and (lists or args.json or args.why):
-        args.parser.error("--against draws: leave out --json, --why, --actions and --compute-only")
+    if args.against is not None and (lists or args.json):
+        args.parser.error("--against draws: leave out --json, --actions and --compute-only")
     with progress("simulating"):
         lines = drawn(args)
     output = outputs_of("show")[_form(args, args.full or lists)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import attrs
 
 from schedir.render.styled import number
-from schedir.simulator import Timeline
+from schedir.simulator import Timeline, Unit, factor, in_unit
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_SHOWN = {"s": "s", "ms": "ms", "us": "µs"}
+_SECONDS: dict[Unit, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_SHOWN: dict[Unit, str] = {"s": "s", "ms": "ms", "us": "µs"}
 
 
 @attrs.frozen
@@ -38,13 +39,36 @@ def clock_of(*timelines: Timeline) -> Clock:
     A timeline without a unit is taken to have that of the others.
     """
     units = [timeline.unit for timeline in timelines]
-    known = next(filter(None, units), None)
+    known = next((unit for unit in units if unit is not None), None)
     if known is None:
         return Clock("", (1.0,) * len(timelines))
     seconds = [_SECONDS[unit or known] for unit in units]
     longest = max(line.makespan * each for line, each in zip(timelines, seconds, strict=True))
-    unit = next((unit for unit, each in _SECONDS.items() if longest >= each), "us")
+    unit = _largest(longest)
     return Clock(_SHOWN[unit], tuple(_ratio(each, _SECONDS[unit]) for each in seconds))
+
+
+def _largest(seconds: float) -> Unit:
+    return next((unit for unit, each in _SECONDS.items() if seconds >= each), "us")
+
+
+def unit_of(times: Iterable[float], unit: Unit) -> tuple[str, float]:
+    """The largest unit of which the longest of some times takes at least one, and how many of that
+    make one of theirs."""
+    shown = _largest(max(times, default=0) * _SECONDS[unit])
+    return _SHOWN[shown], factor(unit, shown)
+
+
+def readable(*timelines: Timeline) -> list[Timeline]:
+    """The timelines in that unit, as they are where it may be any."""
+    shown = clock_of(*timelines).unit
+    unit = next((unit for unit, name in _SHOWN.items() if name == shown), None)
+    return list(timelines) if unit is None else [in_unit(line, unit) for line in timelines]
+
+
+def with_unit(time: float, unit: Unit | None) -> str:
+    """A time with its unit, if it has one."""
+    return number(time) if unit is None else f"{number(time)} {_SHOWN[unit]}"
 
 
 def _ratio(one: float, other: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from schedir.render.clock import unit_of
 from schedir.render.styled import Block, Piece, Table, count, fill, table
 from schedir.search import Comparison, Problem, Row
 
@@ -117,7 +118,11 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
 
 
 def _columns(comparison: Comparison) -> Iterator[_Column]:
-    rows, unit = comparison.rows, f" ({comparison.unit})" if comparison.unit else ""
+    rows, unit, factor = comparison.rows, "", 1.0
+    if comparison.unit is not None:
+        times = [row.makespan for row in rows if row.makespan is not None]
+        name, factor = unit_of(times, comparison.unit)
+        unit = f" ({name})"
     yield _Column("schedule", "<", lambda row: row.target)
     if any(_remark(comparison, row) for row in rows):
         yield _Column("", "<", lambda row: _remark(comparison, row))
@@ -128,9 +133,9 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
         yield _Column("V", ">", lambda row: _shown(row.chunks, "{}"))
     each = comparison.per_microbatch
-    yield _Column(f"makespan{unit}", ">", lambda row: _time(row.makespan), spare=each)
+    yield _Column(f"makespan{unit}", ">", lambda row: _time(row.makespan, factor), spare=each)
     if each:
-        yield _Column("makespan/M", ">", lambda row: _time(row.time_per_microbatch))
+        yield _Column("makespan/M", ">", lambda row: _time(row.time_per_microbatch, factor))
     yield _Column("ratio", ">", lambda row: _shown(comparison.ratio(row), "{:.3f}"))
     yield _Column("bubble", ">", lambda row: _shown(row.bubble_fraction, "{:.1%}"), spare=True)
     yield _Column("peak activations", ">", _activations)
@@ -210,10 +215,11 @@ def _activations(row: Row) -> str:
     return f"{row.peak_activations}" + (f" × {share}" if share != 1 else "")
 
 
-def _time(value: float | None) -> str:
+def _time(value: float | None, factor: float) -> str:
     """In five digits: the sixth decides nothing."""
     if value is None:
         return ""
+    value *= factor
     return f"{value:.5g}" if value < 10**5 and value != int(value) else f"{value:.0f}"
 
 

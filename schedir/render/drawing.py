@@ -17,7 +17,8 @@ from schedir.render.styled import Piece
 class Drawing:
     """`rows[i]` are the cells, ascending, after `heads[i]`; `corner` stands before the ruler.
 
-    The heads, and the corner, are of one width. `legend` says what the letters mean.
+    The heads, and the corner, are of one width, but for those of rows without cells. `legend` says
+    what the letters mean.
     """
 
     corner: str
@@ -129,13 +130,12 @@ def stacked(corner: str, groups: Sequence[Group], axis: Axis, legend: str) -> Dr
     """One drawing of several timelines, below each other on one axis, each under its name."""
     if len(groups) == 1:
         return Drawing(corner, groups[0].heads, groups[0].rows, axis, legend)
-    width = max(len(corner), *(len(group.name) + 1 for group in groups))
     heads: list[str] = []
     rows: list[Sequence[Cell]] = []
     for group in groups:
-        heads += [group.name.ljust(width), *(head.rjust(width) for head in group.heads)]
+        heads += [group.name, *group.heads]
         rows += [(), *group.rows]
-    return Drawing(corner.rjust(width), heads, rows, axis, legend)
+    return Drawing(corner, heads, rows, axis, legend)
 
 
 def gap(head: str, note: str) -> tuple[str, list[Cell]]:

@@ -12,6 +12,7 @@ import attrs
 
 from schedir.checker import Report
 from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
+from schedir.render.clock import readable
 from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
@@ -64,20 +65,31 @@ class Output:
     communication: Literal["with", "without", "either"] = "either"
 
 
+def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None]:
+    """A timeline and what it stands against, both in the unit that they are read in."""
+    if page.against is None:
+        return readable(timeline)[0], None
+    first, second = readable(timeline, page.against)
+    return first, second
+
+
 def _overview(timeline: Timeline, page: Page) -> Written:
     from schedir.render.overview import overview_blocks  # a pipe starts without it
 
-    return Written(overview_blocks(timeline, page.width or 80, page.height, page.against))
+    first, second = _readable(timeline, page)
+    return Written(overview_blocks(first, page.width or 80, page.height, second))
 
 
 def _timeline(timeline: Timeline, page: Page) -> Written:
-    return Written(timeline_blocks(timeline, page.width, page.against))
+    first, second = _readable(timeline, page)
+    return Written(timeline_blocks(first, page.width, second))
 
 
 def _why(timeline: Timeline, page: Page) -> Written:
     from schedir.render.why import why_blocks  # a pipe starts without it
 
-    return Written(why_blocks(timeline, page.width, page.against))
+    first, second = _readable(timeline, page)
+    return Written(why_blocks(first, page.width, second))
 
 
 def _timeline_json(timeline: Timeline, page: Page) -> Written:

@@ -18,12 +18,13 @@ import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
+from schedir.render.clock import with_unit
 from schedir.render.drawing import Drawing, Group, gap, stacked
 from schedir.render.legend import kinds_in_words, legend, painted_legend
 from schedir.render.palette import LEFT_OUT, PAIR
 from schedir.render.steady import Repeat, repeats
 from schedir.render.styled import Block, Panel, Piece, count, fill, number
-from schedir.render.timeline import duration, names, statistics, title
+from schedir.render.timeline import names, statistics, title
 from schedir.simulator import Timeline
 
 _CORNER = "rank  "
@@ -45,7 +46,7 @@ def overview_blocks(
     """
     several = [timeline] if against is None else [timeline, against]
     costs = [
-        list(_costs(line, name, timeline.makespan))
+        list(_costs(line, several, name))
         for line, name in zip(several, _names(several), strict=True)
     ]
     shapes = dict.fromkeys(title(line.schedule) for line in several)
@@ -74,24 +75,28 @@ def _names(timelines: Sequence[Timeline]) -> list[str]:
     return [name and name.ljust(max(map(len, found)) + 2) for name in found]
 
 
-def _costs(timeline: Timeline, name: str, first: float) -> Iterator[Piece]:
-    """Makespan, bubble and peaks, the numbers set off from the words; as a multiple of the `first`
-    makespan where it is another."""
-    ranks, measured = timeline.ranks, timeline.measured
-    ratio = f" (× {timeline.makespan / first:.3f})" if first not in (0, timeline.makespan) else ""
-    found = [
-        ("makespan", duration(timeline, timeline.makespan) + ratio),
-        ("bubble", f"{timeline.bubble_fraction:.1%}"),
-        ("peak activations", str(max(rank.peak_activations for rank in ranks))),
-    ]
-    if not name:  # of two there is room for what they are most of all compared by
-        found.append(("weight versions", str(max(rank.weight_versions for rank in ranks))))
-    if measured is not None:
-        found.append(("step", str(measured.step)))
+def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterator[Piece]:
+    """Makespan, bubble and peaks, the numbers set off from the words; of one of several, what sets
+    it apart from the first."""
+    first, makespan = several[0].makespan, with_unit(timeline.makespan, timeline.unit)
+    if first and timeline.makespan != first:
+        makespan += f" (× {timeline.makespan / first:.2f})"
+    found = [("makespan", makespan), ("bubble", f"{timeline.bubble_fraction:.1%}")]
+    if len(several) == 1 or len({_peak(line) for line in several}) > 1:
+        found.append(("peak activations", str(_peak(timeline))))
+    if len(several) == 1:
+        versions = max(rank.weight_versions for rank in timeline.ranks)
+        found.append(("weight versions", str(versions)))
+        if timeline.measured is not None:
+            found.append(("step", str(timeline.measured.step)))
     yield Piece(name)
     for turn, (what, value) in enumerate(found):
         yield Piece(f"{'   ' if turn else ''}{what} ")
         yield Piece(value, "bold")
+
+
+def _peak(timeline: Timeline) -> int:
+    return max(rank.peak_activations for rank in timeline.ranks)
 
 
 def _lines(drawing: Drawing, width: int) -> int:

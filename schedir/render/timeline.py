@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 from schedir.ir import Schedule
 from schedir.render.axis import Axis
+from schedir.render.captions import caption
 from schedir.render.cells import Labels, rows_of
+from schedir.render.clock import clock_of, with_unit
 from schedir.render.drawing import Drawing, Group, stacked
 from schedir.render.legend import legend, painted_legend
 from schedir.render.styled import Block, Piece, Table, coloured, count, fill, number, plain
@@ -56,16 +58,17 @@ def timeline_blocks(
     """The same as blocks, for whatever writes them; a second timeline is drawn below the first."""
     lines = [timeline] if against is None else [timeline, against]
     drawing = drawing_of(*lines)
-    for line, name in zip(lines, names(*lines), strict=True):
-        yield Piece(f"{fill(_after(name) + title(line.schedule), width)}\n")
+    axis_title = clock_of(*lines).title
+    for shape in dict.fromkeys(title(line.schedule) for line in lines):
+        yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
     for left, end in drawing.pages(width):
-        yield Piece(f"time {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
+        yield Piece(f"{axis_title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
         yield from drawing.page(left, end)
         yield Piece("\n")
     yield from painted_legend(fill(drawing.legend, width))
     for line, name in zip(lines, names(*lines), strict=True):
-        yield Piece(f"\n{_after(name)}{verdict(line)}\n\n")
+        yield Piece(f"\n{f'{name}: {_costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
 
 
@@ -73,18 +76,13 @@ def names(*timelines: Timeline) -> list[str]:
     """What sets several timelines apart; nothing for a single one."""
     if len(timelines) == 1:
         return [""]
-    measured = [line.measured is not None for line in timelines]
-    if any(measured):
-        found = ["measured" if of_a_run else "predicted" for of_a_run in measured]
+    if any(line.measured for line in timelines):
+        found = [caption(line) for line in timelines]
     else:
         found = [line.schedule.name for line in timelines]
     if len(set(found)) < len(found):
         found = [f"{name} ({turn})" for turn, name in enumerate(found, 1)]
     return found
-
-
-def _after(name: str) -> str:
-    return f"{name}: " if name else ""
 
 
 def drawing_of(*timelines: Timeline) -> Drawing:
@@ -115,16 +113,15 @@ def title(schedule: Schedule) -> str:
     )
 
 
-def duration(timeline: Timeline, time: float) -> str:
-    """A time of the timeline with its unit, if it has one."""
-    return f"{number(time)} {timeline.unit}" if timeline.unit else number(time)
-
-
 def verdict(timeline: Timeline) -> str:
     """What a schedule costs, in two numbers, and at which step where that was measured."""
-    makespan, measured = duration(timeline, timeline.makespan), timeline.measured
-    at = f", measured at step {measured.step}" if measured else ""
-    return f"makespan {makespan}, bubble {timeline.bubble_fraction:.1%}{at}"
+    measured = timeline.measured
+    return _costs(timeline) + (f", measured at step {measured.step}" if measured else "")
+
+
+def _costs(timeline: Timeline) -> str:
+    makespan = with_unit(timeline.makespan, timeline.unit)
+    return f"makespan {makespan}, bubble {timeline.bubble_fraction:.1%}"
 
 
 def statistics(timeline: Timeline) -> Table:
