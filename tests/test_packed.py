@@ -101,6 +101,13 @@ def test_strings_of_the_script_stay_as_they_are() -> None:
     assert "//" not in served
 
 
+def test_the_script_is_written_for_people() -> None:
+    for name in SCRIPTS:
+        text = (ROOT / "schedir" / "render" / "page" / f"{name}.js").read_text()
+        assert text.startswith("// ")
+        assert max(map(len, text.splitlines())) <= 100, name
+
+
 def test_all_files_of_the_page_are_shipped() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["schedir.render"]

@@ -36,6 +36,7 @@ _HELP = (
     ("w s", "or wheel: zoom"),
     ("a d", "or drag: move"),
     ("q e", "lower, higher lanes"),
+    ("PgUp PgDn", "other ranks"),
     ("f", "fit"),
     ("← → ↑ ↓", "from action to action"),
     ("Esc", "let go"),

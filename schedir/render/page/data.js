@@ -159,18 +159,18 @@ function readIdle(stream, line) {
   const before = new Int32Array(line.count).fill(-1);
   for (let i = count - 1; i >= 0; i--) before[entry[i]] = i;
   const lanes = Array.from({ length: line.ranks }, (_, rank) => {
-    const ids = Int32Array.from({ length: bounds[rank + 1] - bounds[rank] }, (_, i) => bounds[rank] + i);
-    return new Lane(ids, starts, ends);
+    const length = bounds[rank + 1] - bounds[rank];
+    return new Lane(Int32Array.from({ length }, (_, i) => bounds[rank] + i), starts, ends);
   });
   return { lanes, starts, ends, cause, entry, before, transfer, blamed };
 }
 
 // One number for the colour of each place: its kind, and the turn of its stage on its rank.
 function stylesOf(line) {
-  const turns = line.stages.map((stages) => new Map(stages.map((stage, turn) => [stage, turn % 4])));
+  const turns = line.stages.map((own) => new Map(own.map((stage, turn) => [stage, turn % 4])));
   return line.kind.map((kind, place) => {
-    const paired = line.lane[place] === COMPUTE && line.joined[place + 1];
-    return 4 * (paired ? page.kinds.length : kind) + (paired ? 0 : turns[line.rank[place]].get(line.stage[place]) || 0);
+    if (line.lane[place] === COMPUTE && line.joined[place + 1]) return 4 * page.kinds.length;
+    return 4 * kind + (turns[line.rank[place]].get(line.stage[place]) || 0);
   });
 }
 

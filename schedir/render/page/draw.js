@@ -1,5 +1,5 @@
-// Draws what `view` shows: lanes, labels, memory, critical path and axis on one canvas, and what the
-// pointer is at on another above it, which alone is drawn anew when it moves.
+// Draws what `view` shows: lanes, labels, memory, critical path and axis on one canvas, and what
+// the pointer is at on another above it, which alone is drawn anew when it moves.
 
 const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const frame = { drawn: 0 };
@@ -23,7 +23,8 @@ const lowest = () => Math.max(0, frame.placed.height - frame.height + FOOT);
 // A context in pixels of the page, on a canvas that has all pixels of the screen.
 function penOf(canvas) {
   const ratio = devicePixelRatio;
-  const [width, height] = [canvas.clientWidth, canvas.clientHeight].map((side) => Math.round(side * ratio));
+  const sides = [canvas.clientWidth, canvas.clientHeight];
+  const [width, height] = sides.map((side) => Math.round(side * ratio));
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -50,7 +51,8 @@ function draw(canvas, lines) {
     const { compute, all, curve } = placed.parts;
     // Where lanes are thin, not each is named.
     if (band.rank % Math.ceil(11 / all) === 0) {
-      write(pen, `${all > 11 ? "rank " : ""}${band.rank}`, GUTTER - 6, y + compute / 2, page.ink.ink);
+      const name = all > 11 ? `rank ${band.rank}` : band.rank;
+      write(pen, name, GUTTER - 6, y + compute / 2, page.ink.ink);
     }
     if (compute >= 9) drawLabels(pen, lines[band.at], band.rank, y);
     if (curve) drawMemory(pen, lines[band.at], band.rank, y + all - placed.parts.gap);
@@ -81,10 +83,12 @@ function drawLanes(pen, lines, rows) {
       const within = (ticks) => Math.max(0, Math.round((ticks - view.from) * scale));
       pixels.fill(colours.idle, within(0), within(line.ticks));
       if (lane === COMPUTE && shown.causes) {
-        rasterise(line.idle.lanes[rank], scale, pixels, (idle) => colours.causes[line.idle.cause[idle]]);
+        const { lanes, cause } = line.idle;
+        rasterise(lanes[rank], scale, pixels, (idle) => colours.causes[cause[idle]]);
       }
+      const { areas, pale } = colours;
       frame.drawn += rasterise(line.lanes[rank][lane], scale, pixels, (place) =>
-        (shown.critical && !line.critical[place] ? colours.pale : colours.areas)[line.style[place]]);
+        (shown.critical && !line.critical[place] ? pale : areas)[line.style[place]]);
     }
   });
   pad.getContext("2d").putImageData(image, 0, 0);
@@ -93,7 +97,8 @@ function drawLanes(pen, lines, rows) {
     for (const lane of lanes) {
       const [y, height] = laneBox(lane);
       const top = Math.round((yOf(band) + y) * ratio) / ratio;
-      pen.drawImage(pad, 0, row * lanes.length + lane, width, 1, frame.left, top, width / ratio, height);
+      const from = row * lanes.length + lane;
+      pen.drawImage(pad, 0, from, width, 1, frame.left, top, width / ratio, height);
     }
   });
 }
@@ -132,7 +137,9 @@ function drawMemory(pen, line, rank, base) {
   const { curve } = frame.placed.parts;
   const { peak } = line.memory;
   const { times, values } = line.memory.ranks[rank];
-  const [left, right] = [Math.max(frame.left, xOf(0)), Math.min(frame.left + frame.width, xOf(line.ticks))];
+  const left = Math.max(frame.left, xOf(0));
+  const right = Math.max(left, Math.min(frame.left + frame.width, xOf(line.ticks)));
+  const y = (value) => base - (value / peak) * (curve - 3);
   let next = bisect(times, timeAt(left) - 1);
   let value = next ? values[next - 1] : 0;
   let last = 0;
@@ -141,12 +148,14 @@ function drawMemory(pen, line, rank, base) {
   for (let x = left; x < right; x++) {
     // The most of all that there is within a pixel.
     let most = value;
-    for (const end = timeAt(x + 1); times[next] < end; next++) most = Math.max(most, (value = values[next]));
-    if (most !== last) pen.lineTo(x, base - (last / peak) * (curve - 3)), pen.lineTo(x, base - (most / peak) * (curve - 3));
+    for (const end = timeAt(x + 1); times[next] < end; next++) {
+      most = Math.max(most, (value = values[next]));
+    }
+    if (most !== last) pen.lineTo(x, y(last)), pen.lineTo(x, y(most));
     last = most;
   }
-  pen.lineTo(Math.max(left, right), base - (last / peak) * (curve - 3));
-  pen.lineTo(Math.max(left, right), base);
+  pen.lineTo(right, y(last));
+  pen.lineTo(right, base);
   pen.fillStyle = page.ink.memoryFill;
   pen.fill();
   pen.strokeStyle = page.ink.memory;
@@ -208,11 +217,14 @@ function drawAxis(pen, lines) {
     pen.lineTo(x, AXIS - 1);
   }
   pen.stroke();
-  write(pen, name ? `time (${name})` : "time", frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
+  const title = name ? `time (${name})` : "time";
+  write(pen, title, frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
   // Where each timeline ends.
   inPlot(pen, () => {
     pen.setLineDash([2, 3]);
-    for (const line of lines) pen.strokeRect(Math.round(xOf(line.ticks)) + 0.5, AXIS, 0, frame.placed.height - view.top);
+    for (const line of lines) {
+      pen.strokeRect(Math.round(xOf(line.ticks)) + 0.5, AXIS, 0, frame.placed.height - view.top);
+    }
   });
 }
 
@@ -222,15 +234,17 @@ function drawOver(canvas, lines, found) {
   inPlot(pen, () => {
     for (const each of [selected, found]) {
       if (!each || each.place === undefined) continue;
-      const line = lines[each.at];
-      const { place } = each;
+      const { at, place } = each;
+      const line = lines[at];
       pen.strokeStyle = pen.fillStyle = page.ink.ink;
       pen.lineWidth = 1.5;
-      if (shown.dependencies) for (const [from, to] of dependenciesOf(line, place)) drawArrow(pen, each.at, line, from, to);
+      const pairs = shown.dependencies ? dependenciesOf(line, place) : [];
+      for (const [from, to] of pairs) drawArrow(pen, at, line, from, to);
       pen.lineWidth = 2;
-      const height = laneBox(line.lane[place])[1];
+      const height = laneBox(line.lane[place])[1] + 2;
       const [left, right] = [xOf(line.start[place]), xOf(line.end[place])];
-      pen.strokeRect(left - 1, middleOf(each.at, line, place) - height / 2 - 1, Math.max(2, right - left) + 2, height + 2);
+      const top = middleOf(at, line, place) - height / 2;
+      pen.strokeRect(left - 1, top, Math.max(2, right - left) + 2, height);
     }
   });
 }
@@ -269,6 +283,8 @@ function drawArrow(pen, at, line, from, to) {
   const angle = Math.atan2(y1 - y0, x1 - x0);
   pen.beginPath();
   pen.moveTo(x1, y1);
-  for (const turn of [-0.4, 0.4]) pen.lineTo(x1 - 8 * Math.cos(angle + turn), y1 - 8 * Math.sin(angle + turn));
+  for (const side of [angle - 0.4, angle + 0.4]) {
+    pen.lineTo(x1 - 8 * Math.cos(side), y1 - 8 * Math.sin(side));
+  }
   pen.fill();
 }

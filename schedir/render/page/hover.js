@@ -14,7 +14,8 @@ function under(lines, x, y) {
   if (shown.memory && depth > band.y + laneBox(IN + 1)[0] + laneBox(IN + 1)[1]) {
     return now < 0 || now > line.ticks ? null : { at: band.at, rank: band.rank, now };
   }
-  const lane = LANES.findLast((each) => depth - band.y >= laneBox(each)[0] && (parts.strip || !each));
+  const lanes = parts.strip ? LANES : [COMPUTE];
+  const lane = lanes.findLast((each) => depth - band.y >= laneBox(each)[0]);
   const place = nearest(line.lanes[band.rank][lane], now);
   if (place >= 0) return { at: band.at, place };
   const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], now);
@@ -26,7 +27,8 @@ function nearest(lane, time) {
   const pixel = (view.to - view.from) / frame.width;
   let best = -1;
   let least = NEAR;
-  for (let i = lane.after(time + NEAR * pixel) - 1; i >= 0 && lane.reach[i] >= time - NEAR * pixel; i--) {
+  const [early, late] = [time - NEAR * pixel, time + NEAR * pixel];
+  for (let i = lane.after(late) - 1; i >= 0 && lane.reach[i] >= early; i--) {
     const narrow = lane.end[i] - lane.start[i] < 2 * pixel;
     const off = Math.max(lane.start[i] - time, time - lane.end[i], 0) / pixel;
     // What is narrow comes before the wide one that it lies on, two pixels either side.
@@ -44,7 +46,8 @@ function tell(box, lines, found, x, y) {
     found.place !== undefined ? [token(line, found.place), about(lines, found.at, found.place)]
     : found.idle !== undefined ? ["idle", aboutIdle(line, found.idle)]
     : [`rank ${found.rank}`, aboutKept(line, found)];
-  box.replaceChildren(element("strong", lines.length > 1 ? `${heading} · ${line.label}` : heading), element("dl"));
+  const title = lines.length > 1 ? `${heading} · ${line.label}` : heading;
+  box.replaceChildren(element("strong", title), element("dl"));
   for (const [name, value] of rows) box.lastChild.append(element("dt", name), element("dd", value));
   const { clientWidth, clientHeight } = box.parentElement;
   const left = x + 16 + box.offsetWidth > clientWidth ? x - 12 - box.offsetWidth : x + 16;

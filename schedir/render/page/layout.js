@@ -19,7 +19,8 @@ function layout(lines, room) {
   const several = lines.length > 1;
   const rows = ({ all, gap }) => ranks * all + (shown.paired ? (ranks / 2) * gap : 0);
   let compute = view.height || 48;
-  while (!view.height && compute > 3 && EDGE + 2 * HEADING * several + rows(heights(compute)) > room) compute--;
+  const most = room - EDGE - 2 * HEADING * several;
+  while (!view.height && compute > 3 && rows(heights(compute)) > most) compute--;
   const parts = heights(compute);
   const bands = [];
   let height = EDGE;
@@ -28,10 +29,12 @@ function layout(lines, room) {
     height += size;
   };
   const row = (at, rank) => rank < lines[at].ranks && add({ at, rank }, parts.all);
-  const most = Math.max(...lines.map((line) => line.ranks));
   if (shown.paired) {
     add({ text: lines.map((line) => line.label).join(", and below it ") }, HEADING);
-    for (let rank = 0; rank < most; rank++, height += parts.gap) lines.forEach((_, at) => row(at, rank));
+    for (let rank = 0; lines.some((line) => rank < line.ranks); rank++) {
+      lines.forEach((_, at) => row(at, rank));
+      height += parts.gap;
+    }
   } else {
     lines.forEach((line, at) => {
       if (several) add({ text: `${line.label}: ${line.says}` }, HEADING);

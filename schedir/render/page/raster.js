@@ -35,7 +35,9 @@ function rasterise(lane, scale, pixels, colourOf) {
       sum += taken[k];
       if (taken[k] > most) (most = taken[k]), (best = seen[k]);
     }
-    if (sum && pixel >= 0 && pixel < width) pixels[pixel] = mix(pixels[pixel], best, Math.min(1, sum));
+    if (sum && pixel >= 0 && pixel < width) {
+      pixels[pixel] = mix(pixels[pixel], best, Math.min(1, sum));
+    }
     seen.length = 0;
   }
   for (let i = first; i < last; i++) {
@@ -62,6 +64,8 @@ function rasterise(lane, scale, pixels, colourOf) {
     wide = b - a >= CROWDED;
   }
   settle();
-  for (const [at, colour] of marks) pixels.fill(colour, Math.max(0, Math.min(at, width - 2)), Math.max(0, at + 2));
+  for (const [at, colour] of marks) {
+    pixels.fill(colour, Math.max(0, Math.min(at, width - 2)), Math.max(0, at + 2));
+  }
   return Math.max(0, last - first);
 }

@@ -21,14 +21,17 @@ async function start() {
   function point() {
     found = pointer && under(lines, ...pointer);
     drawOver(over, lines, found);
-    const { at, place } = selected || {};
-    const spot = found || !selected ? pointer : [xOf(lines[at].end[place]), middleOf(at, lines[at], place)];
-    tell(box, lines, found || selected, ...(spot || []));
+    let spot = pointer || [];
+    if (selected && !found) {
+      const { at, place } = selected;
+      spot = [xOf(lines[at].end[place]), middleOf(at, lines[at], place)];
+    }
+    tell(box, lines, found || selected, ...spot);
   }
   function select(next) {
     selected = next && next.place !== undefined ? next : null;
-    const words = selected ? [token(lines[next.at], next.place), about(lines, next.at, next.place)] : [];
-    byId("said").textContent = words.flat(2).join(" ");
+    const said = selected && [token(lines[next.at], next.place), about(lines, next.at, next.place)];
+    byId("said").textContent = said ? said.flat(2).join(" ") : "";
     ask();
   }
   // To the next or the one before in its lane, or to another rank at the same time.
@@ -38,11 +41,13 @@ async function start() {
     const line = lines[at];
     const lanes = line.lanes[line.rank[place] + across];
     const there = lanes && lanes[line.lane[place]];
-    const next = there && there.id[across ? Math.max(0, there.after(line.start[place]) - 1) : there.id.indexOf(place) + along];
+    if (!there) return;
+    const same = there.after(line.start[place]) - 1;
+    const next = there.id[across ? Math.max(0, same) : there.id.indexOf(place) + along];
     if (next === undefined) return;
     const middle = (line.start[next] + line.end[next]) / 2;
     const half = (view.to - view.from) / 2;
-    if (Math.abs(middle - view.from - half) > half) goTo({ from: middle - half, to: middle + half });
+    if (middle < view.from || middle > view.to) goTo({ from: middle - half, to: middle + half });
     select({ at, place: next });
   }
 
@@ -61,7 +66,11 @@ async function start() {
   }
   open();
   addEventListener("hashchange", () => location.hash !== fragment() && open());
-  listen(canvas, select, step, (...spot) => ((pointer = spot.length ? spot : null), point(), found));
+  listen(canvas, select, step, (...spot) => {
+    pointer = spot.length ? spot : null;
+    point();
+    return found;
+  });
   new ResizeObserver(ask).observe(canvas);
   paint();
   // For whoever wants to know what is seen: a test, a benchmark, the console.
@@ -116,7 +125,10 @@ function listen(canvas, select, step, at) {
   });
   canvas.addEventListener("pointerleave", () => at());
 
-  const lane = (factor) => goTo({ height: Math.round(Math.min(120, Math.max(3, frame.placed.parts.compute * factor))) });
+  const lane = (factor) => {
+    const height = Math.round(frame.placed.parts.compute * factor);
+    goTo({ height: Math.min(120, Math.max(3, height)) });
+  };
   const keys = {
     w: () => zoom(0.7), s: () => zoom(1 / 0.7), a: () => pan(-0.15), d: () => pan(0.15),
     q: () => lane(0.75), e: () => lane(1.34), f: () => goTo(whole()),

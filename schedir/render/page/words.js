@@ -78,7 +78,8 @@ function about(lines, at, place) {
 function aboutIdle(line, idle) {
   const { starts, ends, cause, blamed, transfer } = line.idle;
   const rows = [["", `${time(ends[idle] - starts[idle])}, ${page.causes[cause[idle]].word}`]];
-  if (blamed[idle] >= 0) rows.push(["waits for", `${token(line, blamed[idle])} on rank ${line.rank[blamed[idle]]}`]);
+  const maker = blamed[idle];
+  if (maker >= 0) rows.push(["waits for", `${token(line, maker)} on rank ${line.rank[maker]}`]);
   if (transfer[idle] >= 0) rows.push(["through", token(line, transfer[idle])]);
   return rows;
 }
