@@ -174,6 +174,17 @@ def test_what_else_is_said_of_a_wait() -> None:
     assert "sums of gradients 1 (14.3%)" in why(line)
 
 
+def test_a_pair_is_named_as_one() -> None:
+    #   time    0    1    2    3    4    5    6    7
+    #   rank 0  0F0------ 0F1------           0B0-- ...
+    #   rank 1                 1F0       (1F1;1B0)---- 1B1
+    lists = "0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"
+    costs = CostModel(forward=(2, 1), latency=1)
+    text = why(schedir.simulate(schedir.Schedule.of("x", [0, 1], lists), costs))
+    assert "communication: (1F1;1B0) waits for 0SEND_ACT1 on rank 0\n" in text
+    assert "  rank 1: (1F1;1B0)\n" in text
+
+
 def test_on_a_narrow_screen_shares_alone() -> None:
     line = schedir.simulate(schedir.build("1f1b", ranks=4, microbatches=8), CostModel(latency=0.5))
     narrow = why(line, width=80)

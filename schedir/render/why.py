@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from schedir.ir import Columns
 from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
 from schedir.render.path import CriticalPath, Stretch
 from schedir.render.styled import Block, Piece, Table, count, fill, number
@@ -150,6 +151,12 @@ def _span(timeline: Timeline, start: float, end: float) -> str:
     return f"{_number(timeline, start)}..{_number(timeline, end)}"
 
 
+def _named(columns: Columns, place: int) -> str:
+    """The entry whose first action is at a place."""
+    actions = [str(columns.action(part)) for part in range(place, int(columns.last[place]) + 1)]
+    return actions[0] if len(actions) == 1 else f"({';'.join(actions)})"
+
+
 def _why(timeline: Timeline, idle: Idle) -> str:
     """What a stretch of idle time is for, in words."""
     columns = timeline.schedule.columns
@@ -157,7 +164,7 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     def placed(place: int) -> str:
         return f"{columns.action(place)} on rank {columns.rank[place]}"
 
-    entry = "" if idle.entry is None else f"{columns.action(idle.entry)} "
+    entry = "" if idle.entry is None else f"{_named(columns, idle.entry)} "
     word = CAUSE_WORDS[idle.cause]
     if idle.blamed is None:
         return f"{word}: {entry}has all that it needs"
@@ -215,7 +222,7 @@ def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
 def _said(timeline: Timeline, stretch: Stretch) -> str:
     """A stretch of the path in words: through which ranks, and what runs there."""
     columns = timeline.schedule.columns
-    compute = [str(columns.action(place)) for place in stretch.places]
+    compute = [_named(columns, place) for place in stretch.places]
     ranks = [int(columns.rank[place]) for place in (stretch.places[0], stretch.places[-1])]
     if stretch.along:
         where = f"ranks {ranks[0]} to {ranks[1]}"
