@@ -102,8 +102,10 @@ def run(
     free: list[Time] = [0] * (max(queue, default=-1) + 1)
     reached = list(bounds[:-1])
     clock: list[Time] = [0] * len(reached)
-    waiting: dict[int, list[int]] = {}
+    # By exchange, the rank that waits for it; by rank, the one that waits behind it.
+    waiting, behind = [-1] * len(missing), [-1] * len(reached)
     ready = list(range(len(reached)))
+    done = 0
     # What waits for nothing any more, in the order in which it is posted on each channel.
     begun = [exchange for exchange, left in enumerate(missing) if not left]
     while ready or begun:
@@ -113,8 +115,10 @@ def run(
                 begin = begins[exchange] = free[channel]
             free[channel] = begin + holds[exchange]
             arrivals[exchange] = begin + takes[exchange]
-            if exchange in waiting:
-                ready += waiting.pop(exchange)
+            woken = waiting[exchange]
+            while woken >= 0:
+                ready.append(woken)
+                woken = behind[woken]
             if followers:
                 for follower in followers[exchange]:
                     over = takes if follower >= exchanges.closing else holds
@@ -132,7 +136,7 @@ def run(
             if need >= 0:
                 arrival = arrivals[need]
                 if arrival < 0:
-                    waiting.setdefault(need, []).append(rank)
+                    waiting[need], behind[rank] = rank, waiting[need]
                     reached[rank] = compute
                     break
                 if arrival > time:
@@ -147,7 +151,10 @@ def run(
                     missing[exchange] -= 1
                 else:
                     begun.append(exchange)
+        else:
+            done += 1
         clock[rank] = time
-    if waiting:
+    blocked = done < len(reached)
+    if blocked:
         begins = [-1 if over < 0 else time for time, over in zip(begins, arrivals, strict=True)]
-    return Times(starts, ends, begins, bool(waiting))
+    return Times(starts, ends, begins, blocked)
