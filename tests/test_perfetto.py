@@ -146,7 +146,7 @@ def test_ranks_are_processes_with_a_thread_for_each_peer_and_direction() -> None
     order = [e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"]
     assert order == list(range(12))
     threads = [name for (pid, _), name in sorted(names(events, "thread_name").items()) if pid == 5]
-    assert threads == ["compute", "from rank 4", "from rank 6", "to rank 4", "to rank 6", "idle"]
+    assert threads == ["compute", "idle", "from rank 4", "from rank 6", "to rank 4", "to rank 6"]
     assert len(set(names(events, "thread_name"))) == 12 + 4 * 11 + 12
     assert not {tid for _, tid in names(events, "thread_name")} & set(range(12))
 

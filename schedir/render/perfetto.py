@@ -17,7 +17,7 @@ in eighths of one that is exact, so that no slice seems to reach into the next o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, groupby, islice, pairwise
 
 import attrs
@@ -120,19 +120,31 @@ class _View:
 
     def events(self, threads: Iterator[int]) -> Iterator[str]:
         """Everything that is said of the timeline; `threads` numbers its tracks."""
-        schedule = self.timeline.schedule
-        tracks = tracks_of(schedule, self.starts, self.ends, np.flatnonzero(self.known))
-        numbered = list(zip(tracks, threads, strict=False))
+        numbered, idle = self._numbered(threads)
         yield from self._names(numbered)
         # An arrow begins before it ends: all that sends comes first.
         yield from self._slices(numbered, {Doing.COMPUTE, Doing.SUM, Doing.SEND})
         yield from self._slices(numbered, {Doing.RECEIVE})
-        yield from self._waits(threads)
+        yield from self._waits(idle)
         yield from self._counters()
+
+    def _numbered(self, threads: Iterator[int]) -> tuple[list[tuple[Track, int]], list[int]]:
+        """The tracks with their threads, and each rank's thread for its idle time, which comes
+        after the one for its compute."""
+        tracks = tracks_of(
+            self.timeline.schedule, self.starts, self.ends, np.flatnonzero(self.known)
+        )
+        numbered, idle = [], []
+        for rank in range(self.timeline.schedule.ranks):
+            own = [track for track in tracks if track.rank == rank]
+            computes = sum(track.doing is Doing.COMPUTE for track in own)
+            numbered += list(zip(own[:computes], threads, strict=False))
+            idle.append(next(threads))
+            numbered += list(zip(own[computes:], threads, strict=False))
+        return numbered, idle
 
     def _names(self, tracks: Iterable[tuple[Track, int]]) -> Iterator[str]:
         """The names of processes and threads, and their order."""
-
         for rank in range(self.timeline.schedule.ranks):
             process = self.process(rank)
             yield _about("process_name", process, 0, "name", self.name(rank))
@@ -140,11 +152,11 @@ class _View:
             turn = rank * self.views + self.turn
             yield _about("process_sort_index", process, 0, "sort_index", turn)
         for track, thread in tracks:
-            yield from self._thread(track.rank, thread, track.name, thread)
+            yield from self._thread(track.rank, thread, track.name)
 
-    def _thread(self, rank: int, thread: int, name: str, turn: int) -> Iterator[str]:
+    def _thread(self, rank: int, thread: int, name: str) -> Iterator[str]:
         yield _about("thread_name", self.process(rank), thread, "name", name)
-        yield _about("thread_sort_index", self.process(rank), thread, "sort_index", turn)
+        yield _about("thread_sort_index", self.process(rank), thread, "sort_index", thread)
 
     def _slices(self, tracks: Iterable[tuple[Track, int]], kinds: set[Doing]) -> Iterator[str]:
         """What runs when, with all that is known of it, and an arrow's end after each transfer."""
@@ -189,15 +201,15 @@ class _View:
                             '"cat":"transfer"}'
                         )
 
-    def _waits(self, threads: Iterator[int]) -> Iterator[str]:
+    def _waits(self, threads: Sequence[int]) -> Iterator[str]:
         """Why each rank is idle, on a thread of its own."""
         idle = self.timeline.idle_columns
         starts, ends = (self._ticks(times) for times in (idle.start, idle.end))
         for rank, (first, end) in enumerate(pairwise(idle.bounds.tolist())):
             if first == end:
                 continue
-            thread = next(threads)
-            yield from self._thread(rank, thread, "idle", -1)
+            thread = threads[rank]
+            yield from self._thread(rank, thread, "idle")
             where = f'"pid":{self.process(rank)},"tid":{thread},"ts":'
             for number in range(first, end):
                 cause = CAUSES[idle.cause[number]]
