@@ -96,7 +96,6 @@ CAUSE_FILLS: dict[Cause, str] = {
 """A rank's lane while it is idle, by the cause."""
 PAIR_FILL = Fill("#e6a8cc", "#000000")
 """An overlapped pair, where it is one cell of one colour."""
-TRANSFER_LINE = "#767676"
 CRITICAL_LINE = "#b30000"
 """The critical path: a dark red, which no fill is."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
