@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import schedir
@@ -177,6 +177,7 @@ def test_every_compute_action_is_a_cell_at_its_time(
 
 
 @settings(max_examples=20)
+@example(3, 782, 2, 0.78125)
 @given(
     ranks=st.integers(1, 4),
     microbatches=st.integers(600, 900),
@@ -198,7 +199,8 @@ def test_merged_cells_have_the_area_of_what_they_stand_for(
             areas[KIND_OF[box.fill][0]] += (box.right - box.left) * (box.bottom - box.top) / 24
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             busy = sum(span.end - span.start for span in spans if span.action.kind is kind)
-            assert areas[kind] == pytest.approx(busy * width / line.makespan, abs=0.02 * width)
+            # Either edge of a bar is at one of 50 heights.
+            assert areas[kind] == pytest.approx(busy * width / line.makespan, abs=0.021 * width)
 
 
 def test_a_picture_does_not_grow_with_what_is_merged() -> None:

@@ -23,7 +23,7 @@ from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_
 from schedir.simulator import Timeline
 
 THINNEST = 1.0
-_BAR, _LEVELS = 4.0, 25
+_BAR, _LEVELS = 4.0, 50
 """How wide a bar of merged cells is, and of how many different heights."""
 _SEPARATED = 6.0
 """In pixels, as all lengths here: cells at least this wide are set off by a line of paper."""
