@@ -16,10 +16,10 @@ from schedir.ir import COMPUTE, KINDS, Kind
 from schedir.render import palette
 from schedir.render.captions import captions
 from schedir.render.cells import Labels
+from schedir.render.clock import readable, with_unit
 from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill
-from schedir.render.styled import number
-from schedir.simulator import CAUSES, Timeline, Unit, in_unit
+from schedir.simulator import CAUSES, Timeline
 from schedir.simulator.times import Numbers
 
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
@@ -44,20 +44,8 @@ class Part:
     @property
     def says(self) -> str:
         """What it costs, in a few words."""
-        bubble = f"bubble {self.timeline.bubble_fraction:.1%}"
-        return f"makespan {duration(self.timeline.makespan, self.timeline.unit)}, {bubble}"
-
-
-def duration(time: float, unit: Unit | None) -> str:
-    """A time with its unit, where that is known the one that makes it a number above 1."""
-    if unit is None:
-        return number(time)
-    finer = {"s": ("ms", 1e3), "ms": ("µs", 1e3)}
-    name: str = "µs" if unit == "us" else unit
-    while time < 1 and name in finer:
-        name, factor = finer[name]
-        time *= factor
-    return f"{number(time)} {name}"
+        makespan = with_unit(self.timeline.makespan, self.timeline.unit)
+        return f"makespan {makespan}, bubble {self.timeline.bubble_fraction:.1%}"
 
 
 def parts_of(timeline: Timeline, against: Timeline | None) -> list[Part]:
@@ -65,11 +53,7 @@ def parts_of(timeline: Timeline, against: Timeline | None) -> list[Part]:
     lines = [timeline] if against is None else [timeline, against]
     lines.sort(key=lambda line: line.measured is not None)
     labels = captions(lines[0], lines[1] if len(lines) > 1 else None)
-    unit = next((line.unit for line in lines if line.unit), None)
-    return [
-        Part(in_unit(line, unit) if unit else line, label)
-        for line, label in zip(lines, labels, strict=True)
-    ]
+    return [Part(line, label) for line, label in zip(readable(*lines), labels, strict=True)]
 
 
 def shown_at_first(parts: Sequence[Part], memory: bool) -> dict[str, bool]:

@@ -53,10 +53,10 @@ def perturbed(line: Timeline, seed: int = 0) -> Timeline:
     """As if measured: every compute action takes its own time, and some are not known."""
     columns, chance = line.schedule.columns, np.random.default_rng(seed)
     durations = {
-        columns.position(place): float(chance.lognormal(0, 0.2)) * 1e-3
+        columns.position(place): float(chance.lognormal(0, 0.2))
         for place in columns.where(*COMPUTE).tolist()
     }
-    costs = CostModel(latency=1e-4, unit="s")
+    costs = CostModel(latency=0.1, unit="ms")
     again = schedir.simulate(line.schedule, costs, durations=durations)
     starts = np.where(chance.random(len(columns)) < 0.02, np.nan, again.starts)
     return attrs.evolve(again, starts=starts, measured=Measured(step=3, clock_error=1e-5))
@@ -236,7 +236,7 @@ def test_idle_time_says_what_it_waits_for(name: str, browser: Browser, tmp_path:
         for (_, idle), (_, _, rows) in zip(wide, found, strict=True):
             lasts, cause = rows[""].split(", ")
             assert cause == CAUSE_WORDS[idle.cause]
-            unit = {"ms": 1e-3, "µs": 1e-6}.get(lasts.split()[-1], 1)
+            unit = {"µs": 1e-3, "ns": 1e-6}.get(lasts.split()[-1], 1)  # measured ones are in ms
             assert float(lasts.split()[0]) * unit == pytest.approx(idle.end - idle.start)
             assert rows.get("through", "") == action(idle.transfer)
             assert rows.get("waits for", " on").split(" on")[0] == action(idle.blamed)
@@ -467,8 +467,8 @@ def test_the_address_keeps_the_view(browser: Browser, tmp_path: Path) -> None:
 
 def test_two_timelines_have_one_axis(browser: Browser, tmp_path: Path) -> None:
     measured = perturbed(simulated("interleaved-1f1b", chunks=2))
-    milliseconds = CostModel(forward=1, backward=2, latency=0.1, unit="ms")
-    predicted = schedir.simulate(measured.schedule, milliseconds)
+    seconds = CostModel(forward=1e-3, backward=2e-3, latency=1e-4, unit="s")
+    predicted = schedir.simulate(measured.schedule, seconds)
     with opened(browser, tmp_path, measured, predicted) as it:
         labels = it.ask("schedir.frame.placed.bands.filter(b => b.text).map(b => b.text)")
         assert [label.split(":")[0] for label in labels] == ["predicted", "measured, step 3"]
@@ -477,12 +477,12 @@ def test_two_timelines_have_one_axis(browser: Browser, tmp_path: Path) -> None:
         # The same action of both: as far from the left as its time says, one below the other.
         place = int(measured.schedule.dataflow.of(Kind.BACKWARD)[1, 5])
         (x0, y0), (x1, y1) = it.spot(0, place), it.spot(1, place)
-        middle = (predicted.starts[place] + predicted.ends[place]) / 2e3
+        middle = (predicted.starts[place] + predicted.ends[place]) / 2 * 1e3
         theirs = (measured.starts[place] + measured.ends[place]) / 2
         edge, scale = it.ask(
             "[schedir.xOf(0), schedir.frame.width / (schedir.view.to - schedir.view.from)]"
         )
-        tick = it.ask("page.tick") * 1e-3  # the page is in milliseconds
+        tick = it.ask("page.tick")  # in milliseconds, as is all of the page
         assert x0 - edge == pytest.approx(middle / tick * scale, abs=0.1)
         assert x1 - edge == pytest.approx(theirs / tick * scale, abs=0.1)
         assert y1 > y0
