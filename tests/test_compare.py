@@ -92,6 +92,7 @@ def test_it_fits_a_terminal(width: int) -> None:
     shown = table(comparison, width).splitlines()
     assert max(map(len, shown)) <= max(width, 70)
     assert all(sum(line.startswith(name) for line in shown) >= 2 for name in BUILT_IN)
+    assert sum("(s)" in line or "(ms)" in line for line in shown) >= 1
     left_out = [line for line in shown if line.startswith("Left out, as it is too wide here")]
     assert bool(left_out) == (width < 100)
 

@@ -135,7 +135,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     each = comparison.per_microbatch
     yield _Column(f"makespan{unit}", ">", lambda row: _time(row.makespan, factor), spare=each)
     if each:
-        yield _Column("makespan/M", ">", lambda row: _time(row.time_per_microbatch, factor))
+        yield _Column(f"makespan/M{unit}", ">", lambda row: _time(row.time_per_microbatch, factor))
     yield _Column("ratio", ">", lambda row: _shown(comparison.ratio(row), "{:.3f}"))
     yield _Column("bubble", ">", lambda row: _shown(row.bubble_fraction, "{:.1%}"), spare=True)
     yield _Column("peak activations", ">", _activations)
