@@ -256,11 +256,12 @@ def test_samples_are_saved_and_loaded_exactly(tmp_path: Path) -> None:
         ("duration", [1.0], r"samples: cost must have 1 rows, not \(2,\)"),
         ("duration", [1.0, None], "samples: duration must be a list of numbers"),
         ("stage", [0, True], "samples: stage must be a list of numbers"),
-        ("stage", [0, -1], "samples: stage of row 1 must be at least 0, not -1"),
+        ("stage", [0, -1], "samples: stage of row 1 must be from 0 to 999999, not -1"),
         ("step", [0, 1], "samples: step of row 1 must be from 0 to 0, not 1"),
         ("cost", [0, 77], "samples: cost of row 1 must be from 0 to"),
         ("costs", ["sideward"], "samples: costs must be some of forward, "),
         ("steps", 3, "samples: steps must be a list of numbers"),
+        ("turn", [0, -1], "samples: turn of row 1 must be from 0 to 999999, not -1"),
         ("other", 3, "samples must have exactly the keys costs, steps, "),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_maximum_of_what_jitters_is_above_the_maximum_of_the_medians() -> No
     #                                 |<- the longer one ->|                      other at every B
     sigma, microbatches = 0.4, 12
     schedule = schedir.build("1f1b", ranks=2, microbatches=microbatches)
-    costs = CostModel.fit(measured_run(schedule, 40, jitter(3, entry=sigma), uneven=0))
+    costs = CostModel.fit(measured_run(schedule, 200, jitter(3, entry=sigma), uneven=0))
     medians = schedir.simulate(schedule, costs).makespan
     band = schedir.forecast(schedule, costs, draws=400)
 
@@ -99,6 +99,22 @@ def test_what_is_common_to_a_step_is_drawn_once() -> None:
     assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.2)
 
 
+def test_what_happened_together_stays_together() -> None:
+    # Pauses hold up several entries in a row: drawn one by one, each would hold up others.
+    schedule = schedir.build("1f1b", ranks=4, microbatches=6)
+    chance, left = np.random.default_rng(5), [0]
+
+    def paused(step: int, rank: int, stage: int) -> float:
+        left[0] = 5 if not left[0] and chance.random() < 0.03 else max(0, left[0] - 1)
+        return 4.0 if left[0] else 1.0
+
+    run = measured_run(schedule, 41, paused)
+    makespans = [line.makespan for line in run[1:]]
+    band = schedir.forecast(schedule, CostModel.fit(run), draws=400)
+    assert band.mean == pytest.approx(np.mean(makespans), rel=0.01)
+    assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.1)
+
+
 def test_jitter_of_entries_is_drawn_once() -> None:
     # With two entries of a kind a step, the medians of steps vary by jitter alone.
     schedule = schedir.build("1f1b", ranks=1, microbatches=2)
@@ -117,7 +133,7 @@ def test_kinds_that_were_not_observed_jitter_as_the_backward() -> None:
         schedir.loads(text.replace("0I0 0F1 0I1 0W0 0W1", "0B0 0F1 0B1")), costs
     )
     assert band.mean == pytest.approx(whole.mean, rel=0.03)
-    assert 0 < band.makespans.std() < whole.makespans.std()
+    assert band.makespans.std() == pytest.approx(whole.makespans.std(), rel=0.3)
 
 
 @given(st.floats(0.5, 4))

@@ -1,28 +1,35 @@
-"""Draws durations for a schedule from what was observed: what is common to a step stays common.
+"""Draws durations for a schedule from what was observed: what happened together stays together.
 
-    duration = what the entry costs × (observed / usual) of any entry of its kind and stage
-               ÷ the factors of the step that it was observed in × those of the draw's step
+A draw takes one observed step, whose k-th entry of a kind and stage lends its jitter to the k-th
+one of the schedule: a pause that held up all ranks at once does so again, and nothing varies twice.
+Where the schedule has more of them, they come from further steps:
 
-A step has a factor for all that it runs, and on top of that one for each rank. They are shrunk to
-the part of their variance that is not chance. How much is, is seen by dealing the observations of
-each kind and stage out to the steps anew: where a step has many entries their jitter averages out,
-where it has few it does not, and would be drawn twice.
+    observed, step 4    1F: 3.0 3.1 3.6 3.0       drawn  1F: 3.0 3.1 3.6 3.0 | 3.0 3.2
+    observed, step 9    1F: 3.9 3.9 4.2 4.0                  of step 4       | of step 9, at the
+                                                                               pace of step 4
+
+and where it has fewer, those are some that follow each other. The pace of a step is that of all it
+runs, times one of each rank. Both are shrunk to the part of their variance that is not chance. How
+much is, is seen by dealing the observations of each kind and stage out to the steps anew: where a
+step has many entries their jitter averages out, where it has few it does not, and would be taken
+for pace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
 
-from schedir.ir import KINDS, Ints, Kind, Plan, Schedule
+from schedir.ir import KINDS, Bools, Ints, Kind, Plan, Schedule
 from schedir.simulator.prices import Prices
-from schedir.simulator.samples import COSTS, Samples
+from schedir.simulator.samples import COSTS, Samples, turns
 from schedir.simulator.steadiness import relative
 from schedir.simulator.times import Numbers
 
 _DEALS = 20
+_FASTEST = 0.1  # a step that took no time at all is no measure of another one's pace
 _TRANSFER = COSTS.index("transfer")
 _INSTEAD = {
     "backward": ("backward_input", "backward_weight"),
@@ -36,85 +43,124 @@ _INSTEAD = {
 def drawn_prices(
     schedule: Schedule, planned: Plan, priced: Prices, samples: Samples, draws: int, seed: int
 ) -> Iterator[Prices]:
-    """The prices of a complete schedule, drawn so many times."""
+    """The prices of a complete schedule, drawn so many times; all steps are as often the first."""
     chance = np.random.default_rng(seed)
-    compute, exchanged = _pools(schedule, planned, samples)
-    rank = schedule.columns.rank[planned.compute]
-    steps = len(samples.steps)
-    ranks = 1 + int(max(rank.max(initial=0), samples.rank.max()))
-    common, own = _factors(samples, chance, ranks)
+    pace = _pace(samples, chance, schedule.ranks)
     ratios = relative(samples)
-    computes = samples.cost != _TRANSFER
-    step, at = samples.step[computes], samples.rank[computes]
-    ratios[computes] /= common[step] * own[step, at]
-    chosen = chance.integers(steps, size=draws)
-    for step, factor in zip(chosen.tolist(), _to_come(common, chosen, chance), strict=True):
-        takes = priced.takes * exchanged.picked(ratios, chance)
-        yield Prices(
-            priced.compute * compute.picked(ratios, chance) * factor * own[step, rank],
-            takes,
-            np.minimum(priced.holds, takes),
-        )
-
-
-def _to_come(common: Numbers, chosen: Ints, chance: np.random.Generator) -> Numbers:
-    """The factors of steps to come, drawn from those that were seen.
-
-    What comes is none of a few values that were seen: a smoothed bootstrap (Silverman & Young,
-    Biometrika 74, 1987) draws between and beyond them, at the same variance, which is widened to
-    that of Student's t for one more observation: few steps don't tell their mean and variance well.
-    """
-    steps = len(common)
-    middle, spread = common.mean(), common.std()
-    width = 1.06 * steps**-0.2
-    drawn = common[chosen] - middle + width * spread * chance.standard_normal(len(chosen))
-    wider = np.sqrt((steps + 1) / max(steps - 3, 1) / (1 + width**2))
-    found: Numbers = np.maximum(middle + wider * drawn, common.min() / 2)
-    return found
+    compute = _lenders(*_keys_of_compute(schedule, planned), samples)
+    exchanged = _lenders(*_keys_of_exchanges(schedule, planned), samples)
+    rank = schedule.columns.rank[planned.compute]
+    of_row = pace[samples.step, samples.rank]
+    steps = len(samples.steps)
+    blocks = max(compute.blocks, exchanged.blocks)
+    for draw in range(draws):
+        if draw % steps == 0:
+            order = chance.permutation(steps)
+        chosen = np.append(order[draw % steps], chance.integers(steps, size=blocks))
+        rows, _ = compute.drawn(chosen, chance)
+        own = np.where(rows >= 0, ratios[rows], 1.0)
+        other = (rows >= 0) & (samples.step[rows] != chosen[0])
+        own[other] *= pace[chosen[0], rank[other]] / of_row[rows[other]]
+        # Of a transfer that nobody waited for, what is usual is known alone.
+        waited, seen = exchanged.drawn(chosen, chance)
+        takes = priced.takes * np.where(seen, ratios[waited], 1.0)
+        yield Prices(priced.compute * own, takes, np.minimum(priced.holds, takes))
 
 
 @attrs.frozen(eq=False)
-class _Pools:
-    """For each of several entries, the samples that it draws from: `rows[first : first + size]`."""
+class _Lenders:
+    """What each of several entries draws from: the `turn`-th of `wanted` ones of its key.
 
-    rows: Ints
+    `table[first + t × most + k]` is the sample of the k-th one of step t, -1 where it is not known;
+    `pool[begin : begin + size]` are all samples of the key.
+    """
+
+    table: Ints
     first: Ints
+    most: Ints
+    turn: Ints
+    wanted: Ints
+    pool: Ints
+    begin: Ints
     size: Ints
 
-    def picked(self, ratios: Numbers, chance: np.random.Generator) -> Numbers:
-        """What each draws; 1 where it has none to draw from."""
-        at = self.first + (chance.random(len(self.first)) * self.size).astype(np.int64)
-        return np.where(self.size > 0, ratios[self.rows[at]], 1.0)
+    @property
+    def blocks(self) -> int:
+        """How many further steps it takes at most."""
+        return int((self.turn // self.most).max(initial=0))
+
+    def drawn(self, steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
+        """The sample of each, of these steps one after the other, and where there is one. Where
+        there is none, it is any, -1 if there are none at all."""
+        block, turn = np.divmod(self.turn, self.most)
+        # Some that follow each other, where a block needs fewer than a step has.
+        spare = self.most - np.minimum(self.wanted - block * self.most, self.most)
+        turn = turn + (chance.random() * (spare + 1)).astype(np.int64)
+        found = self.table[self.first + steps[block] * self.most + turn]
+        at = self.begin + (chance.random(len(self.begin)) * self.size).astype(np.int64)
+        anyone = np.where(self.size > 0, self.pool[at], -1)
+        return np.where(found >= 0, found, anyone), found >= 0
 
 
-def _pools_of(entries: Sequence[tuple[int, int]], found: Mapping[tuple[int, int], Ints]) -> _Pools:
-    keys = sorted(set(entries))
-    number = {key: at for at, key in enumerate(keys)}
-    parts = [found[key] for key in keys]
-    sizes = np.array([len(part) for part in parts], np.int64)
-    own = np.array([number[entry] for entry in entries], np.int64)
-    rows = np.concatenate([*parts, [0]]).astype(np.int64)
-    return _Pools(rows, (np.cumsum(sizes) - sizes)[own], sizes[own])
+def _lenders(
+    entries: Sequence[tuple[int, int]], found: Callable[[Samples, int, int], Ints], samples: Samples
+) -> _Lenders:
+    """Those of entries by key, of which `found` has the samples, in the order of their steps."""
+    steps = len(samples.steps)
+    numbers: dict[tuple[int, int], int] = {}
+    own = np.array([numbers.setdefault(entry, len(numbers)) for entry in entries], np.int64)
+    wanted = np.bincount(own, minlength=len(numbers))
+    tables, pools, most = [], [], []
+    for key in numbers:
+        rows = found(samples, *key)
+        most.append(1 + int(samples.turn[rows].max(initial=0)))
+        table = np.full((steps, most[-1]), -1)
+        table[samples.step[rows], samples.turn[rows]] = rows
+        tables.append(table.ravel())
+        pools.append(rows)
+    sizes, lengths = ([len(part) for part in parts] for parts in (pools, tables))
+    firsts, begins = (np.cumsum(sums) - sums for sums in (lengths, sizes))
+    nothing = np.zeros(1, np.int64)
+    return _Lenders(
+        np.concatenate([*tables, nothing]),
+        firsts[own].astype(np.int64),
+        np.array(most, np.int64)[own],
+        turns(own),
+        wanted[own],
+        np.concatenate([*pools, nothing]),
+        begins[own].astype(np.int64),
+        np.array(sizes, np.int64)[own],
+    )
 
 
-def _pools(schedule: Schedule, planned: Plan, samples: Samples) -> tuple[_Pools, _Pools]:
-    """Those of the compute of a plan, and those of its transfers and collectives."""
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
-    places = planned.compute
+_Keys = tuple[list[tuple[int, int]], Callable[[Samples, int, int], Ints]]
+
+
+def _keys_of_compute(schedule: Schedule, planned: Plan) -> _Keys:
+    """The cost and the stage of each compute of a plan, and what has the samples of such."""
+    columns, places = schedule.columns, planned.compute
     names = np.array([COSTS.index(k.name.lower()) if k.traits.computes else -1 for k in KINDS])
     cost, stage = names[columns.kind[places]], columns.stage[places].copy()
     pairs = np.flatnonzero(planned.last > np.arange(len(places)))
     forward = pairs + (columns.kind[places[pairs]] != KINDS.index(Kind.FORWARD))
-    cost[pairs + 1], stage[pairs + 1] = COSTS.index("overlapped"), stage[forward]
-    entries = list(zip(cost.tolist(), stage.tolist(), strict=True))
-    compute = _pools_of(entries, {key: _rows(samples, *key) for key in set(entries)})
+    stage[pairs + 1] = stage[forward]
+    cost[pairs + 1] = COSTS.index("overlapped")
+    return list(zip(cost.tolist(), stage.tolist(), strict=True)), _rows
 
+
+def _keys_of_exchanges(schedule: Schedule, planned: Plan) -> _Keys:
+    """The link of each transfer, and -1 and the stage of each collective."""
+    transfers, columns = schedule.dataflow.transfers, schedule.columns
     links = list(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
-    every = np.flatnonzero(samples.cost == _TRANSFER)
-    found = {link: samples.links.get(link, every) for link in set(links)}
     sums = [(-1, int(columns.stage[group[0]])) for group in planned.collectives]
-    found |= {key: samples.groups.get(("reduce_grad", key[1]), every[:0]) for key in sums}
-    return compute, _pools_of(links + sums, found)
+
+    def found(samples: Samples, source: int, target: int) -> Ints:
+        every = np.flatnonzero(samples.cost == _TRANSFER)
+        if source < 0:
+            return samples.groups.get(("reduce_grad", target), every[:0])
+        return samples.links.get((source, target), every)
+
+    return links + sums, found
 
 
 def _rows(samples: Samples, cost: int, stage: int) -> Ints:
@@ -125,24 +171,20 @@ def _rows(samples: Samples, cost: int, stage: int) -> Ints:
     return np.zeros(0, np.int64)
 
 
-def _factors(samples: Samples, chance: np.random.Generator, ranks: int) -> tuple[Numbers, Numbers]:
-    """How much longer all takes in each step, shape [steps], and on top of that on each rank, shape
-    [steps, ranks]."""
+def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
+    """How much longer all takes in each step on each rank, shape [steps, ranks]."""
     computes = np.flatnonzero(samples.cost != _TRANSFER)
     step, rank = samples.step[computes], samples.rank[computes]
     ratios = relative(samples)[computes]
-    number = {row: at for at, row in enumerate(computes.tolist())}
-    groups = [
-        np.array([number[row] for row in rows.tolist()])
-        for (name, _), rows in samples.groups.items()
-        if name != "transfer"
-    ]
-    steps = len(samples.steps)
+    number = np.zeros(len(samples), np.int64)
+    number[computes] = np.arange(len(computes))
+    groups = [number[rows] for (name, _), rows in samples.groups.items() if name != "transfer"]
+    steps, ranks = len(samples.steps), max(ranks, 1 + int(samples.rank.max()))
     common = _common(ratios, step, groups, chance, np.ones(steps))
-    own = _common(
-        ratios / common[step], step * ranks + rank, groups, chance, np.ones(steps * ranks)
-    )
-    return common, own.reshape(steps, ranks)
+    key = step * ranks + rank
+    own = _common(ratios / common[step], key, groups, chance, np.ones(steps * ranks))
+    found: Numbers = common[:, None] * own.reshape(steps, ranks)
+    return found
 
 
 def _common(
@@ -162,7 +204,9 @@ def _common(
         by_chance += float(_medians(dealt, key)[1].var()) / _DEALS
     varies = float(medians.var())
     share = max(0.0, 1 - by_chance / varies) if varies > 0 else 0.0
-    factors[keys] = 1 + np.sqrt(share) * (medians / np.median(medians) - 1)
+    middle = float(np.median(medians))
+    if middle > 0:
+        factors[keys] = np.maximum(1 + np.sqrt(share) * (medians / middle - 1), _FASTEST)
     return factors
 
 

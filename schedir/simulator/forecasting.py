@@ -1,15 +1,13 @@
 """Forecasts: a schedule run many times on durations that were observed, a band and no number.
 
 A makespan is a maximum over ranks that wait for each other, and the maximum of what jitters lies
-above the maximum of the medians. So each draw gives every entry of the schedule a duration that
-its kind and stage were seen to take:
+above the maximum of the medians:
 
-    observed    step 0   1F: 3.0 3.1 3.0       the slow step 1 is slow everywhere: a factor of the
-                step 1   1F: 3.6 3.8 3.6       step, which all entries of a draw share
-                step 2   1F: 3.1 3.0 3.4       3.4 is jitter, which each entry draws on its own
+    measured    rank 0  F----- F---  F--- ...     each microbatch takes the longer one of two; with
+                rank 1  F---   F---- F--- ...     the medians of both it would take a median
 
-    duration = cost of the kind and stage × (observed / median) of any entry of that kind and stage
-               ÷ the factor of the step that it was observed in × the factor of the draw's step
+So each draw gives every entry of the schedule what its kind and stage cost, times the jitter of one
+that was observed (`draws`).
 """
 
 from __future__ import annotations
@@ -64,8 +62,9 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
 
     `costs` are those of `CostModel.fit`, whose samples are drawn from. Each is scaled by the cost
     that the model has now, so that one that was changed by hand counts; kinds that were not
-    observed jitter as the backward does. What was observed in one step stays together as far as it
-    is common to the whole step, or to a rank in it. The same `seed` draws the same durations.
+    observed jitter as the backward does. What was observed in one step stays together: each draw
+    is made of one, and where the schedule has more microbatches, of further ones at its pace. With
+    fewer than 10 steps the band is wide, as they don't tell much. The same `seed` draws the same.
 
     Raises SchedirError where the costs have no samples, or the run that they were fitted on was not
     steady, and what `simulate` raises; ValueError where there are no draws.
@@ -80,7 +79,27 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
         )
     expect_steady(costs.samples)
     drawn = drawn_prices(complete, planned, priced, costs.samples, draws, seed)
-    return Band(np.array([_makespan(complete, planned, one) for one in drawn]))
+    makespans = np.array([_makespan(complete, planned, one) for one in drawn])
+    return Band(_to_come(makespans, len(costs.samples.steps), seed))
+
+
+def _to_come(makespans: Numbers, steps: int, seed: int) -> Numbers:
+    """Makespans of runs to come, from those drawn of so many observed steps.
+
+    What comes is none of a few values: a smoothed bootstrap (Silverman & Young, Biometrika 74,
+    1987) draws between and beyond them, at the same variance, which is widened to that of Student's
+    t for one more observation, as few steps don't tell their mean and variance well.
+    """
+    middle, spread = makespans.mean(), makespans.std()
+    if not spread:
+        return makespans
+    # Silverman's width, which a few slow steps don't make larger.
+    low, high = np.quantile(makespans, (0.25, 0.75))
+    width = 0.9 * min(spread, (high - low) / 1.34) * steps**-0.2
+    smooth = makespans + width * np.random.default_rng(seed).standard_normal(len(makespans))
+    wider = np.sqrt((steps + 1) / max(steps - 3, 1) / (1 + (width / spread) ** 2))
+    found: Numbers = np.maximum(middle + wider * (smooth - middle), 0)
+    return found
 
 
 def _makespan(complete: Schedule, planned: Plan, priced: Prices) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from schedir.errors import SchedirError
 from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Schedule
 from schedir.ir.collectives import collective_turns
-from schedir.simulator.samples import COSTS, Samples
+from schedir.simulator.samples import COSTS, Samples, turns
 from schedir.simulator.times import Numbers
 
 _COST_OF_KIND = np.array(
@@ -75,21 +75,25 @@ def observe(timelines: Sequence[Any]) -> Samples:
 
 
 def _rows(schedule: Schedule, entries: _Entries, known: Ints, step: int) -> tuple[Any, ...]:
-    columns, places = schedule.columns, entries.places[known]
-    transfer = entries.cost[known] == _TRANSFER
+    columns, places = schedule.columns, entries.places
+    transfer = entries.cost == _TRANSFER
     gradient = columns.kind[places] == KINDS.index(Kind.SEND_GRAD)
-    forward = np.where(
-        columns.kind[places] == KINDS.index(Kind.FORWARD), places, columns.last[places]
+    first = columns.kind[places] == KINDS.index(Kind.FORWARD)
+    forward = np.where(first, places, columns.last[places])
+    stage = columns.stage[np.where(entries.cost == _PAIR, forward, places)]
+    peer = np.where(transfer, schedule.dataflow.peers[places], -1)
+    rank = columns.rank[places]
+    number = np.where(transfer, turns(rank, peer), turns(entries.cost, stage))
+    found = (
+        entries.cost,
+        stage - gradient,  # the boundary below a stage has the number before
+        np.full(len(places), step),
+        rank,
+        peer,
+        number,
+        entries.durations,
     )
-    stages = columns.stage[np.where(entries.cost[known] == _PAIR, forward, places)]
-    return (
-        entries.cost[known],
-        stages - gradient,  # the boundary below a stage has the number before
-        np.full(len(known), step),
-        columns.rank[places],
-        np.where(transfer, schedule.dataflow.peers[places], -1),
-        entries.durations[known],
-    )
+    return tuple(column[known] for column in found)
 
 
 def _warm(timelines: Sequence[Any]) -> Iterator[Any]:

@@ -6,6 +6,7 @@
     step       0          0          0          0           1            counted over all runs
     rank       0          1          0          1           0            of a transfer: its source
     peer      -1         -1          1         -1          -1            its target
+    turn       0          0          0          0           0            the how-manieth of its kind
     duration   3.1        2.9        0.1        6.2         3.3
 
 Rows of one step stay recognisable as such, since what slows down a step slows down most of it.
@@ -32,6 +33,7 @@ COSTS = (
 )
 """What is observed: a compute action, a collective, an overlapped pair by the stage of its FORWARD,
 a transfer by the boundary that it crosses."""
+_MOST = 10**6  # of stages, of ranks, and of entries of one kind and stage in a step
 _EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Column")
 
 
@@ -47,7 +49,9 @@ class Samples:
     """Observed durations in columns, all of shape [rows], and the numbers of the `steps`.
 
     `cost` is an index into COSTS; `step` one into `steps`, which holds what the runs themselves
-    call their steps. `duration` is in the unit of the timelines.
+    call their steps. `turn` counts, within a step, the entries of one cost and stage, or the
+    transfers of one link, those whose duration is not known too. `duration` is in the unit of the
+    timelines.
 
     Raises ValueError where the columns do not fit each other, or a duration is no number >= 0.
     """
@@ -58,6 +62,7 @@ class Samples:
     step: Ints = attrs.field(converter=_integers, eq=_EQUAL, hash=False, repr=False)
     rank: Ints = attrs.field(converter=_integers, eq=_EQUAL, hash=False, repr=False)
     peer: Ints = attrs.field(converter=_integers, eq=_EQUAL, hash=False, repr=False)
+    turn: Ints = attrs.field(converter=_integers, eq=_EQUAL, hash=False, repr=False)
     duration: Numbers = attrs.field(converter=numbers, eq=_EQUAL, hash=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -65,14 +70,16 @@ class Samples:
         for name, column in self._columns().items():
             if column.shape != (rows,):
                 raise ValueError(f"samples: {name} must have {rows} rows, not {column.shape}")
-        limits = {"cost": len(COSTS), "step": len(self.steps)}
-        for name in ("cost", "step", "stage", "rank"):
+        limits = dict.fromkeys(("stage", "rank", "turn"), _MOST)
+        limits |= {"cost": len(COSTS), "step": len(self.steps)}
+        for name, limit in limits.items():
             column = getattr(self, name)
-            wrong = (column < 0) | (column >= limits.get(name, np.inf))
+            wrong = (column < 0) | (column >= limit)
             if wrong.any():
                 row = int(wrong.argmax())
-                says = f"from 0 to {limits[name] - 1}" if name in limits else "at least 0"
-                raise ValueError(f"samples: {name} of row {row} must be {says}, not {column[row]}")
+                raise ValueError(
+                    f"samples: {name} of row {row} must be from 0 to {limit - 1}, not {column[row]}"
+                )
         wrong = ~(np.isfinite(self.duration) & (self.duration >= 0))
         if wrong.any():
             row = int(wrong.argmax())
@@ -125,6 +132,17 @@ def of_plain(content: object) -> Samples:
     renumber = {number: COSTS.index(name) for number, name in enumerate(costs)}
     held["cost"] = [renumber.get(number, -1) for number in held["cost"]]
     return Samples(**held | {"steps": tuple(steps)})
+
+
+def turns(*keys: Ints) -> Ints:
+    """For each row, how many before it have the same keys."""
+    order = np.lexsort(keys[::-1])  # stable
+    ranked = np.stack(keys)[:, order]
+    begins = np.append(True, (ranked[:, 1:] != ranked[:, :-1]).any(axis=0))[: len(order)]
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(len(order)) - first
+    return found
 
 
 def _grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
