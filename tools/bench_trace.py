@@ -7,6 +7,10 @@ and with a barrier between. Reported are the median ratio over the blocks with i
 interval, and the median difference per action of the longest list, in microseconds; before that
 those of two executors that record nothing, which is the noise. Also what gathering the timelines
 takes, per step, and how far apart the clocks of two ranks may be.
+
+    OMP_NUM_THREADS=1 python tools/bench_trace.py --alone
+
+takes the difference per action with all ranks in one process, where none waits for another.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from time import perf_counter
 from typing import Any
 
 import bench_step
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import schedir
 from schedir.runtime import Executor
@@ -100,6 +106,37 @@ def measure(model: bench_step.Model, label: str, blocks: int, steps: int) -> dic
     }
 
 
+def alone(ranks: int, chunks: int, pairs: int = 300, steps: int = 5) -> dict[str, Any]:
+    """Microseconds per action that recording adds, all ranks in one process on trivial modules."""
+    options = {"chunks": chunks} if chunks > 1 else {}
+    name = "interleaved-1f1b" if chunks > 1 else "1f1b"
+    schedule = schedir.build(name, ranks=ranks, microbatches=bench_step.MICROBATCHES, **options)
+    x, y = torch.randn(2, 2 * bench_step.MICROBATCHES, 4)
+    executors = []
+    for trace in (True, False):
+        stages: dict[int, nn.Module] = {s: nn.Linear(4, 4) for s in range(schedule.stages)}
+        loss_fn = nn.functional.mse_loss
+        executors.append(Executor(schedule, stages, loss_fn, in_process=True, trace=trace))
+
+    def seconds(executor: Executor) -> float:
+        started = perf_counter()
+        for _ in range(steps):
+            executor.step(x, target=y)
+        return (perf_counter() - started) / steps
+
+    times = [[seconds(executor) for executor in executors] for _ in range(pairs)][2:]
+    actions = len(executors[0].schedule.columns)
+    differences = [1e6 * (traced - plain) / actions for traced, plain in times]
+    quickest = [1e6 * min(column) / actions for column in zip(*times, strict=True)]
+    return {
+        "ranks": ranks,
+        "chunks": chunks,
+        "actions": actions,
+        "us per action": interval(differences),
+        "us per action, of the quickest steps": quickest[0] - quickest[1],
+    }
+
+
 HEAD = (
     "| model | schedule | step ms | traced / plain | plain / plain | µs per action | noise | "
     "gathering a step, ms | clock error, µs |\n"
@@ -134,7 +171,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0, help="of a block: 100, of the GPT 5")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--alone", action="store_true", help="per action, in one process")
     args = parser.parse_args()
+    if args.alone:
+        for shape in ((1, 1), (1, 4), (2, 1), (4, 2)):
+            print(alone(*shape))
+        return
     dist.init_process_group("gloo")
     speaks = dist.get_rank() == 0
     if speaks:
