@@ -107,7 +107,7 @@ def run(
     ready = list(range(len(reached)))
     done = 0
     # What waits for nothing any more, in the order in which it is posted on each channel.
-    begun = [exchange for exchange, left in enumerate(missing) if not left]
+    begun = [e for e, left in enumerate(missing) if not left] if 0 in missing else []
     while ready or begun:
         for exchange in begun:
             begin, channel = begins[exchange], queue[exchange]
