@@ -84,7 +84,7 @@ def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> 
 
 @pytest.mark.timeout(60)
 def test_short_work_shows_nothing(tmp_path: Path) -> None:
-    with running(tmp_path, ["compare", "1f1b"]) as (process, terminal):
+    with running(tmp_path, ["compare", "1f1b", "--microbatches", "1"]) as (process, terminal):
         assert read_until(terminal, None) == ""
         assert process.wait() == 0
 
@@ -92,7 +92,7 @@ def test_short_work_shows_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("argv", [["show", "--json"], ["check"], ["export", "-o", "it.sched"]])
 def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: list[str]) -> None:
-    shape = ["--ranks", "16", "--microbatches", "20000"]
+    shape = ["--ranks", "8", "--microbatches", "40000"]
     with running(tmp_path, [argv[0], "1f1b", *argv[1:], *shape]) as (_, terminal):
         shown = read_until(terminal, "ing ")
         assert re.search("simulating|checking|proving", shown)
