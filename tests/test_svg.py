@@ -342,6 +342,19 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     assert len(lanes(plain(written.blocks))[0].cells) == 4
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_picture_of_nothing_is_one(memory: bool) -> None:
+    line = timeline("1f1b", 2, 3)
+    unknown = np.full(len(line.starts), np.nan)
+    nothing = attrs.evolve(line, starts=unknown, ends=unknown)
+    free = schedir.simulate(line.schedule, CostModel(forward=0, backward=0))
+    for picture in (svg(nothing, memory=memory), svg(free, memory=memory)):
+        assert "makespan 0, bubble 0.0%" in picture
+        assert not re.search(r"\b(nan|inf)\b", picture)
+        assert not any(cell.right > cell.left for lane in lanes(picture) for cell in lane.cells)
+    assert len(lanes(svg(nothing, line, memory))) == 4
+
+
 def test_a_name_can_hold_anything() -> None:
     name = 'a<b>&"c"</svg><script>alert(1)</script>é'
     schedule = attrs.evolve(schedir.build("1f1b", ranks=2, microbatches=2), name=name)
