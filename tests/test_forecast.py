@@ -72,16 +72,23 @@ def test_the_maximum_of_what_jitters_is_above_the_maximum_of_the_medians() -> No
 
 
 @pytest.mark.parametrize(
-    "sigmas",
-    [{"entry": 0.2}, {"entry": 0.02, "step": 0.1}, {"entry": 0.05, "rank": 0.1}],
-    ids=["every entry", "every step", "every rank of a step"],
+    ("sigmas", "measured"),
+    [
+        ({"entry": 0.2}, 30),
+        ({"entry": 0.02, "step": 0.1}, 30),
+        ({"entry": 0.05, "rank": 0.1}, 30),
+        ({"entry": 0.02, "step": 0.1}, 10),
+    ],
+    ids=["every entry", "every step", "every rank of a step", "every one of a few steps"],
 )
-def test_ninety_percent_bands_hold_as_many_of_the_steps(sigmas: dict[str, float]) -> None:
+def test_ninety_percent_bands_hold_as_many_of_the_steps(
+    sigmas: dict[str, float], measured: int
+) -> None:
     source = schedir.build("1f1b", ranks=3, microbatches=6)
     target = schedir.build("fill-drain", ranks=3, microbatches=9)
     held = []
     for seed in range(40):
-        costs = CostModel.fit(measured_run(source, 30, jitter(seed, **sigmas)))
+        costs = CostModel.fit(measured_run(source, measured, jitter(seed, **sigmas)))
         band = schedir.forecast(target, costs)
         steps = measured_run(target, 20, jitter(seed + 1000, **sigmas))
         low, high = band.quantile(0.05), band.quantile(0.95)
@@ -115,12 +122,14 @@ def test_what_happened_together_stays_together() -> None:
     assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.1)
 
 
-def test_jitter_of_entries_is_drawn_once() -> None:
-    # With two entries of a kind a step, the medians of steps vary by jitter alone.
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
-    run = measured_run(schedule, 200, jitter(2, entry=0.1))
-    makespans = [line.makespan for line in run]
-    band = schedir.forecast(schedule, CostModel.fit(run), draws=1000)
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_jitter_of_entries_is_drawn_once(microbatches: int) -> None:
+    # With two entries of a kind a step, the medians of steps vary by jitter alone; and where a
+    # schedule has more of them, they are none of the same two.
+    source, target = (schedir.build("1f1b", ranks=1, microbatches=m) for m in (2, microbatches))
+    run = measured_run(source, 200, jitter(2, entry=0.1))
+    makespans = [line.makespan for line in measured_run(target, 1000, jitter(3, entry=0.1))]
+    band = schedir.forecast(target, CostModel.fit(run), draws=1000)
     assert band.makespans.std() == pytest.approx(np.std(makespans), rel=0.15)
 
 
