@@ -272,6 +272,11 @@ function dependenciesOf(line, place) {
 }
 
 function drawArrow(pen, at, line, from, to) {
+  // Where transfers are not shown, from compute to compute.
+  if (!frame.placed.parts.strip) {
+    if (line.lane[to] !== COMPUTE) return;
+    while (line.lane[from]) from = line.before[from];
+  }
   const sent = line.lane[to] >= IN; // the two ends of a transfer go side by side
   const [x0, y0] = [xOf(sent ? line.start[from] : line.end[from]), middleOf(at, line, from)];
   const [x1, y1] = [xOf(line.start[to]), middleOf(at, line, to)];
