@@ -66,5 +66,5 @@ def test_the_pictures_are_real(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_every_command_is_described() -> None:
-    for command in ("list", "show", "check", "export", "explain"):
+    for command in ("list", "show", "check", "compare", "export", "explain"):
         assert f"`schedir {command}" in README
