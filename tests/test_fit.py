@@ -56,6 +56,28 @@ def test_latency_and_bandwidth_are_told_apart_by_boundaries_of_different_sizes()
     assert by_stage(fitted.boundary_bytes) == [4, 8, 2]
 
 
+@pytest.mark.parametrize("bytes_", [(4, 8, 2), (0, 8, 2), (0, 1000, 0)])
+@pytest.mark.parametrize("latency", [0.1, 0.3, 1e-5])
+def test_all_is_latency_where_bytes_make_no_difference(
+    bytes_: tuple[int, ...], latency: float
+) -> None:
+    made = CostModel(forward=0.7, latency=latency, boundary_bytes=bytes_)
+    line = schedir.simulate(schedir.build("fill-drain", ranks=4, microbatches=3), made)
+    fitted = CostModel.fit([line])
+    assert fitted.latency == pytest.approx(latency)
+    assert isinstance(fitted.bandwidth, float)
+    assert max(bytes_) / fitted.bandwidth < 1e-12  # but for rounding
+
+
+def test_a_boundary_that_nothing_crosses_has_no_time_per_byte() -> None:
+    """What empty payloads take is seen to be nothing, and the line through the others falls."""
+    schedule = schedir.build("fill-drain", ranks=4, microbatches=3)
+    line = schedir.simulate(schedule, CostModel(bandwidth=2, boundary_bytes=(0, 4, 16)))
+    slower = schedule.columns.is_kind(schedir.Kind.RECV_ACT) & (schedule.columns.stage == 3)
+    fitted = CostModel.fit([attrs.evolve(line, ends=line.ends + 0.25 * slower)])
+    assert fitted.bandwidth == pytest.approx(2, rel=0.05)
+
+
 def test_links_that_are_unlike_have_a_latency_each() -> None:
     latency = {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 3, (2, 1): 2}
     line = schedir.simulate(

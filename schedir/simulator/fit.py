@@ -17,6 +17,7 @@ from schedir.ir import Kind
 from schedir.simulator.observing import agreed, observe
 from schedir.simulator.samples import COSTS, Samples, median
 from schedir.simulator.times import Numbers
+from schedir.simulator.values import MOST
 
 _PARTS = {
     kind: kind.traits.cost / Kind.BACKWARD.traits.cost
@@ -135,11 +136,13 @@ def _slope(sizes: Numbers, durations: Numbers) -> float:
     distinct, counts = np.unique(sizes, return_counts=True)
     if len(distinct) < 2:
         return 0.0
-    medians = [float(np.median(durations[sizes == size])) for size in distinct]
+    medians = np.array([np.median(durations[sizes == size]) for size in distinct])
     slope, latency = np.polyfit(distinct, medians, 1, w=np.sqrt(counts))
     if latency < 0:  # it is none at least
-        slope = np.average(medians / distinct, weights=counts)
-    return max(float(slope), 0.0)
+        some = distinct > 0
+        slope = np.average(medians[some] / distinct[some], weights=counts[some])
+    # No more than rounding, where a bandwidth is more than any cost can be.
+    return float(slope) if slope * MOST > 1 else 0.0
 
 
 def _neighbours(ranks: int, value: float) -> dict[tuple[int, int], float]:
