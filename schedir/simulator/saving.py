@@ -26,7 +26,7 @@ from schedir.errors import LoadError, ParseError
 from schedir.ir import Schedule, dumps, loads
 from schedir.simulator.json_file import clip, read_json
 from schedir.simulator.times import Measured, Numbers
-from schedir.simulator.values import Sizes, Unit
+from schedir.simulator.values import Sizes, Unit, expect_number
 
 _FORMAT, _VERSION = "schedir timelines", 1
 _UNITS = (None, *get_args(Unit))
@@ -121,7 +121,7 @@ def _timeline(
             unit=held["unit"],
             measured=None if measured is None else _measured(measured),
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
@@ -154,7 +154,7 @@ def _sizes(value: object, stages: int) -> Sizes:
         if isinstance(size, list) and len(size) != wanted:
             raise ValueError(f"sizes: {name} must be one number or {wanted}, not {len(size)}")
         for one in several:
-            _not_negative(one, f"sizes: {name}")
+            expect_number(f"sizes: {name}", one)
         found[name] = tuple(size) if isinstance(size, list) else size
     return Sizes(**found)
 
@@ -163,13 +163,8 @@ def _measured(value: object) -> Measured:
     held = _keys(value, "measured", [field.name for field in attrs.fields(Measured)])
     if type(held["step"]) is not int or held["step"] < 0:
         raise ValueError(f"measured: step must be an int >= 0, not {clip(held['step'])}")
-    _not_negative(held["clock_error"], "measured: clock_error")
+    expect_number("measured: clock_error", held["clock_error"])
     return Measured(**held)
-
-
-def _not_negative(value: Any, where: str) -> None:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{where} must be a finite number >= 0, not {clip(value)}")
 
 
 def _keys(value: object, where: str, keys: Iterable[str]) -> Mapping[str, Any]:
