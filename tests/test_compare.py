@@ -347,6 +347,21 @@ def test_costs_that_fit_no_number_of_stages_are_a_problem_of_that_schedule() -> 
     assert comparison.best is None
 
 
+def test_one_number_is_of_no_known_share_where_numbers_of_ranks_differ() -> None:
+    """2 stages of a forward of 1 are half the model that 4 are."""
+    several = [schedir.build("1f1b", ranks=ranks) for ranks in (2, 4)]
+    with pytest.raises(SchedirError, match=r"have 2 and 4 ranks.* backward.* one number"):
+        schedir.compare(several, costs=CostModel(forward=(1, 1, 1, 1)))
+    by_stage = CostModel(
+        forward=(1,) * 4, backward=(2,) * 4, backward_input=(1,) * 4, backward_weight=(1,) * 4
+    )
+    four, two = schedir.compare(several, costs=by_stage).rows
+    assert (four.ranks, two.ranks) == (4, 2)
+    assert four.makespan == 33
+    assert two.makespan == 54
+    schedir.compare([schedir.simulate(each) for each in several])  # these have their times
+
+
 def test_in_python() -> None:
     with pytest.raises(TypeError, match="targets are several"):
         schedir.compare("1f1b")

@@ -14,6 +14,7 @@ from schedir.library import Parameter
 from schedir.search.comparison import Comparison, Problem, Row, ranked
 from schedir.search.variants import Shapes, Target, Variant, variants
 from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
+from schedir.simulator.recut import OF_A_PART
 
 Costs: TypeAlias = CostModel | Callable[[int], CostModel]
 """Costs, or a function from a number of stages to those of the model cut into so many."""
@@ -55,7 +56,8 @@ def compare(
 
     Raises LoadError or ParseError where a target can't be found or read, SchedirError where the
     costs have no unit of time and a measured timeline has, or where a memory limit is given and no
-    sizes are known, TypeError or ValueError for a bad argument.
+    sizes are known, or where schedules of unequal numbers of ranks have a cost that is one number,
+    which is then of no known share of the model; TypeError or ValueError for a bad argument.
     """
     job = _Job(costs or CostModel(), channel, memory_limit)
     tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters))
@@ -74,6 +76,7 @@ class _Job:
     costs: Costs
     channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
     memory_limit: float | None
+    _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
 
     def row(self, variant: Variant) -> Row:
         """The row of a target in a shape."""
@@ -116,6 +119,7 @@ class _Job:
 
     def comparison(self, rows: list[Row]) -> Comparison:
         """All rows in one unit of time, ranked."""
+        self._expect_one_model()
         timed = [row for row in rows if row.makespan is not None]
         if self.memory_limit is not None and all(row.peak_bytes is None for row in timed):
             raise SchedirError(
@@ -133,8 +137,22 @@ class _Job:
             rows = [_in_unit(row, unit) for row in rows]
         return ranked(rows, self.channel, self.memory_limit)
 
+    def _expect_one_model(self) -> None:
+        """Raise SchedirError where a cost of each stage is one number, and ranks differ."""
+        if len(self._ranks) < 2 or not isinstance(self.costs, CostModel):
+            return
+        costs = {name: getattr(self.costs, name) for name in OF_A_PART}
+        single = [name for name, cost in costs.items() if cost and not isinstance(cost, tuple)]
+        if single:
+            ranks = " and ".join(map(str, sorted(self._ranks)))
+            raise SchedirError(
+                f"the schedules have {ranks} ranks, and {', '.join(single)} one number, which is "
+                "that of one of as many stages as there are ranks: give one for each stage"
+            )
+
     def _of(self, schedule: Schedule) -> CostModel:
         if isinstance(self.costs, CostModel):
+            self._ranks.add(schedule.ranks)
             return recut(self.costs, schedule.stages, of=schedule.ranks)
         return self.costs(schedule.stages)
 

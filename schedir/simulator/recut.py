@@ -11,8 +11,7 @@ from schedir.errors import SchedirError
 from schedir.simulator.costs import CostModel
 from schedir.simulator.values import PerStage
 
-# What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link.
-_OF_A_PART = (
+OF_A_PART = (
     "forward",
     "backward",
     "backward_input",
@@ -26,6 +25,7 @@ _OF_A_PART = (
     "gradient_bytes",
     "optimizer_bytes",
 )
+"""What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link."""
 
 
 def recut(costs: CostModel, stages: int, of: int) -> CostModel:
@@ -43,7 +43,7 @@ def recut(costs: CostModel, stages: int, of: int) -> CostModel:
     Raises SchedirError where neither number of stages is a multiple of the other.
     """
     changed: dict[str, Any] = {}
-    for name in _OF_A_PART:
+    for name in OF_A_PART:
         changed[name] = _parts(name, getattr(costs, name), stages, of)
     for name, every in (("input_bytes", 0), ("boundary_bytes", 1)):
         changed[name] = _edges(name, getattr(costs, name), stages, every)
