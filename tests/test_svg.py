@@ -355,6 +355,19 @@ def test_a_picture_of_nothing_is_one(memory: bool) -> None:
     assert len(lanes(svg(nothing, line, memory))) == 4
 
 
+@pytest.mark.parametrize("unit", [1e-120, 1e-12, 0.37, 1, 1e8, 1e12])
+def test_the_times_of_the_axis_can_be_told_apart(unit: float) -> None:
+    picture = svg(timeline("1f1b", 4, 8, CostModel(forward=unit, backward=2 * unit)))
+    times = re.findall(r'<text x="([\d.]*)" y="([\d.]*)"[^>]*"middle">([-+\d.e]+)</text>', picture)
+    height = max(float(y) for _, y, _ in times)
+    ticks = [(float(x), 6.7 * len(text)) for x, y, text in times if float(y) == height]
+    assert len(ticks) >= 3
+    for (x, wide), (next_x, next_wide) in pairwise(ticks):
+        assert x + wide / 2 + 4 < next_x - next_wide / 2
+    wide = float(re.findall(r' width="([\d.]+)" height="[\d.]+" viewBox', picture)[0])
+    assert ticks[-1][0] + ticks[-1][1] / 2 <= wide
+
+
 def test_a_name_can_hold_anything() -> None:
     name = 'a<b>&"c"</svg><script>alert(1)</script>é'
     schedule = attrs.evolve(schedir.build("1f1b", ranks=2, microbatches=2), name=name)

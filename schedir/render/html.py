@@ -51,13 +51,13 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     """
     parts = parts_of(timeline, against)
     shown = shown_at_first(parts, memory)
-    schedule = parts[0].timeline.schedule
+    schedules = [part.timeline.schedule for part in parts]
     data = json.dumps(page_data(parts, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
-        title=html.escape(title(schedule)),
+        title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
         style=_style(),
         says="".join(f"<p>{html.escape(_says(part, len(parts)))}</p>" for part in parts),
-        legend="".join(_legend([part.timeline.schedule for part in parts])),
+        legend="".join(_legend(schedules)),
         causes="".join(_causes([part.timeline for part in parts])),
         toggles="".join(
             f'<label><input type="checkbox" data-shows="{key}">{words}</label>'
@@ -65,7 +65,7 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
             if key in shown
         ),
         help=" · ".join(f"{_keys(keys)} {html.escape(words)}" for keys, words in _HELP),
-        ranks=schedule.ranks,
+        ranks=sum(schedule.ranks for schedule in schedules),
         # Nothing that a name holds may end the element.
         data=data.replace("<", "\\u003c"),
         script=script(),
@@ -73,14 +73,15 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
 
 
 def _says(part: Part, parts: int) -> str:
-    return f"{part.label}: {part.says}" if parts > 1 else part.says
+    named = parts > 1 or part.timeline.measured is not None
+    return f"{part.label}: {part.says}" if named else part.says
 
 
 # Strings are kept as they are (a template must not hold another one), comments are left out, and
-# of white space what does not part two words; the lines stay.
+# of white space what does not part two words, or two lines that no sign parts.
 _PIECE = re.compile(
     r"""("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`)"""
-    r"""|\s*//[^\n]*|\s*(\n)\s*|(?<=[\w$])([ ])[ ]*(?=[\w$])|[ ]+"""
+    r"""|\s*//[^\n]*|(?<=[;{,])\s*\n\s*|\s*(\n)\s*|(?<=[\w$])([ ])[ ]*(?=[\w$])|[ ]+"""
 )
 
 

@@ -17,10 +17,10 @@ from schedir.render import palette
 from schedir.render.captions import captions
 from schedir.render.cells import Labels
 from schedir.render.clock import readable, with_unit
+from schedir.render.kept import Curve, kept_by, most_of
 from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill
 from schedir.simulator import CAUSES, Timeline
-from schedir.simulator.times import Numbers
 
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
 """The lanes of a rank below that of its compute: these can go on at once."""
@@ -79,7 +79,11 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
     ticks = ticks_for(lines)
     stream = Stream()
     several = Labels.of_schedules(line.schedule for line in lines).several
-    timelines = [_put(stream, part, ticks, several) for part in parts]
+    kept = kept_by(lines)
+    timelines = [
+        _put(stream, part, ticks, several, curves)
+        for part, curves in zip(parts, kept.curves, strict=True)
+    ]
     return {
         "tick": ticks.size,
         "unit": lines[0].unit,
@@ -99,6 +103,7 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
             "memory": palette.MEMORY_LINE,
             "memoryFill": palette.MEMORY_FILL,
         },
+        "kept": {"bytes": kept.sized, "most": max(1.0, kept.most)},
         "shown": shown,
         "timelines": timelines,
         "columns": stream.text(),
@@ -117,20 +122,15 @@ def _kind(kind: Kind) -> dict[str, Any]:
     }
 
 
-def curves_of(timeline: Timeline) -> list[tuple[Numbers, Numbers]]:
-    """What each rank keeps over time: bytes where the sizes are known, else live activations."""
-    curve = timeline.live if timeline.sizes is None else timeline.memory
-    return [curve(rank) for rank in range(timeline.schedule.ranks)]
-
-
-def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, Any]:
+def _put(
+    stream: Stream, part: Part, ticks: Ticks, several: bool, curves: Sequence[Curve]
+) -> dict[str, Any]:
     """Write a timeline's columns to the stream; what the script reads them by."""
     timeline, schedule = part.timeline, part.timeline.schedule
     put_timeline(stream, timeline, ticks)
     put_idle(stream, timeline.idle_columns, ticks)
     path = np.array(timeline.critical_path, np.int64)
     stream.put(np.diff(path, prepend=0))
-    curves = curves_of(timeline)
     for times, amounts in curves:
         put_curve(stream, times, amounts, ticks)
     sources = schedule.sources
@@ -145,8 +145,7 @@ def _put(stream: Stream, part: Part, ticks: Ticks, several: bool) -> dict[str, A
         "idle": timeline.idle_columns.bounds.tolist(),
         "path": len(path),
         "memory": {
-            "bytes": timeline.sizes is not None,
             "lengths": [len(times) for times, _ in curves],
-            "peak": max([1.0, *(float(amounts.max()) for _, amounts in curves)]),
+            "most": [most_of(curve) for curve in curves],
         },
     }

@@ -114,7 +114,9 @@ def svg_blocks(
         scale = per_unit * factor
         panels.append(_Panel(line, caption, scale, top + LINE + 6, pitch, lane, curve))
         top = panels[-1].bottom
-    size = px(left + width + (curves.room if curves else _MARGIN)), px(top + 44)
+    ticks = _ticks(max(spans), per_unit)
+    beside = max(curves.room if curves else _MARGIN, _reach(ticks) - width)
+    size = px(left + width + beside), px(top + 44)
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
         f'viewBox="0 0 {size[0]} {size[1]}" role="img" font-family="{_FONT}" font-size="12">\n'
@@ -129,7 +131,6 @@ def svg_blocks(
         yield text_at(left, _MARGIN + 12 + turn * LINE, heading, size=14, weight="bold")
     for entry in entries:
         yield from entry.draw(left, legend_top + 12)
-    ticks = _ticks(max(spans), per_unit)
     for turn, (panel, cells) in enumerate(zip(panels, lanes, strict=True)):
         yield from _panel(panel, left, cells, [x for _, x in ticks])
         if curves is not None:
@@ -189,9 +190,26 @@ def _ticks(longest: float, per_unit: float) -> list[tuple[str, float]]:
     """The times that the axis names, and where they stand."""
     if not longest:
         return [("0", 0)]
-    step = round_step(_BETWEEN_TICKS / per_unit)
+    ticks = _every(round_step(_BETWEEN_TICKS / per_unit), longest, per_unit)
+    wide = max(_tick_width(text) for text, _ in ticks)
+    if wide > _BETWEEN_TICKS:
+        ticks = _every(round_step(wide / per_unit), longest, per_unit)
+    return ticks
+
+
+def _every(step: float, longest: float, per_unit: float) -> list[tuple[str, float]]:
     last = math.floor(longest / step * (1 + 1e-9))
     return [(number(turn * step), turn * step * per_unit) for turn in range(last + 1)]
+
+
+def _tick_width(text: str) -> float:
+    """The room that the text of a tick needs."""
+    return 7.5 * len(text) + 8
+
+
+def _reach(ticks: Sequence[tuple[str, float]]) -> float:
+    """How far to the right the texts of the ticks go."""
+    return max(x + _tick_width(text) / 2 for text, x in ticks)
 
 
 def _panel(

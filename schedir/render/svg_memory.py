@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.render.comparison import size
+from schedir.render.kept import Curve, Kept, kept_by, most_of
 from schedir.render.palette import FAINT_INK, MEMORY_FILL, MEMORY_LINE
 from schedir.render.styled import Piece, number
 from schedir.render.svg_text import SMALL_LABEL, Lengths, px, text_at
@@ -17,23 +17,20 @@ from schedir.simulator import Timeline
 _BAR = 2.0
 """How wide, in pixels, the bars are of curves that change faster."""
 
-_Curve: TypeAlias = tuple[Lengths, Lengths]
-
 
 @attrs.frozen
 class Curves:
-    """The curves of several timelines, all of one scale: `curves[timeline][rank]` has the times,
-    and the amounts from then on. `what` says of what, `amount` puts one into words."""
+    """The curves of several timelines, all of one scale: `what` says of what, `amount` puts one
+    into words."""
 
     what: str
-    curves: Sequence[Sequence[_Curve]]
-    most: float
+    kept: Kept
     amount: Callable[[float], str]
 
     @property
     def room(self) -> float:
         """The room that the words beside the curves need."""
-        peaks = {self.amount(_peak(curve)) for ranks in self.curves for curve in ranks}
+        peaks = {self.amount(most_of(curve)) for ranks in self.kept.curves for curve in ranks}
         return 8 + 0.6 * SMALL_LABEL * max(map(len, peaks))
 
     def draw(
@@ -41,9 +38,9 @@ class Curves:
     ) -> Iterator[Piece]:
         """The curve of a rank of the `turn`-th timeline, whose upper left corner is the origin:
         `scale` pixels to a unit of time, up to the pixel `end`."""
-        curve = self.curves[turn][rank]
+        curve = self.kept.curves[turn][rank]
         left, amounts = thinned(np.round(curve[0] * scale, 2), curve[1])
-        y = height - amounts * ((height - 1) / (self.most or 1))
+        y = height - amounts * ((height - 1) / (self.kept.most or 1))
         steps = "".join(
             f"H{px(x)}V{px(up)}"
             for x, up in zip(np.minimum(left, end).tolist(), y.tolist(), strict=True)
@@ -55,29 +52,19 @@ class Curves:
 
     def label(self, turn: int, rank: int, x: float, y: float) -> Piece:
         """The most that a rank holds."""
-        peak = self.amount(_peak(self.curves[turn][rank]))
+        peak = self.amount(most_of(self.kept.curves[turn][rank]))
         return text_at(x, y, peak, size=SMALL_LABEL, fill=FAINT_INK)
 
 
 def curves_of(timelines: Sequence[Timeline]) -> Curves:
     """The curves of bytes where all timelines know them, else those of activations."""
-    sized = all(line.sizes is not None for line in timelines)
-    curves = [
-        [(line.memory if sized else line.live)(rank) for rank in range(line.schedule.ranks)]
-        for line in timelines
-    ]
-    most = max(_peak(curve) for ranks in curves for curve in ranks)
-    if sized:
-        return Curves("bytes held", curves, most, size)
-    return Curves("live activations", curves, most, number)
+    kept = kept_by(timelines)
+    if kept.sized:
+        return Curves("bytes held", kept, size)
+    return Curves("live activations", kept, number)
 
 
-def _peak(curve: _Curve) -> float:
-    peak: float = curve[1].max(initial=0).item()
-    return peak
-
-
-def thinned(left: Lengths, amounts: Lengths) -> _Curve:
+def thinned(left: Lengths, amounts: Lengths) -> Curve:
     """The curve without what can't be seen: dips that last no time, and, where changes are closer
     than pixels, all but the most of each bar."""
     coarse = len(left) > left.max(initial=0)

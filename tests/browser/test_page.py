@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -273,6 +274,46 @@ def test_the_critical_path_stands_out(name: str, browser: Browser, tmp_path: Pat
         assert set(marked) == {CRITICAL_LINE}
 
 
+def texts_of(it: Opened) -> list[tuple[str, float, float, float]]:
+    """What is written beside and above the lanes: the words, their middle or end, their height,
+    and how wide they are."""
+    texts: list[tuple[str, float, float, float]] = it.ask(
+        """(() => {
+            const pen = document.getElementById("lanes").getContext("2d"), texts = [];
+            pen.fillText = (words, x, y) => texts.push([words, x, y, pen.measureText(words).width]);
+            schedir.paint();
+            delete pen.fillText;
+            return texts;
+        })()"""
+    )
+    return texts
+
+
+@pytest.mark.parametrize("unit", [1e-120, 1e-12, 0.37, 1.0, 1e8, 1e12])
+def test_the_times_of_the_axis_can_be_told_apart(
+    unit: float, browser: Browser, tmp_path: Path
+) -> None:
+    line = simulated(costs=CostModel(forward=unit, backward=2 * unit))
+    with opened(browser, tmp_path, line) as it:
+        for around in (1, 0.1, 0.0001):
+            it.ask("goTo({ from: page.longest * (1 - given[0]), to: page.longest })", around)
+            ticks = [text for text in texts_of(it) if 20 < text[2] < 38]
+            assert len({float(words) for words, *_ in ticks}) == len(ticks) >= 2
+            sides = [(x - wide / 2, x + wide / 2) for _, x, _, wide in ticks]
+            assert all(a[1] + 4 < b[0] for a, b in pairwise(sides))
+            assert sides[-1][1] <= WIDTH
+
+
+def test_each_rank_is_told_the_most_that_it_keeps(browser: Browser, tmp_path: Path) -> None:
+    line = simulated()
+    higher = simulated("interleaved-1f1b", chunks=2)
+    with opened(browser, tmp_path, line, higher, memory=True) as it:
+        said = [words for words, *_ in texts_of(it) if words.endswith(" alive")]
+        assert said == [f"{most} alive" for most in (4, 3, 2, 1, 11, 9, 7, 5)]
+        # One scale for both.
+        assert tops_of(it, 1, [10.5]) == pytest.approx([4 / 11], abs=0.1)
+
+
 def tops_of(it: Opened, rank: int, times: list[float]) -> list[float]:
     """How high the memory curve of a rank reaches at times, as a part of the most."""
     tops: list[float] = it.ask(
@@ -343,7 +384,7 @@ def test_memory_stands_under_the_lanes(sized: bool, browser: Browser, tmp_path: 
             assert float(amount) * scale == pytest.approx(kept(rank, time), rel=1e-3)
         # The highest curve reaches up to where the others end.
         peak = max(float(amounts.max()) for _, amounts in curves)
-        assert it.ask("schedir.lines[0].memory.peak") == peak
+        assert it.ask("page.kept.most") == peak
         spots = [time + 0.2 for time in curves[0][0].tolist() if time + 0.4 < line.makespan]
         assert tops_of(it, 0, spots) == pytest.approx(
             [kept(0, time) / peak for time in spots], abs=0.06
@@ -537,3 +578,13 @@ def test_the_script_and_the_file_are_small() -> None:
     assert len(line.starts) > 100_000
     for each in (line, perturbed(line)):
         assert len(html_page(each).encode()) <= 1_500_000
+
+
+def test_the_heading_says_what_is_shown(browser: Browser, tmp_path: Path) -> None:
+    line, other = simulated(), simulated("interleaved-1f1b", ranks=2, chunks=3)
+    one, two = "1f1b: 4 ranks, 4 stages", "interleaved-1f1b: 2 ranks, 6 stages"
+    with opened(browser, tmp_path, line, other) as it:
+        heading = it.page.locator("h1").inner_text()
+        assert heading == f"{one}, 8 microbatches; {two}, 8 microbatches"
+    with opened(browser, tmp_path, perturbed(line)) as it:
+        assert it.page.locator("header p").inner_text().startswith("measured, step 3: makespan ")

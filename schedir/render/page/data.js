@@ -108,12 +108,12 @@ function readTimeline(stream, about) {
     if (known[p] && lane[p] >= IN) lasts[p] = stream.next() + (lasts[before[p]] || 0);
   }
   const turnOf = (place) => (lane[place] >= IN) + (lane[place] > COMPUTE);
-  for (const turn of [0, 1, 2]) {
+  for (const [turn, origin] of [null, end, start].entries()) {
     for (let p = 0, free = 0, r = -1; p < count; p++) {
       if (!known[p] || turnOf(p) !== turn) continue;
       if (rank[p] !== r) (free = 0), (r = rank[p]);
       const made = before[p] >= 0 && known[before[p]];
-      const from = !turn ? free : made ? [end, start][turn - 1][before[p]] : 0;
+      const from = !turn ? free : made ? origin[before[p]] : 0;
       start[p] = from + stream.next();
       end[p] = free = start[p] + lasts[p];
     }
@@ -139,12 +139,10 @@ function readTimeline(stream, about) {
     line.critical[place] = 1;
     if (lane[place] >= IN && before[place] >= 0) line.critical[before[place]] = 1;
   }
-  if (about.memory) {
-    const ranks = about.memory.lengths.map((length) => ({
-      times: stream.rising(new Int32Array(length)), values: stream.rising(new Float64Array(length)),
-    }));
-    line.memory = { ...about.memory, ranks };
-  }
+  const keeping = about.memory.lengths.map((length) => ({
+    times: stream.rising(new Int32Array(length)), values: stream.rising(new Float64Array(length)),
+  }));
+  line.memory = { ...about.memory, ranks: keeping };
   return line;
 }
 
@@ -183,7 +181,7 @@ function lanesOf(line) {
       const lane = line.lane[place];
       if (line.known[place] && !(lane === COMPUTE && line.joined[place])) ids[lane].push(place);
     }
-    lanes.push(ids.map((own) => new Lane(Int32Array.from(own), line.start, line.end)));
+    lanes.push(ids.map((own) => new Lane(new Int32Array(own), line.start, line.end)));
   }
   return lanes;
 }

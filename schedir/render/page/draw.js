@@ -135,11 +135,10 @@ function drawLabels(pen, line, rank, y) {
 
 function drawMemory(pen, line, rank, base) {
   const { curve } = frame.placed.parts;
-  const { peak } = line.memory;
   const { times, values } = line.memory.ranks[rank];
   const left = Math.max(frame.left, xOf(0));
   const right = Math.max(left, Math.min(frame.left + frame.width, xOf(line.ticks)));
-  const y = (value) => base - (value / peak) * (curve - 3);
+  const y = (value) => base - (value / page.kept.most) * (curve - 3);
   let next = bisect(times, timeAt(left) - 1);
   let value = next ? values[next - 1] : 0;
   let last = 0;
@@ -161,7 +160,8 @@ function drawMemory(pen, line, rank, base) {
   pen.strokeStyle = page.ink.memory;
   pen.lineWidth = 1;
   pen.stroke();
-  if (curve > 17) write(pen, kept(line, peak), GUTTER - 6, base - curve + 7, page.ink.memory, 10);
+  if (curve <= 17) return;
+  write(pen, kept(line.memory.most[rank]), GUTTER - 6, base - curve + 7, page.ink.memory, 10);
 }
 
 // The middle of the lane of a place.
@@ -202,17 +202,26 @@ function drawAxis(pen, lines) {
   const right = frame.left + frame.width;
   const [factor, name] = unitFor((view.to - view.from) * page.tick);
   const size = page.tick * factor; // of a tick, in the unit of the axis
-  const rough = ((view.to - view.from) * size * 90) / frame.width;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
-  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  const say = (value) => short(value, 12); // more than ticks of a time have
+  // The smallest of 1, 2 and 5 times a power of ten that is at least so many pixels.
+  const stepOf = (pixels) => {
+    const rough = ((view.to - view.from) * size * pixels) / frame.width;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    return power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
+  };
+  let step = stepOf(90);
+  const last = say(Math.floor((view.to * size) / step) * step);
+  pen.font = `11px ${FONT}`;
+  const wide = pen.measureText(last).width + 16;
+  if (wide > 90) step = stepOf(wide);
   pen.clearRect(0, 0, right + 8, AXIS);
   pen.strokeStyle = page.ink.faint;
   pen.lineWidth = 1;
   pen.beginPath();
   for (let i = Math.ceil((view.from * size) / step); i * step <= view.to * size; i++) {
     const x = xOf((i * step) / size);
-    write(pen, (i * step).toFixed(digits), x, AXIS - 11, page.ink.faint, 11, "center");
+    const middle = Math.min(x, right + 16 - wide / 2); // the last one stays in sight
+    write(pen, say(i * step), middle, AXIS - 11, page.ink.faint, 11, "center");
     pen.moveTo(x, AXIS - 4);
     pen.lineTo(x, AXIS - 1);
   }

@@ -17,8 +17,8 @@ function time(ticks) {
   return short(ticks * page.tick * factor) + (name && ` ${name}`);
 }
 
-function kept(line, value) {
-  if (!line.memory.bytes) return `${value} alive`;
+function kept(value) {
+  if (!page.kept.bytes) return `${value} alive`;
   const power = Math.min(5, Math.max(0, Math.floor(Math.log2(value || 1) / 10)));
   return `${short(value / 1024 ** power, 4)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][power]}`;
 }
@@ -87,5 +87,5 @@ function aboutIdle(line, idle) {
 // What a rank keeps at a time.
 function aboutKept(line, { rank, now }) {
   const { times, values } = line.memory.ranks[rank];
-  return [["keeps", kept(line, values[Math.max(0, bisect(times, now) - 1)])], ["at", time(now)]];
+  return [["keeps", kept(values[Math.max(0, bisect(times, now) - 1)])], ["at", time(now)]];
 }
