@@ -26,8 +26,9 @@ TOLERATED = 0.05
 _SURE = 5.0
 """How many standard errors a change must have, to be none of chance: it is sought at every step.
 More where few steps tell what a standard error is, and where many stages are looked at."""
-_SHORTEST = 4
-"""Steps: fewer in a row are jitter."""
+_SHORTEST, _FEWEST = 4, 6
+"""Steps: fewer in a row are jitter, but that the halves of a run that is shorter than twice that are
+compared; shorter ones than the second can't be told from jitter at all."""
 _TRANSFER = COSTS.index("transfer")
 
 
@@ -72,7 +73,7 @@ def expect_steady(samples: Samples) -> None:
 def changes(samples: Samples) -> Iterator[Change]:
     """Where the level of a stage changes by more than TOLERATED, and not by chance.
 
-    Runs of fewer than 8 steps can't be told from jitter: nothing is found in them.
+    Runs of fewer than 6 steps can't be told from jitter: nothing is found in them.
     """
     series = _speeds(samples)
     for (rank, stage), (steps, speeds) in series.items():
@@ -120,18 +121,19 @@ def _turn(speeds: Numbers, sure: float) -> int:
     of level does not hide itself, and outliers count as far ones at most.
     """
     steps = len(speeds)
-    shortest = max(_SHORTEST, steps // 10)
-    if steps < 2 * shortest:
+    if steps < _FEWEST:
         return 0
+    shortest = max(min(_SHORTEST, steps // 2), steps // 10)
     spread = 1.4826 * float(np.median(np.abs(np.diff(speeds)))) / np.sqrt(2)
     # Equal speeds but for rounding have no spread: any change is one then.
     spread = max(spread, 1e-9 * float(np.median(speeds)))
     middle = np.median(speeds)
     reach = max(5 * spread, 2 * TOLERATED * middle)
     clipped = np.clip(speeds, middle - reach, middle + reach)
-    at = np.arange(shortest, steps - shortest + 1)
+    at = np.arange(1, steps)
     before = np.cumsum(clipped)[at - 1]
     difference = (clipped.sum() - before) / (steps - at) - before / at
     errors = np.abs(difference) / (spread * np.sqrt(1 / at + 1 / (steps - at)))
-    best = int(errors.argmax())
-    return int(at[best]) if errors[best] > sure else 0
+    # Whether there is a change is told by long parts; where, even close to the ends.
+    told = errors[shortest - 1 : steps - shortest].max()
+    return int(at[errors.argmax()]) if told > sure else 0
