@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Timeline
@@ -91,6 +92,15 @@ def test_a_step_that_fails_leaves_nothing() -> None:
     assert [t.measured.step for t in found if t.measured] == [0, 1]
     for one in found:
         check_timeline(one)
+
+
+def test_the_first_step_may_fail_before_anything_has_run() -> None:
+    with executor() as traced:
+        assert "microbatches" in message_of(step, traced, 1)
+        assert traced.timelines() == []
+        step(traced)
+        (found,) = traced.timelines()
+    check_timeline(found)
 
 
 def test_what_is_not_recorded_can_not_be_had() -> None:
@@ -197,6 +207,78 @@ def test_lists_with_receives_further_ahead_are_told_apart(monkeypatch: pytest.Mo
     for one, seconds in zip(found, busy, strict=True):
         check_timeline(one)
         assert sum(rank.busy for rank in one.ranks) == pytest.approx(seconds)
+
+
+class Checkpointed(nn.Module):
+    """Layers that are run again by themselves, or not."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh()) for _ in range(4)
+        )
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, **self.options) if self.options else layer(x)
+        return x
+
+
+def sizes_with(last: nn.Module, **options: Any) -> Any:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    stages = numbered([nn.Linear(WIDTH, WIDTH), last])
+    with Executor(schedule, stages, MSE, sgd, in_process=True, trace=True, **options) as traced:
+        step(traced)
+        return traced.timelines()[0].sizes
+
+
+def test_what_a_backward_makes_for_itself_is_no_activation() -> None:
+    # The stage's input and the loss's, and between them what each layer keeps.
+    assert sizes_with(Checkpointed()).activation[1] == 9 * BOUNDARY
+    for reentrant in (False, True):
+        found = sizes_with(Checkpointed(use_reentrant=reentrant)).activation[1]
+        # Beside the inputs of the layers a checkpoint keeps the state of random numbers.
+        assert 5 * BOUNDARY <= found < 9 * BOUNDARY
+
+
+class Weighted(nn.Module):
+    """Has a matrix that is laid out otherwise, which its rows are multiplied by."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("matrix", matrix)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.matrix, Tensor)
+        made: Tensor = torch.mm(self.matrix, self.linear(x))
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_tensors_are_weighed_by_what_they_consist_of() -> None:
+    rows = ROWS // MICROBATCHES
+    dense = sizes_with(nn.Linear(WIDTH, WIDTH))
+    diagonal = torch.arange(rows + 1), torch.arange(rows), torch.ones(rows)
+    coo = torch.eye(rows).to_sparse_coo()
+    csr = torch.sparse_csr_tensor(*diagonal, check_invariants=True)
+    for matrix, size in ((coo, rows * (8 + 8 + 4)), (csr, (rows + 1) * 8 + rows * (8 + 4))):
+        assert sizes_with(Weighted(matrix)).weight[1] == dense.weight[1] + size
+
+
+def test_what_is_changed_before_its_backward_is_refused() -> None:
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.tanh(super().forward(x))
+            made = kept * kept
+            kept.mul_(2)
+            return made
+
+    schedule = schedir.build("1f1b", ranks=1, microbatches=1)
+    stages = {0: Changes(WIDTH, WIDTH)}
+    with Executor(schedule, stages, MSE, sgd, in_process=True, trace=True) as traced:
+        assert "modified by an inplace operation" in message_of(step, traced)
 
 
 class Live(TorchDispatchMode):

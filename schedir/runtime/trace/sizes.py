@@ -7,10 +7,11 @@ user has given, does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,9 @@ from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.update import OptimStep
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.stage.stage import Stage
+
+_Saved: TypeAlias = tuple[Tensor, int]
+"""What autograd has saved, and its version then."""
 
 
 @attrs.define(eq=False)
@@ -44,12 +48,14 @@ class Gauge:
         operation, run = instruction.operation, instruction.run
         if isinstance(operation, OptimStep):
             return attrs.evolve(instruction, run=self._before_step(operation.stage, run))
-        if isinstance(operation, (Forward, Backward, BackwardInput)):
+        if isinstance(operation, Forward) or (
+            isinstance(operation, (Backward, BackwardInput)) and operation.stage.recompute
+        ):
             return attrs.evolve(instruction, run=self._weighed(operation, run))
         return instruction
 
     def _weighed(self, compute: Compute, run: Callable[[Call], None]) -> Callable[[Call], None]:
-        """Around the first forward of a stage and its first backward, which may run it again: no
+        """Around the first forward of a stage, and its first backward where that runs it again: no
         microbatch has more rows."""
         stage, cell, key = compute.stage, compute.cell, (compute.stage.index, type(compute))
 
@@ -61,11 +67,12 @@ class Gauge:
             inputs = _memory(cell.inputs)
             saved: dict[int, int] = {}
 
-            def save(tensor: Tensor) -> Tensor:
+            def save(tensor: Tensor) -> _Saved:
                 saved.update(_memory([tensor]))
-                return tensor.detach()  # autograd would hold itself by the tensor
+                # By the tensor itself autograd would hold itself.
+                return tensor.detach(), tensor._version
 
-            with saved_tensors_hooks(save, _as_it_is):
+            with saved_tensors_hooks(save, _as_it_was):
                 run(call)
             beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
             others = _memory([*_held(stage.modules), *tree_leaves(beside)])
@@ -112,20 +119,46 @@ def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _as_it_was(saved: _Saved) -> Tensor:
+    """What was saved. Raises RuntimeError where that has changed since, as torch does, but not
+    where hooks have it."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
     return tensor
 
 
 def _memory(values: Iterable[Any]) -> dict[int, int]:
     """The memory of the tensors among these: its bytes, each piece of it once."""
     tensors = (value for value in values if isinstance(value, Tensor))
-    storages = (
-        part.untyped_storage()
-        for tensor in tensors
-        for part in (_dense_parts(tensor) if tensor.is_sparse else (tensor,))
-    )
+    storages = (part.untyped_storage() for tensor in tensors for part in _strided(tensor.detach()))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    return tensor._indices(), tensor._values()
+def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor consists of that has memory of its own: itself, but where it is sparse, or a
+    subclass that wraps others. Of other layouts nobody can tell."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _strided(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    else:
+        for part in _PARTS.get(tensor.layout, ()):
+            yield part(tensor)
+
+
+_BY_ROW = Tensor.crow_indices, Tensor.col_indices, Tensor.values
+_BY_COLUMN = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
+_PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
