@@ -212,7 +212,8 @@ class Executor:
         the same times. A transfer starts when both its ends are posted, and ends when the rank that
         waits for it finds it there. Where nobody had to wait, nobody saw it arrive, and its end is
         NaN; so is all of what a step leaves out, as OPTIM_STEPs with `update=False`. Sums of
-        gradients start and end likewise. On a GPU the times are those of the device.
+        gradients start and end likewise; with several pipelines they also last as long as this one
+        waits for others, which are not recorded. On a GPU the times are those of the device.
 
         The clocks of different ranks are read beside each other when the executor is made and
         whenever this is called, and are taken to drift evenly meanwhile; `measured.clock_error`

@@ -21,6 +21,9 @@ from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
 from schedir.runtime.program import programs
+from schedir.runtime.program.instruction import Operation
+from schedir.runtime.program.instruction import instruction as made_for
+from schedir.runtime.program.joined import wait_of
 from schedir.runtime.program.transfer import Transfer
 from schedir.runtime.trace import trace as keeping
 from schedir.runtime.trace.measured import timeline
@@ -400,12 +403,12 @@ SUMMED = listed(
 SUMMED_STAMPS = """
     1000 1400    0    0
     1400 2000    0    0
-    2010    0    0    0
-    2500 2600 2020 2480
+    2010    0 2020 2480
+    2500 2600    0    0
     1100 1500    0    0
     1500 2200    0    0
-    2210    0    0    0
-    2470 2600 2220 2460
+    2210    0 2220 2460
+    2470 2600    0    0
 """
 
 
@@ -448,8 +451,45 @@ class FarMark:
     def synchronize(self) -> None:
         """It is over."""
 
+    def wait(self) -> None:
+        """So it is for others."""
+
     def elapsed_time(self, end: FarMark) -> float:
         return float(np.float32(1.0001 * (end.true - self.true) / 1e6))
+
+
+class Given(Operation):
+    """Compute that waits for what it is given."""
+
+    computes = True
+
+    def __init__(self, *works: Any) -> None:
+        self.works = list(works)
+
+    @property
+    def receives(self) -> list[Any]:
+        return self.works
+
+    def run(self, call: Any) -> None:
+        """Nothing."""
+
+
+def test_what_has_waited_begins_where_its_wait_ends() -> None:
+    device = FarClock(torch.device("cpu"))
+    found = recorder(device)
+    pair = [
+        made_for(0, 0, 0, action, Given(device.mark()))
+        for action in (schedir.forward(0, 0), schedir.backward(1, 0))
+    ]
+    begun = device.true
+    for one in map(found, (wait_of(pair[1]), *pair)):
+        if one.receives:
+            one.wait()
+        one.run(None)  # type: ignore[arg-type]
+    found.take()
+    times = [(mark.true - begun) // 200 if mark else None for mark in found.latest]
+    # BEGAN, ENDED, WAITED, FOUND of each: what a wait ends with is the event for what follows.
+    assert times == [6, 7, 1, 2, 4, 5, 3, 4]
 
 
 def test_times_of_a_device_are_placed_on_the_clock_of_its_host(

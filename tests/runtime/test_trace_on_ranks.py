@@ -17,6 +17,7 @@ from schedir import Kind, Timeline
 from schedir.runtime import Executor
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment
+from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import (
     MSE,
@@ -93,6 +94,49 @@ def test_a_stage_that_sleeps_takes_as_long(rank: int, ranks: int) -> None:
                 assert own.min() < factor * seconds[stage] + 0.002
         # Some rank has to wait for a slower one, and sees what it waits for arrive.
         assert np.isfinite(one.ends[one.schedule.dataflow.transfers.receive]).any()
+
+
+SUMMED = listed(
+    2,
+    "0,1 0,1",
+    "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP",
+    "0F1 1F1 1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD 0OPTIM_STEP 1OPTIM_STEP",
+)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}], ids=["plain", "clipped"])
+def test_a_sum_ends_when_it_is_there_and_not_when_all_are(
+    rank: int, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    stages = {0: Sleeps(0.02), 1: linear(1)}
+    with Executor(SUMMED, stages, MSE, sgd, trace=True, **options) as traced:
+        found = run(traced, 6)
+    if rank == 0:
+        columns = found[0].schedule.columns
+        first, last = columns.where(Kind.REDUCE_GRAD)[:2]  # of one rank
+        durations = np.array([one.ends - one.starts for one in found])
+        # While that of stage 1 is under way its ranks do something else for 40 ms. A busy machine
+        # may put a rank to sleep where it finds it there.
+        assert not (durations[:, first] > 0.02).all()
+        assert np.isfinite(
+            durations[:, last]
+        ).any()  # who comes first has to wait for the other one
+
+
+@on_ranks(2)
+def test_sums_that_are_posted_without_an_update_have_their_time(rank: int) -> None:
+    torch.manual_seed(0)
+    stages = {0: linear(0), 1: linear(1)}
+    x, y = random_batch()
+    with Executor(SUMMED, stages, MSE, trace=True) as traced:
+        traced.step(x, target=y, update=False)
+        found = traced.timelines()
+    for one in found:
+        columns = one.schedule.columns
+        assert np.isfinite(one.starts[columns.is_kind(Kind.REDUCE_GRAD)]).all()
+        assert np.isnan(one.starts[columns.is_kind(Kind.OPTIM_STEP)]).all()
 
 
 @on_ranks(2, 3)

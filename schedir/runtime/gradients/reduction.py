@@ -41,11 +41,13 @@ class Reduction:
         self._presence = presence
         self.keeps_earlier = keeps_earlier
         self._earlier: list[Tensor | None] = []
-        self._under_way: list[tuple[dist.Work, Tensor, list[nn.Parameter]]] = []
+        self._under_way: list[tuple[Tensor, list[nn.Parameter]]] = []
+        self._works: list[dist.Work] = []
 
     def begin(self) -> None:
         """Set aside what earlier calls have left, before this one adds to it."""
         self._under_way.clear()
+        self._works.clear()
         if not self.keeps_earlier:
             return
         self._earlier = [p.grad for p in self._parameters]
@@ -62,16 +64,22 @@ class Reduction:
             flat = torch.cat(
                 [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
             )
-            self._under_way.append((self._group.allreduce([flat]), flat, bucket))
+            self._works.append(self._group.allreduce([flat]))
+            self._under_way.append((flat, bucket))
+
+    def wait(self) -> None:
+        """Wait for the sums, where some are under way."""
+        wait_for_sum(self._works, f"{self._whose} gradients")
+        self._works.clear()
 
     def finish(self) -> None:
         """Wait for the sums, and make them the gradients; without a sum under way, do nothing."""
         if not self._under_way:
             return
-        wait_for_sum([work for work, _, _ in self._under_way], f"{self._whose} gradients")
+        self.wait()
         anywhere = self._presence.anywhere()
         absent = {p for p, there in zip(self._parameters, anywhere, strict=True) if not there}
-        for _, flat, bucket in self._under_way:
+        for flat, bucket in self._under_way:
             pieces = flat.split([p.numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
                 if parameter not in absent:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir import Bools, Kind, Schedule, collective_turns, sums_of_steps
+from schedir.ir import Bools, Schedule, collective_turns
 from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.trace.recorder import BEGAN, ENDED, FOUND, WAITED
 from schedir.simulator import Measured, Sizes, Timeline
@@ -81,20 +81,11 @@ def _reduce(
     schedule: Schedule, stamps: Nanoseconds, starts: Nanoseconds, ends: Nanoseconds
 ) -> None:
     """Sums start once all ranks have posted them, and end when the first rank that has to wait for
-    them, before its OPTIM_STEPs, finds them there; those that it waits for together end together.
-    """
-    columns, posted = schedule.columns, stamps[:, BEGAN]
-    steps = columns.is_kind(Kind.OPTIM_STEP)
-    waited = _waited(stamps)
-    seen = {}
-    for step, reduce in sums_of_steps(schedule):
-        first = step
-        while (before := columns.before(first)) >= 0 and steps[before]:
-            first = before
-        if waited[first]:
-            seen[reduce] = int(stamps[first, FOUND])
+    them, before its OPTIM_STEPs, finds them there."""
+    posted, waited, found = stamps[:, BEGAN], _waited(stamps), stamps[:, FOUND]
     for turn in collective_turns(schedule):
-        places = list(turn)
+        places = np.array(turn)
         known = posted[places].min() > 0
         starts[places] = posted[places].max() if known else 0
-        ends[places] = min((seen[place] for place in places if place in seen), default=0)
+        seen = found[places[waited[places]]]
+        ends[places] = seen.min() if known and len(seen) else 0

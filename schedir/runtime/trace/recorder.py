@@ -3,9 +3,9 @@
 What is taken of each instruction, as the columns of a row of its own:
 
     0F0            BEGAN ─ run ─ ENDED
-    1F0            WAITED ─ receives ─ FOUND, BEGAN ─ run ─ ENDED
+    1F0            WAITED ─ receives ─ FOUND = BEGAN ─ run ─ ENDED
     0SEND_ACT0     BEGAN ─ run                                     posted then
-    0OPTIM_STEP    WAITED ─ sums ─ FOUND, BEGAN ─ run ─ ENDED
+    0REDUCE_GRAD   BEGAN ─ run … WAITED ─ sum ─ FOUND              before its OPTIM_STEP
 
 Each time costs a look at the clock, and its place in a list.
 """
@@ -21,11 +21,12 @@ import numpy as np
 from schedir.ir import COMPUTE, Action, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.call import Call
+from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.observers import BusyClock
-from schedir.runtime.program.update import PassBarriers
+from schedir.runtime.program.update import PassBarriers, ReduceGrad
 from schedir.runtime.transports.transport import wait_for
 
 BEGAN, ENDED, WAITED, FOUND = range(4)
@@ -63,6 +64,7 @@ class Recorder(BusyClock):
         self._accelerator = accelerator
         self._rows: dict[tuple[int, int, Action], int] = {}
         self._computes: list[int] = []
+        self._sums: dict[Reduction, int] = {}
         # Always this list: what is put around instructions holds it.
         self._stamps: list[Any] = []
         self.latest: Any = None
@@ -76,15 +78,15 @@ class Recorder(BusyClock):
         operation, run = instruction.operation, instruction.run
         row = self._row(instruction)
         if isinstance(operation, PassBarriers):
-            if operation.barriers:  # what is done there takes time beside the sums
-                return instruction
-            return attrs.evolve(instruction, run=self._around_run(run, row + WAITED, row + FOUND))
-        wait = self._around_wait(instruction, row + WAITED, row + FOUND)
+            return attrs.evolve(instruction, run=self._after_sums(operation.reductions, run))
+        if isinstance(operation, ReduceGrad):
+            run = self._noting(operation.reduction, row, run)
+        wait = self._around_wait(instruction, row)
         if not operation.listed:
             return attrs.evolve(instruction, wait=wait)
         if not operation.computes:
             return attrs.evolve(instruction, run=self._before_run(run, row + BEGAN))
-        run = self._around_run(run, row + BEGAN, row + ENDED)
+        run = self._around_run(run, row)
         return attrs.evolve(instruction, wait=wait, run=run)
 
     def _row(self, instruction: Instruction) -> int:
@@ -97,26 +99,30 @@ class Recorder(BusyClock):
                 self._computes.append(self._rows[key])
         return self._rows[key]
 
-    def _around_run(
-        self, run: Callable[[Call], None], begin: int, end: int
-    ) -> Callable[[Call], None]:
+    def _around_run(self, run: Callable[[Call], None], row: int) -> Callable[[Call], None]:
         stamps, now = self._stamps, self._clock()
+        begin, end = row + BEGAN, row + ENDED
 
         def timed(call: Call) -> None:
-            stamps[begin] = now()
+            if not stamps[begin]:
+                stamps[begin] = now()
             run(call)
             stamps[end] = now()
 
         return timed
 
-    def _around_wait(self, instruction: Instruction, begin: int, end: int) -> Callable[[], None]:
+    def _around_wait(self, instruction: Instruction, row: int) -> Callable[[], None]:
+        """What has waited begins then, but for a pair's second part, which waits before the first:
+        a look at the clock saved, which on a device is an event."""
         stamps, now = self._stamps, self._clock()
         receives, wait = instruction.receives, instruction.wait
+        waited, found = row + WAITED, row + FOUND
+        begin = row + BEGAN if instruction.operation.listed else found
 
         def timed() -> None:
-            stamps[begin] = now()
+            stamps[waited] = now()
             wait_for(receives)
-            stamps[end] = now()
+            stamps[found] = stamps[begin] = now()
             wait()  # for the sends that have arrived by then, whose memory is given back
 
         return timed
@@ -126,6 +132,36 @@ class Recorder(BusyClock):
 
         def timed(call: Call) -> None:
             stamps[at] = now()
+            run(call)
+
+        return timed
+
+    def _noting(
+        self, reduction: Reduction, row: int, run: Callable[[Call], None]
+    ) -> Callable[[Call], None]:
+        """The sums that are posted, in that order, and the rows that they have."""
+        posted = self._sums
+
+        def noted(call: Call) -> None:
+            posted.pop(reduction, None)
+            posted[reduction] = row
+            run(call)
+
+        return noted
+
+    def _after_sums(
+        self, reductions: Sequence[Reduction], run: Callable[[Call], None]
+    ) -> Callable[[Call], None]:
+        """Wait for one sum after the other, so that each is seen to end: what is made of them, and
+        done at barriers, takes time of its own."""
+        stamps, now, posted = self._stamps, self._clock(), self._sums
+
+        def timed(call: Call) -> None:
+            for reduction in [reduction for reduction in posted if reduction in reductions]:
+                row = posted.pop(reduction)
+                stamps[row + WAITED] = now()
+                reduction.wait()
+                stamps[row + FOUND] = now()
             run(call)
 
         return timed

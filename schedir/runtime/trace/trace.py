@@ -139,7 +139,7 @@ class Trace:
         """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
         stamps: Nanoseconds = times[rows[:, None] + np.arange(COLUMNS)]
         stamps[rows < 0] = 0
-        if not step.updates:
+        if self._plan.updates and not step.updates:
             columns = step.schedule.columns
             left_out = columns.is_kind(Kind.OPTIM_STEP, Kind.REDUCE_GRAD)
             here = np.isin(columns.rank, self._plan.local_ranks)
