@@ -26,9 +26,10 @@ TOLERATED = 0.05
 _SURE = 5.0
 """How many standard errors a change must have, to be none of chance: it is sought at every step.
 More where few steps tell what a standard error is, and where many stages are looked at."""
-_SHORTEST, _FEWEST = 4, 6
-"""Steps: fewer in a row are jitter, but that the halves of a run that is shorter than twice that are
-compared; shorter ones than the second can't be told from jitter at all."""
+_SHORTEST = 4
+"""Steps: fewer in a row are jitter. Of a run shorter than twice that the halves are compared."""
+_FEWEST = 6
+"""Steps: in shorter runs nothing can be told from jitter."""
 _TRANSFER = COSTS.index("transfer")
 
 
@@ -79,10 +80,9 @@ def changes(samples: Samples) -> Iterator[Change]:
     for (rank, stage), (steps, speeds) in series.items():
         sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(series)))
         at = _turn(speeds, sure)
-        if at:
+        if at and _differ(speeds, at):
             before, after = (float(np.median(part)) for part in (speeds[:at], speeds[at:]))
-            if before and abs(after / before - 1) > TOLERATED:
-                yield Change(rank, stage, samples.steps[steps[at]], before, after)
+            yield Change(rank, stage, samples.steps[steps[at]], before, after)
 
 
 def relative(samples: Samples) -> Numbers:
@@ -135,5 +135,13 @@ def _turn(speeds: Numbers, sure: float) -> int:
     difference = (clipped.sum() - before) / (steps - at) - before / at
     errors = np.abs(difference) / (spread * np.sqrt(1 / at + 1 / (steps - at)))
     # Whether there is a change is told by long parts; where, even close to the ends.
-    told = errors[shortest - 1 : steps - shortest].max()
-    return int(at[errors.argmax()]) if told > sure else 0
+    told = shortest + int(errors[shortest - 1 : steps - shortest].argmax())
+    if errors[told - 1] <= sure or not _differ(speeds, told):
+        return 0
+    return int(at[errors.argmax()])
+
+
+def _differ(speeds: Numbers, at: int) -> bool:
+    """Whether the levels before and after a step are further apart than is tolerated."""
+    before, after = (float(np.median(part)) for part in (speeds[:at], speeds[at:]))
+    return before > 0 and abs(after / before - 1) > TOLERATED
