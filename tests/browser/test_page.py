@@ -314,6 +314,23 @@ def test_each_rank_is_told_the_most_that_it_keeps(browser: Browser, tmp_path: Pa
         assert tops_of(it, 1, [10.5]) == pytest.approx([4 / 11], abs=0.1)
 
 
+def test_labels_are_as_long_as_there_is_room(browser: Browser, tmp_path: Path) -> None:
+    line = simulated("interleaved-1f1b", costs=CostModel(), chunks=2, microbatches=16)
+
+    def labels(it: Opened) -> set[str]:
+        return {words for words, *_ in texts_of(it) if words[-1].isdigit() and "F" in words}
+
+    with opened(browser, tmp_path, line) as it:
+        assert "0F0" not in labels(it)
+        assert "F0" not in labels(it)  # nor is there room for that
+        it.ask("goTo({ from: 0, to: page.longest * 0.7 })")
+        assert {"F0", "F9"} <= labels(it)
+        assert "0F0" not in labels(it)
+        it.ask("goTo({ from: 0, to: page.longest * 0.4 })")
+        assert {"0F0", "4F0"} <= labels(it)
+        assert "F0" not in labels(it)
+
+
 def tops_of(it: Opened, rank: int, times: list[float]) -> list[float]:
     """How high the memory curve of a rank reaches at times, as a part of the most."""
     tops: list[float] = it.ask(

@@ -124,8 +124,13 @@ function drawLabels(pen, line, rank, y) {
     const left = Math.max(xOf(lane.start[i]), frame.left);
     const room = Math.min(xOf(lane.end[i]), frame.left + frame.width) - left;
     if (room < 14) continue;
-    const words = label(line, lane.id[i]);
-    const size = [most, 10].find((size) => words.length * wide * size < room - 2);
+    // The stage only where a rank has several, and there is room: its shade tells it as well.
+    let words, size;
+    for (const staged of line.several ? [true, false] : [false]) {
+      words = label(line, lane.id[i], staged);
+      size = [most, 10].find((size) => words.length * wide * size < room - 2);
+      if (size) break;
+    }
     if (!size) continue;
     const faint = shown.critical && !line.critical[lane.id[i]];
     const ink = faint ? page.ink.faint : colours.inks[line.style[lane.id[i]]];

@@ -38,12 +38,12 @@ function entryOf(line, place) {
   return places;
 }
 
-// What stands in a cell: the stage only where a rank has several.
-function label(line, place) {
+// What stands in a cell, with or without the stage.
+function label(line, place, staged) {
   const { token } = page.kinds[line.kind[place]];
   if (line.microbatch[place] < 0) return token[0] === "O" ? "*" : token;
-  const own = `${line.several ? line.stage[place] : ""}${token}${line.microbatch[place]}`;
-  return line.joined[place + 1] ? `${own};${label(line, place + 1)}` : own;
+  const own = `${staged ? line.stage[place] : ""}${token}${line.microbatch[place]}`;
+  return line.joined[place + 1] ? `${own};${label(line, place + 1, staged)}` : own;
 }
 
 // [name, value] for each thing to be told of an action.
