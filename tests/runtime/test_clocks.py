@@ -39,7 +39,7 @@ def rounds_of(
 
 @given(
     offset=st.integers(-(10**15), 10**15),
-    drift=st.floats(-4e-4, 4e-4),
+    drift=st.floats(-9e-4, 9e-4),
     lengths=st.lists(st.tuples(delays, st.integers(0, MS), delays), min_size=1),
     later=st.lists(st.tuples(delays, st.integers(0, MS), delays), min_size=1),
     share=st.floats(0, 1),

@@ -31,7 +31,7 @@ now: Callable[[], int] = perf_counter_ns
 Nanoseconds: TypeAlias = NDArray[np.int64]
 
 _ROUNDS = 32
-_FASTEST_DRIFT = 500e-6  # of two clocks: what an operating system lets itself be corrected by
+_FASTEST_DRIFT = 1000e-6  # of two clocks: an operating system corrects each by half of it at most
 
 
 @attrs.frozen

@@ -192,9 +192,12 @@ class Recorder(BusyClock):
         """This moment."""
         return Anchor(clocks.now(), 0.0, self._accelerator.mark())
 
-    def read(self, steps: Sequence[Taken], first: Anchor, last: Anchor) -> list[Nanoseconds]:
-        """The stamps of steps between two anchors as times on the host's clock, 0 for none."""
-        return [step.stamps for step in steps]
+    def read(
+        self, steps: Sequence[Taken], first: Anchor, last: Anchor
+    ) -> tuple[list[Nanoseconds], float]:
+        """The stamps of steps between two anchors as times on the host's clock, 0 for none; and by
+        how many nanoseconds they may be wrong."""
+        return [step.stamps for step in steps], 0.0
 
 
 class QueuedRecorder(Recorder):
@@ -237,20 +240,31 @@ class QueuedRecorder(Recorder):
         after = clocks.now()
         return Anchor((before + after) // 2, (after - before) / 2, mark)
 
-    def read(self, steps: Sequence[Taken], first: Anchor, last: Anchor) -> list[Nanoseconds]:
-        """The stamps of steps between two anchors as times on the host's clock, 0 for none."""
-        found, began, before = [], 0.0, first.mark
+    def read(
+        self, steps: Sequence[Taken], first: Anchor, last: Anchor
+    ) -> tuple[list[Nanoseconds], float]:
+        """The stamps of steps between two anchors as times on the host's clock, 0 for none; and by
+        how many nanoseconds they may be wrong."""
+        found, began, before, lost = [], 0.0, first.mark, 0.0
         for step in steps:
-            began += before.elapsed_time(step.began)
-            before = step.began
+            gap = before.elapsed_time(step.began)
+            began, before, lost = began + gap, step.began, lost + _lost(gap)
             times = [began + before.elapsed_time(mark) if mark else -1 for mark in step.stamps]
             found.append(np.array(times, np.float64))
-        whole = began + before.elapsed_time(last.mark)
+        gap = before.elapsed_time(last.mark)
+        whole, lost = began + gap, lost + _lost(gap)
         pace = (last.at - first.at) / whole if whole else 0.0
-        return [
+        placed = [
             np.where(times < 0, 0, first.at + np.rint(pace * times).astype(np.int64))
             for times in found
         ]
+        return placed, max(first.error, last.error) + lost
+
+
+def _lost(milliseconds: float) -> float:
+    """By how many nanoseconds a device's time may be rounded, which it tells as a short float: of
+    an hour by an eighth of a millisecond."""
+    return 1e6 * float(np.spacing(np.float32(milliseconds))) / 2
 
 
 def recorder(accelerator: Accelerator) -> Recorder:

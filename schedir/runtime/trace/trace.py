@@ -114,7 +114,7 @@ class Trace:
         (first, begin), (last, end) = self._clocks, self._read_clocks()
         self._clocks = last, end
         alignment = Alignment(first, last)
-        taken = self.recorder.read([step.taken for step in steps], begin, end)
+        taken, error = self.recorder.read([step.taken for step in steps], begin, end)
         lists = {schedule: self._rows(schedule) for schedule in {s.schedule for s in steps}}
         kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
         stamps = [
@@ -122,7 +122,7 @@ class Trace:
             for step, times in zip(steps, taken, strict=True)
         ]
         return _Report(
-            alignment.error + max(begin.error, end.error),
+            alignment.error + error,
             stamps,
             [kept[step.gauge] for step in steps],
         )
