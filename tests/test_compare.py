@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import attrs
@@ -371,6 +372,9 @@ def test_in_python() -> None:
         schedir.compare(["1f1b"], channel="nccl")
     with pytest.raises(SchedirError, match="a memory limit needs bytes"):
         schedir.compare(["1f1b"], memory_limit=10)
+    for limit in (-1, math.nan):
+        with pytest.raises(ValueError, match=f"memory_limit must be .* >= 0, not {limit}"):
+            schedir.compare(["1f1b"], memory_limit=limit)
     told: list[tuple[int, int]] = []
     schedir.compare(BUILT_IN, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]

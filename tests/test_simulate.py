@@ -217,6 +217,15 @@ def test_times_must_fit_the_schedule(starts: list[float], ends: list[float], mes
         Timeline(MEASURED, starts, ends)
 
 
+def test_what_a_timeline_is_said_to_be_must_be_known() -> None:
+    with pytest.raises(ValueError, match="unit must be s, ms, us or None, not 'h'"):
+        Timeline(MEASURED, STARTS, ENDS, unit="h")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sizes"):
+        Timeline(MEASURED, STARTS, ENDS, sizes=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="measured"):
+        Timeline(MEASURED, STARTS, ENDS, measured=3)  # type: ignore[arg-type]
+
+
 @st.composite
 def stage_lists(draw: st.DrawFn) -> list[Action]:
     """One stage on one rank: forwards at versions that exist, their backwards, updates."""

@@ -286,6 +286,7 @@ def test_it_can_be_compared_and_saved(tmp_path: Any) -> None:
         ({"data": 0}, "data must be an int >= 1"),
         ({"weight_element": -1}, "weight_bytes of stage 0 must be"),
         ({"latency": -1}, "latency must be"),
+        ({"bandwidth": 0}, "bandwidth must be above 0"),
     ],
 )
 def test_bad_sizes(wrong: dict[str, Any], why: str) -> None:

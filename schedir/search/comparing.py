@@ -75,8 +75,13 @@ class _Job:
 
     costs: Costs
     channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
-    memory_limit: float | None
+    memory_limit: float | None = attrs.field()
     _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
+
+    @memory_limit.validator
+    def _check_limit(self, attribute: object, value: float | None) -> None:
+        if value is not None and not value >= 0:
+            raise ValueError(f"memory_limit must be a number of bytes >= 0, not {value}")
 
     def row(self, variant: Variant) -> Row:
         """The row of a target in a shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from schedir.simulator.idle import Idle, IdleColumns, idle_columns
 from schedir.simulator.memory import Held, live_activations, live_bytes
 from schedir.simulator.needs import Needs
 from schedir.simulator.times import Measured, Numbers, numbers
-from schedir.simulator.values import Sizes, Unit
+from schedir.simulator.values import Sizes, Unit, check_unit
 from schedir.simulator.work import Work, work_of
 
 
@@ -64,6 +64,10 @@ class RankStats:
     peak_bytes: float | None = None
 
 
+def _one_of(kind: type) -> Callable[..., None]:
+    return attrs.validators.optional(attrs.validators.instance_of(kind))
+
+
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
 
 
@@ -81,15 +85,16 @@ class Timeline:
     for any; `measured` says of which step it is, None for a simulated one.
 
     Raises ValueError where the times do not fit the schedule: another number of them, one that is
-    negative or infinite, an entry that ends before it starts.
+    negative or infinite, an entry that ends before it starts; or where there is no such unit.
+    TypeError for `sizes` or `measured` that are none.
     """
 
     schedule: Schedule
     starts: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
     ends: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
-    sizes: Sizes | None = attrs.field(default=None, repr=False)
-    unit: Unit | None = None
-    measured: Measured | None = None
+    sizes: Sizes | None = attrs.field(default=None, repr=False, validator=_one_of(Sizes))
+    unit: Unit | None = attrs.field(default=None, validator=check_unit)
+    measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
 
     def __attrs_post_init__(self) -> None:
         shape = (len(self.schedule.columns),)

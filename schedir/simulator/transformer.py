@@ -165,8 +165,9 @@ class Device:
             for each in (model.flops(), model.input_flops(), model.weight_flops())
         )
         gradient = tuple(many * self.gradient_element for many in parameters)
-        # A ring passes each byte on twice, but for what every copy has already.
-        speed = bandwidth if _is_real(bandwidth) else math.inf
+        # A ring passes each byte on twice, but for what every copy has already. No bandwidth at all
+        # is for the cost model to refuse.
+        speed = bandwidth if _is_real(bandwidth) and bandwidth else math.inf
         ring = 2 * (self.data - 1) / self.data / speed
         shares = self.data if self.shard_optimizer else 1
         return {
