@@ -351,7 +351,9 @@ def test_costs_that_fit_no_number_of_stages_are_a_problem_of_that_schedule() -> 
 def test_one_number_is_of_no_known_share_where_numbers_of_ranks_differ() -> None:
     """2 stages of a forward of 1 are half the model that 4 are."""
     several = [schedir.build("1f1b", ranks=ranks) for ranks in (2, 4)]
-    with pytest.raises(SchedirError, match=r"have 2 and 4 ranks.* backward.* one number"):
+    with pytest.raises(
+        SchedirError, match=r"have 2 and 4 ranks, .* one number for backward, .* by stage"
+    ):
         schedir.compare(several, costs=CostModel(forward=(1, 1, 1, 1)))
     by_stage = CostModel(
         forward=(1,) * 4, backward=(2,) * 4, backward_input=(1,) * 4, backward_weight=(1,) * 4

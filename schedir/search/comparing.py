@@ -151,8 +151,8 @@ class _Job:
         if single:
             ranks = " and ".join(map(str, sorted(self._ranks)))
             raise SchedirError(
-                f"the schedules have {ranks} ranks, and {', '.join(single)} one number, which is "
-                "that of one of as many stages as there are ranks: give one for each stage"
+                f"the schedules have {ranks} ranks, which at one number for {', '.join(single)} "
+                "would each train another model: give those by stage, or all as many ranks"
             )
 
     def _of(self, schedule: Schedule) -> CostModel:
