@@ -10,8 +10,8 @@ import attrs
 from schedir.render.styled import number
 from schedir.simulator import Timeline, Unit, factor, in_unit
 
-_SECONDS: dict[Unit, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _SHOWN: dict[Unit, str] = {"s": "s", "ms": "ms", "us": "µs"}
+"""The longest first."""
 
 
 @attrs.frozen
@@ -42,20 +42,21 @@ def clock_of(*timelines: Timeline) -> Clock:
     known = next((unit for unit in units if unit is not None), None)
     if known is None:
         return Clock("", (1.0,) * len(timelines))
-    seconds = [_SECONDS[unit or known] for unit in units]
-    longest = max(line.makespan * each for line, each in zip(timelines, seconds, strict=True))
-    unit = _largest(longest)
-    return Clock(_SHOWN[unit], tuple(_ratio(each, _SECONDS[unit]) for each in seconds))
+    units = [unit or known for unit in units]
+    shown = _largest(
+        max(line.makespan * factor(unit, "s") for line, unit in zip(timelines, units, strict=True))
+    )
+    return Clock(_SHOWN[shown], tuple(factor(unit, shown) for unit in units))
 
 
 def _largest(seconds: float) -> Unit:
-    return next((unit for unit, each in _SECONDS.items() if seconds >= each), "us")
+    return next((unit for unit in _SHOWN if seconds >= factor(unit, "s")), "us")
 
 
 def unit_of(times: Iterable[float], unit: Unit) -> tuple[str, float]:
     """The largest unit of which the longest of some times takes at least one, and how many of that
     make one of theirs."""
-    shown = _largest(max(times, default=0) * _SECONDS[unit])
+    shown = _largest(max(times, default=0) * factor(unit, "s"))
     return _SHOWN[shown], factor(unit, shown)
 
 
@@ -69,8 +70,3 @@ def readable(*timelines: Timeline) -> list[Timeline]:
 def with_unit(time: float, unit: Unit | None) -> str:
     """A time with its unit, if it has one."""
     return number(time) if unit is None else f"{number(time)} {_SHOWN[unit]}"
-
-
-def _ratio(one: float, other: float) -> float:
-    """Of two powers of ten, without what floats get wrong: times stay the numbers they are."""
-    return float(round(one / other)) if one >= other else 1 / round(other / one)
