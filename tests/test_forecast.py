@@ -242,3 +242,11 @@ def test_jitter_and_slow_steps_are_steady(seed: int) -> None:
         return (3.0 if step in (5, 14) else 1.0) * noise(step, on, stage)
 
     schedir.forecast(schedule, CostModel.fit(measured_run(schedule, 20, factor)))
+
+
+@pytest.mark.parametrize("slow", [(39, 40), (1, 2), (20, 21)])
+def test_two_slow_steps_of_forty_are_jitter(slow: tuple[int, int]) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=8)
+    noise = jitter(3, entry=0.01)
+    run = measured_run(schedule, 41, lambda step, *at: (1.0, 1.15)[step in slow] * noise(step, *at))
+    schedir.forecast(schedule, CostModel.fit(run))

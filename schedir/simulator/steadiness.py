@@ -27,7 +27,8 @@ _SURE = 5.0
 """How many standard errors a change must have, to be none of chance: it is sought at every step.
 More where few steps tell what a standard error is, and where many stages are looked at."""
 _SHORTEST = 4
-"""Steps: fewer in a row are jitter. Of a run shorter than twice that the halves are compared."""
+"""Steps: fewer in a row are jitter; in long runs fewer than a seventh, such as two of forty that
+another process slowed down. Of a run shorter than twice that the halves are compared."""
 _FEWEST = 6
 """Steps: in shorter runs nothing can be told from jitter."""
 _TRANSFER = COSTS.index("transfer")
@@ -123,7 +124,7 @@ def _turn(speeds: Numbers, sure: float) -> int:
     steps = len(speeds)
     if steps < _FEWEST:
         return 0
-    shortest = max(min(_SHORTEST, steps // 2), steps // 10)
+    shortest = max(min(_SHORTEST, steps // 2), steps // 7)
     spread = 1.4826 * float(np.median(np.abs(np.diff(speeds)))) / np.sqrt(2)
     # Equal speeds but for rounding have no spread: any change is one then.
     spread = max(spread, 1e-9 * float(np.median(speeds)))
