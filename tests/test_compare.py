@@ -262,6 +262,15 @@ def test_delay_is_what_the_checker_counts(name: str) -> None:
         assert "S403" in {each.code for each in found}
 
 
+def test_an_open_shape_is_that_of_the_measured_run(run: Run) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=6)
+    save_timelines([attrs.evolve(simulate(schedule), measured=Measured(0))], "run.json")
+    found = json.loads(run("compare", "run.json", "fill-drain", "--json")[1])
+    assert [(row["ranks"], row["microbatches"]) for row in found["rows"]] == [(2, 6), (2, 6)]
+    swept = json.loads(run("compare", "run.json", "1f1b", "--sweep", "microbatches=4", "--json")[1])
+    assert [(row["ranks"], row["microbatches"]) for row in swept["rows"]] == [(2, 6), (2, 4)]
+
+
 def test_measured_timelines_are_compared_too(run: Run) -> None:
     costs = CostModel(forward=0.5, backward=1, unit="s")
     lines = [

@@ -71,7 +71,8 @@ class Variant:
 
 
 def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
-    """All targets in all shapes. What has a shape of its own, a list or a timeline, is one alone.
+    """All targets in all shapes. What has a shape of its own, a list or a timeline, is one alone,
+    and gives what is open of the others' shapes, where all such agree.
 
     Raises LoadError or ParseError where a target can't be found or read, or where no generator has
     one of the parameters; TypeError where `targets` is a single one.
@@ -81,11 +82,28 @@ def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
     found = [(target, _found(target)) for target in targets]
     if not found:
         raise LoadError("there is nothing to compare: name some schedules")
+    shapes = _completed(shapes, [_list_of(each) for _, each in found])
     generators = [each for _, each in found if isinstance(each, Generator)]
     for name in shapes.parameters:
         if not any(_has(generator, name) for generator in generators):
             raise LoadError(f"no schedule here has a parameter {name!r}")
     return [variant for target, each in found for variant in _shaped(target, each, shapes)]
+
+
+def _list_of(found: Generator | Schedule | Timeline) -> Schedule | None:
+    """The list that something is or has; None for what has yet to be given a shape."""
+    if isinstance(found, Timeline):
+        return found.schedule
+    return found if isinstance(found, Schedule) else None
+
+
+def _completed(shapes: Shapes, lists: Iterable[Schedule | None]) -> Shapes:
+    fixed = [each for each in lists if each is not None]
+    for name in ("ranks", "microbatches"):
+        had = {getattr(each, name) for each in fixed}
+        if getattr(shapes, name) is None and name not in shapes.swept and len(had) == 1:
+            shapes = attrs.evolve(shapes, **{name: had.pop()})
+    return shapes
 
 
 def _found(target: Target) -> Generator | Schedule | Timeline:
