@@ -15,18 +15,20 @@ measures, each rank holding stages that follow each other:
 Two figures, never one. The *replay* gives each entry its own measured duration: how far it is from
 the measured step says what the simulator leaves out. The *forecast* takes costs of another run: how
 far its median is from that of the steps says what a user may trust, and its 90 % band should hold
-90 % of them. Beside them the simulation *at medians*, the *null model*, which is the closed form of
-the bubble at the mean time of a stage, and what a step takes *outside* its list, which no timeline
-holds; below, the *regret*: how much slower the schedule that forecasts recommend is than the best
-one measured. Stages that `--sleep` do so for fixed, unequal times, so nothing but the pipeline
-counts; `--gpt` is the example's model on two ranks. `--memory` holds the peak of each rank's live
-bytes, as simulated, against what torch has allocated at its peak.
+90 % of them; with `--repeat` the median over pairs of runs and their range, as launches differ.
+Beside them the simulation *at medians*, the *null model*, which is the closed form of the bubble at
+the mean time of a stage, and what a step takes *outside* its list, which no timeline holds; below,
+the *regret*: how much slower the schedule that forecasts recommend is than the best one measured.
+Stages that `--sleep` do so for fixed, unequal times, so nothing but the pipeline counts; `--gpt` is
+the example's model on two ranks. `--memory` holds the peak of each rank's live bytes, as simulated,
+against what torch has allocated at its peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -128,34 +130,70 @@ def print_head(columns: Sequence[str]) -> None:
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
 
 
+@attrs.frozen
+class Predicted:
+    """What was predicted of a run, in seconds, and by which share it is off: the `forecast`, the
+    simulation `by_medians`, and the `null` model; `holds` is the share of steps within the band."""
+
+    forecast: float
+    error: float
+    holds: float
+    by_medians: float
+    null: float
+
+
+def predicted(run: Run, one: Measured, costs: CostModel) -> Predicted:
+    """One run beside what the costs of another one say."""
+    steps, middle = one.makespans, float(np.median(one.makespans))
+    by_medians = schedir.simulate(run.schedule, costs).makespan
+    forecast, holds = by_medians, math.nan
+    try:
+        band = schedir.forecast(run.schedule, costs, draws=1000)
+    except SchedirError as error:
+        print(error, file=sys.stderr)
+    else:
+        forecast, low, high = band.median, band.quantile(0.05), band.quantile(0.95)
+        holds = float(np.mean((low <= steps) & (steps <= high)))
+    return Predicted(
+        forecast,
+        math.nan if math.isnan(holds) else forecast / middle - 1,
+        holds,
+        by_medians / middle - 1,
+        null_model(costs, run) / middle - 1,
+    )
+
+
+def _spread(errors: Sequence[float]) -> str:
+    """The median of several, and their range; of those that are refused, how many."""
+    known = [error for error in errors if not math.isnan(error)]
+    refused = f", {len(errors) - len(known)} unsteady" if len(known) < len(errors) else ""
+    if not known:
+        return "unsteady"
+    several = f" ({min(known):+.1%} to {max(known):+.1%})" if len(known) > 1 else ""
+    return f"{np.median(known):+.1%}{several}{refused}"
+
+
 def table(targets: Sequence[Run], found: Mapping[Run, list[Measured]], microbatches: int) -> None:
     """Print what was predicted of each run beside what was measured, and the regret."""
     forecasts, medians = {}, {}
     print_head(COLUMNS)
     for run in targets:
-        runs = found[run]
+        runs, sources = found[run], found[source_of(run, microbatches)]
+        rows = [
+            predicted(run, one, CostModel.fit(source.lines))
+            for one, source in zip(runs, sources, strict=True)
+        ]
         steps = np.concatenate([one.makespans for one in runs])
         middle = medians[run] = float(np.median(steps))
         replay = float(np.median([replay_error(one.lines) for one in runs]))
-        sources = found[source_of(run, microbatches)]
-        costs = CostModel.fit([line for one in sources for line in one.lines])
         outside = np.median([np.median(np.subtract(r.elapsed, r.makespans)) for r in runs])
-        by_medians = schedir.simulate(run.schedule, costs).makespan
-        try:
-            band = schedir.forecast(run.schedule, costs, draws=1000)
-        except SchedirError as error:
-            print(error, file=sys.stderr)
-            forecast, holds = "unsteady", "–"
-            forecasts[run] = by_medians
-        else:
-            low, high = band.quantile(0.05), band.quantile(0.95)
-            forecasts[run] = band.median
-            forecast = f"{band.median / middle - 1:+.1%}"
-            holds = f"{np.mean((low <= steps) & (steps <= high)):.0%}"
+        forecasts[run] = float(np.median([row.forecast for row in rows]))
         print(
             f"| {run.ranks} | {run.name} | {len(steps)} | {1e3 * middle:.2f} | {replay:+.2%} | "
-            f"{forecast} | {holds} | {by_medians / middle - 1:+.1%} | "
-            f"{null_model(costs, run) / middle - 1:+.1%} | {outside / middle:.1%} |",
+            f"{_spread([row.error for row in rows])} | "
+            f"{np.nanmean([row.holds for row in rows]):.0%} | "
+            f"{_spread([row.by_medians for row in rows])} | "
+            f"{_spread([row.null for row in rows])} | {outside / middle:.1%} |",
             flush=True,
         )
     for ranks in sorted({run.ranks for run in targets}):

@@ -44,7 +44,7 @@ def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
     """How long each entry of a timeline took, as far as that is known: what `simulate` takes as
     `durations`, by (rank, index), to replay it.
 
-    A transfer has that of its send, where its receiver waited for it.
+    A transfer has that of its send: where nobody waited for it, it was there at once.
     """
     columns = timeline.schedule.columns
     found: dict[tuple[int, int], float] = {}
@@ -54,6 +54,10 @@ def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
             entries.places[known].tolist(), entries.durations[known].tolist(), strict=True
         ):
             found[columns.position(place)] = duration
+    sends = timeline.schedule.dataflow.transfers.send
+    unseen = ~np.isnan(timeline.starts[sends]) & np.isnan(timeline.ends[sends])
+    for place in sends[unseen].tolist():
+        found.setdefault(columns.position(place), 0.0)
     return found
 
 
