@@ -68,3 +68,15 @@ def test_the_pictures_are_real(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_every_command_is_described() -> None:
     for command in ("list", "show", "check", "compare", "export", "explain"):
         assert f"`schedir {command}" in README
+
+
+def test_the_costs_are_found_and_used_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = schedir.build("1f1b", ranks=8, microbatches=8)
+    names = {"schedir": schedir, "timelines": [schedir.simulate(run)]}
+    exec(blocks("python")[1], names)
+    assert schedir.CostModel.load("costs.json") == names["costs"]
+    assert names["table"].best.target == "interleaved-1f1b"  # type: ignore[attr-defined]
+    assert names["band"].median == pytest.approx(117)  # type: ignore[attr-defined]  # 3 (32 + 7)

@@ -73,7 +73,8 @@ def test_the_example_trains_and_verifies(
 
 def test_the_training_script_of_the_readme_trains_on_the_right_pairs(tmp_path: Path) -> None:
     """Each rank draws its batches for itself: the losses are those of one process, bit for bit."""
-    printed = (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
+    parts = (ROOT / "README.md").read_text().split("```python\n")
+    (printed,) = (part.split("```")[0] for part in parts if "Executor(\n" in part.split("```")[0])
     script = tmp_path / "training.py"
     script.write_text(printed)
     result = torchrun(2, str(script))
