@@ -140,17 +140,19 @@ def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
     half = max(1, len(measured) // 2)
     costs = schedir.CostModel.fit(measured[:half])
     line = median_step(measured[half:] or measured)
+    predicted = schedir.simulate(line.schedule, costs)
     try:
         band = schedir.forecast(line.schedule, costs)
         low, high = 1e3 * band.quantile(0.05), 1e3 * band.quantile(0.95)
-        predicted = f"{1e3 * band.median:.1f} ms, 9 of 10 between {low:.1f} and {high:.1f}"
+        spread = f"9 of 10 between {low:.1f} and {high:.1f}"
     except schedir.SchedirError as error:
-        predicted = f"nothing: {error}"
+        spread = f"no band: {error}"
     console.print(
-        f"makespan of a step, predicted from the first half of the steps: {predicted}\n"
+        f"makespan of a step, predicted from the first half of the steps: "
+        f"{1e3 * predicted.makespan:.1f} ms at their medians, {spread}\n"
         f"makespan of a step, measured in the second half, the median: {1e3 * line.makespan:.1f} ms"
     )
-    page.write_text(html_page(schedir.simulate(line.schedule, costs), line), encoding="utf-8")
+    page.write_text(html_page(predicted, line), encoding="utf-8")
     console.print(f"predicted above measured, to look at in a browser: {page}")
 
 
