@@ -10,6 +10,16 @@ from schedir.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
 
+# Clean under `edge` and `async` only.
+DEADLOCK = """\
+schedir 1
+name my-1f1b
+microbatches 2
+placement 0 1
+rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
+"""
+
 
 def runner(capsys: pytest.CaptureFixture[str]) -> Run:
     """A function that runs a command: exit code, stdout, stderr. It fails on a traceback."""

@@ -17,19 +17,10 @@ from schedir.checker import CHANNELS, RULES
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
 from schedir.library import built_in
-from tests.command_line import Run, runner
+from tests.command_line import DEADLOCK, Run, runner
 from tests.findings import odd
 
 SCHEDULES = [generator.name for generator in built_in()]
-# Clean under `edge` and `async` only.
-DEADLOCK = """\
-schedir 1
-name my-1f1b
-microbatches 2
-placement 0 1
-rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
-rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
-"""
 SERIAL = "schedir 1\nname serial\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n"
 # No order of the communication can save it: rank 1 wants microbatch 1 before it gives 0 back.
 STUCK = """\

@@ -16,17 +16,9 @@ from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
 from schedir.search import Comparison, Row
 from schedir.simulator import Measured, save_timelines, simulate
-from tests.command_line import Run, runner
+from tests.command_line import DEADLOCK, Run, runner
 
 BUILT_IN = ["1f1b", "fill-drain", "interleaved-1f1b", "pipedream"]
-DEADLOCK = """\
-schedir 1
-name my-1f1b
-microbatches 2
-placement 0 1
-rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
-rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
-"""
 WRONG = "schedir 1\nname wrong\nmicrobatches 1\nplacement 0\nrank 0: 0B0 0F0\n"
 
 
