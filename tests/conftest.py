@@ -9,6 +9,15 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.runtime.on_ranks import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_generate_tests,
+    pytest_pyfunc_call,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+    rank,
+)
+
 # How long an example takes is no test: machines are noisy.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from schedir.ir import Schedule
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule, is_number
 from schedir.runtime.arguments import Arguments, Declared, LossFunction, OptimizerFactory, TieOf
 from schedir.runtime.batch.feeding import CallArguments
 from schedir.runtime.batch.microbatches import Batch, rows
@@ -127,6 +128,8 @@ class Executor:
         )
         plan = plan_of(given)
         self.rank = plan.grid.rank
+        self.stages = dict(stages)
+        self.loss_fn = loss_fn
         self._engine = Engine(plan)
         self.optimizers = self._engine.parts.optimizers
 
@@ -139,9 +142,15 @@ class Executor:
 
     @property
     def steps(self) -> int:
-        """The number of the next call of `step`, which seeds its forwards: `step=` of an executor
-        that is to go on from here."""
+        """The number of the next call of `step`, which seeds its forwards. Set it, on every rank,
+        where a resumed training goes on; `step=` of the executor does the same."""
         return self._engine.steps
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        if not is_number(number):
+            raise ExecutionError(f"steps must be an int of at least 0, not {number!r}")
+        self._engine.steps = number
 
     def step(
         self,

@@ -1,0 +1,80 @@
+"""The stages of one process, as the executor takes them, and what all stages got."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+import attrs
+from torch import nn
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.runtime.arguments import TieOf
+
+
+@attrs.frozen
+class StageSummary:
+    """What one stage of a model got.
+
+    `layers` are their names in the whole model, `parameters` how many numbers they hold, and `cost`
+    what the cut went by, where that was something else.
+    """
+
+    layers: tuple[str, ...]
+    parameters: int
+    cost: float | None = None
+
+
+@attrs.frozen(eq=False)
+class Stages(Mapping[int, nn.Module]):
+    """The stages that this process holds: `stages=` of an executor.
+
+    Their state dicts have the names of the whole model. `ties` are the parameters that its stages
+    share: `ties=` of the executor. `summaries` says what each of all stages got; printed, it is a
+    table.
+    """
+
+    modules: Mapping[int, nn.Module]
+    ties: tuple[TieOf, ...] = ()
+    summaries: tuple[StageSummary, ...] = ()
+
+    def __getitem__(self, stage: int) -> nn.Module:
+        return self.modules[stage]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, range(len(self.summaries)), self.summaries))
+
+
+def _line(stage: int, of: StageSummary) -> str:
+    cost = "" if of.cost is None else f", cost {of.cost:g}"
+    layers = ", ".join(of.layers)
+    return f"stage {stage}: {layers}; {of.parameters:,} parameters{cost}"
+
+
+def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:
+    """The stages that this process holds: those of `rank`, by default the rank that torchrun gave
+    it, and all where nobody did, as for `Executor(…, in_process=True)`.
+
+    Raises ExecutionError where the number of processes is not that of the schedule's ranks, so that
+    only the caller can know the rank: that of a mesh is `mesh.get_local_rank("pp")`.
+    """
+    if rank is None:
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if processes == 1:
+            return tuple(range(schedule.stages))
+        if processes != schedule.ranks:
+            raise ExecutionError(
+                f"the schedule has {schedule.ranks} ranks, but {processes} processes run; for "
+                'several pipelines pass rank=mesh.get_local_rank("pp")'
+            )
+        rank = int(os.environ["RANK"])
+    if rank not in range(schedule.ranks):
+        raise ExecutionError(f"there is no rank {rank!r}, only 0..{schedule.ranks - 1}")
+    return tuple(schedule.stages_of(rank))
