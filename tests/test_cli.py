@@ -314,9 +314,14 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b", "--ranks", "0"], "argument --ranks: '0' is not a whole number >= 1"),
         (["1f1b", "--microbatches", "x"], "--microbatches: 'x' is not a whole number >= 1"),
         (["1f1b", "--ranks", "999999999"], "are too many: their product may be at most"),
-        (["1f1b", "--chunks", "2"], "1f1b runs one stage per rank, not 2: leave chunks out ("),
-        (["fill-drain", "--chunks", "3"], "fill-drain runs one stage per rank, not 3: leave "),
-        (["pipedream", "--chunks", "2"], "pipedream runs one stage per rank, not 2: leave "),
+        *(
+            (
+                [name, "--chunks", "2"],
+                f"{name} runs one stage per rank, not 2: leave chunks out, or take "
+                "interleaved-1f1b (",
+            )
+            for name in ("1f1b", "fill-drain", "pipedream")
+        ),
         (["1f1b", "--set", "x"], "argument --set: 'x' is not KEY=VALUE"),
         (["interleaved-1f1b", "--set", "group_size=x"], "group_size must be an int >= 1, not 'x'"),
         (["serial"], "no schedule is named 'serial'; did you mean 'serial.sched'?"),
@@ -354,6 +359,17 @@ def test_what_is_asked_for_in_vain(run: Run, command: str, argv: list[str], mess
     assert err.startswith("error: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_generator_of_ones_own_with_one_stage_per_rank_says_so(run: Run) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine')\ndef mine(pipe, rank):\n"
+        "    (stage,) = pipe.stages_of(rank)\n    yield forward(stage, 0)\n"
+    )
+    assert run("show", "mine.py", "--chunks", "2")[2] == (
+        "error: mine runs one stage per rank, not 2: leave chunks out, or take interleaved-1f1b "
+        "(mine.py:4)\n"
+    )
 
 
 def test_a_generator_that_chunks_do_not_break_is_told_its_own_fault(run: Run) -> None:

@@ -21,6 +21,7 @@ from schedir.library.blame import (
     user_line,
     yielding_frame,
 )
+from schedir.library.targets import built_in
 
 
 def generate(
@@ -155,10 +156,15 @@ class _Drive:
         generator, chunks = self.generator, self.generator.chunks
         line = user_line(error) or blamed_line(None, generator)
         if self.pipe.chunks != chunks and self._runs_with_own_chunks(rank):
-            stages = "one stage" if chunks == 1 else f"{chunks} stages"
+            stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
+            if chunks == 1:
+                others = [other.name for other in built_in() if other.chunks > 1]
+                stages, instead = "one stage", f", or take {' or '.join(others)}"
+                if isinstance(error, ValueError) and "too many values to unpack" in str(error):
+                    cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
             return LoadError(
                 f"{generator.name} runs {stages} per rank, not {self.pipe.chunks}: leave chunks "
-                f"out ({line}: {describe_error(error)})"
+                f"out{instead} ({cause})"
             )
         return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
 
