@@ -168,7 +168,7 @@ def test_a_measured_file_is_drawn_at_its_median_step(run: Run) -> None:
         (["1f1b", "--step", "3"], "--step is for files of measured timelines"),
         (["run.json", "--ranks", "8"], "run.json has 4 ranks, not 8; leave --ranks out"),
         (["run.json", "--microbatches", "4"], "run.json has 8 microbatches, not 4"),
-        (["run.json", "--chunks", "2"], "takes neither --chunks nor --set"),
+        (["run.json", "--chunks", "2"], "takes no --chunks, --set or --add-steps"),
         (["run.json", "--cost", "forward=2"], "--costs and --cost are for schedules"),
         (["1f1b", "--against", "run.json"], "the textbook's costs have none"),
         (["1f1b", "--against", "nope"], "no schedule is named 'nope'"),

@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
                 memory_limit=args.memory_limit,
                 channel=args.channel,
                 sweep=sweep,
+                add_steps=args.add_steps,
                 progress=advance,
                 **parameters,
             )

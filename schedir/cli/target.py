@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, load
+from schedir.passes import append_steps
 
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
@@ -44,6 +45,12 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="KEY=VALUE",
         help="set a parameter that the schedule has of its own; repeat for more",
     )
+    shape.add_argument(
+        "--add-steps",
+        action="store_true",
+        help="end the lists with an OPTIM_STEP for every stage, where there is none: torch's CSV "
+        "has no such action",
+    )
     return shape
 
 
@@ -61,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 def load_target(
     args: argparse.Namespace, target: str | None = None, shape: Schedule | None = None
 ) -> Schedule:
-    """The schedule of a `target`, by default TARGET, as it was written.
+    """The schedule of a `target`, by default TARGET, as it was written but for `--add-steps`.
 
     What the options leave open of its ranks and microbatches is as in `shape`. Raises LoadError or
     ParseError.
@@ -69,7 +76,7 @@ def load_target(
     parameters = parameters_of(args)
     # What a user's generator prints is no part of the artefact.
     with redirect_stdout(sys.stderr):
-        return load(
+        found = load(
             args.target if target is None else target,
             ranks=shape.ranks if shape and args.ranks is None else args.ranks,
             microbatches=(
@@ -78,6 +85,7 @@ def load_target(
             chunks=args.chunks,
             **parameters,
         )
+    return append_steps(found) if args.add_steps else found
 
 
 def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:

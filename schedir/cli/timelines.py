@@ -124,8 +124,8 @@ def _expect_shape(args: argparse.Namespace, file: str, found: Schedule) -> None:
         asked = getattr(args, what)
         if asked not in (None, has):
             raise LoadError(f"{file} has {has} {what}, not {asked}; leave --{what} out")
-    if args.against is None and (args.chunks is not None or args.set):
-        raise LoadError(f"{file} holds a timeline, and takes neither --chunks nor --set")
+    if args.against is None and (args.chunks is not None or args.set or args.add_steps):
+        raise LoadError(f"{file} holds a timeline, and takes no --chunks, --set or --add-steps")
 
 
 def _same_unit(timelines: Sequence[Timeline], costs: CostModel) -> list[Timeline]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import attrs
@@ -11,6 +12,7 @@ from schedir.checker import CHANNELS, delays, prove
 from schedir.errors import SchedirError
 from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
 from schedir.library import Parameter
+from schedir.passes import append_steps
 from schedir.search.comparison import Comparison, Problem, Row, ranked
 from schedir.search.variants import Shapes, Target, Variant, variants
 from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
@@ -30,6 +32,7 @@ def compare(
     memory_limit: float | None = None,
     channel: str = DEFAULT_CHANNEL,
     sweep: Mapping[str, Sequence[int]] | None = None,
+    add_steps: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Parameter,
 ) -> Comparison:
@@ -39,7 +42,8 @@ def compare(
     of measured timelines (`.json`; the step of the median makespan). `sweep` goes through several
     `microbatches` and `chunks`, all combinations: {"microbatches": [8, 16, 32]}; lists and
     timelines, which have a shape, are taken as they are. Each of the `parameters` goes to the
-    generators that have one of that name.
+    generators that have one of that name. With `add_steps` schedules that list no OPTIM_STEP, as
+    torch's CSVs don't, get theirs (`append_steps`).
 
     All have the same model to train, however they cut it. So a cost that is one number is that of
     one of as many stages as there are ranks: an interleaved schedule of 2 stages per rank has
@@ -61,6 +65,8 @@ def compare(
     """
     job = _Job(costs or CostModel(), channel, memory_limit)
     tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters))
+    if add_steps:
+        tried = [attrs.evolve(each, make=partial(_with_steps, each)) for each in tried]
     rows = []
     for done, variant in enumerate(tried, 1):
         rows.append(job.row(variant))
@@ -169,6 +175,11 @@ class _Job:
         worst = next(each for each in report.diagnostics if each.severity == "error")
         problem = Problem(worst.code, worst.message)
         return prove(schedule, CHANNELS[-1]).schedule, problem
+
+
+def _with_steps(variant: Variant) -> Schedule | Timeline:
+    made = variant.make()
+    return made if isinstance(made, Timeline) else append_steps(made)
 
 
 def _schedule_of(made: Schedule | Timeline) -> Schedule:

@@ -249,7 +249,13 @@ class NoStep(Diagnostic):
         "The gradients only accumulate: whoever runs the schedule is to apply them, and to clear "
         "them. That is a choice, and the only one in torch's format, so `--strict` allows it."
     )
-    fix = "End each list with the OPTIM_STEPs of its stages, or step the optimizer yourself."
+    fix = (
+        "End each list with the OPTIM_STEPs of its stages, as the option `--add-steps` and "
+        "`schedir.append_steps` do, or step the optimizer yourself."
+    )
     example = example(1, "0", "0F0 0B0")
     message = "there is no OPTIM_STEP: the update is left to the caller"
-    advice = "end each list with the OPTIM_STEPs of its stages, or step the optimizer yourself"
+    advice = (
+        "end each list with the OPTIM_STEPs of its stages (--add-steps lists them), or step the "
+        "optimizer yourself"
+    )
