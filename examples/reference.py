@@ -5,9 +5,9 @@ order; and, where weights change in between, which version of them each forward 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -62,64 +62,79 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 class Reference:
-    """Trains all stages in this process as `schedule` says; the arguments are the Executor's."""
+    """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
+
+    A batch is a tensor, or a tuple or mapping of them; a stage gets a tuple's entries by position.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[nn.Module],
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        loss_fn: Callable[[Any, Any], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         seed: int = 0,
+        *,
+        count: Callable[[Any], float | Tensor] = len,
+        ties: Sequence[Sequence[tuple[int, str]]] = (),
     ) -> None:
         self.stages = stages
         self.loss_fn = loss_fn
         self.optimizers = [optimizer(stage.parameters()) for stage in stages]
         self.seed = seed
+        self.count = count
+        self.ties = [[stages[i].get_parameter(name) for i, name in tie] for tie in ties]
         self.microbatches = schedule.microbatches
         self.updates = updates(schedule)
         self.versions = versions(schedule)
         self.steps = 0
 
-    def step(self, inputs: Tensor, target: Tensor) -> float:
+    def step(self, inputs: Any, target: Any) -> float:
         """Train on one batch. Returns its mean loss."""
-        xs = inputs.tensor_split(self.microbatches)
-        ys = target.tensor_split(self.microbatches)
+        xs = _cut(inputs, self.microbatches)
+        ys = _cut(target, self.microbatches)
+        counts = [float(self.count(y)) for y in ys]
         # past[stage][v]: the stage's weights at version v; versions restart with every step.
         past: list[list[Weights]] = [[] for _ in self.stages]
-        total = 0.0
+        losses: dict[int, float] = {}
         for microbatches in self.updates:
-            rows = sum(len(ys[m]) for m in microbatches)
+            samples = sum(counts[m] for m in microbatches)
             if len(self.updates) > 1:
                 for stage, weights in zip(self.stages, past, strict=True):
                     weights.append(_copy(stage))
             for m in microbatches:
+                share = counts[m] / samples
                 if len(self.updates) > 1:
-                    loss = self._backward_at_versions(m, xs[m], ys[m], len(ys[m]) / rows, past)
+                    loss = self._backward_at_versions(m, xs[m], ys[m], share, past)
                 else:
                     loss = self._loss(self.stages, m, xs[m], ys[m])
-                    (loss * (len(ys[m]) / rows)).backward()
-                total += len(ys[m]) * loss.item()
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                    (loss * share).backward()
+                losses[m] = loss.item()
+            self._update()
         self.steps += 1
-        return total / len(target)
+        return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
 
-    def _loss(
-        self, stages: Sequence[Callable[[Tensor], Tensor]], m: int, x: Tensor, target: Tensor
-    ) -> Tensor:
+    def _update(self) -> None:
+        for tied in self.ties:  # copies of one parameter: each gets the gradients of all
+            gradients = [weight.grad for weight in tied if weight.grad is not None]
+            for weight in tied:
+                weight.grad = torch.stack(gradients).sum(0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, stages: Sequence[Callable[..., Any]], m: int, x: Any, target: Any) -> Tensor:
         for number, stage in enumerate(stages):
             with rng(self.seed, self.steps, number, m):  # as the executor does, for dropout
-                x = stage(x)
+                x = stage(*x) if isinstance(x, tuple) else stage(x)
         return self.loss_fn(x, target)
 
     def _backward_at_versions(
-        self, m: int, x: Tensor, target: Tensor, share: float, past: list[list[Weights]]
+        self, m: int, x: Any, target: Any, share: float, past: list[list[Weights]]
     ) -> Tensor:
         """Add to the newest weights' gradients that of the loss at the versions that `m` reads."""
         read = [past[number][self.versions[number, m]] for number in range(len(self.stages))]
-        stages = [partial(functional_call, *both) for both in zip(self.stages, read, strict=True)]
+        stages = [partial(_called, *both) for both in zip(self.stages, read, strict=True)]
         loss = self._loss(stages, m, x, target)
         leaves = [weight for weights in read for weight in weights.values()]
         newest = [weight for stage in self.stages for weight in stage.parameters()]
@@ -128,6 +143,21 @@ class Reference:
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return loss
+
+
+def _called(stage: nn.Module, weights: Weights, *x: Any) -> Any:
+    return functional_call(stage, weights, x)
+
+
+def _cut(batch: Any, microbatches: int) -> Sequence[Any]:
+    """The microbatches of a batch: its tensors are split along their first dimension."""
+    if isinstance(batch, Mapping):
+        columns = zip(*(_cut(batch[key], microbatches) for key in batch), strict=True)
+        return [dict(zip(batch, column, strict=True)) for column in columns]
+    if isinstance(batch, tuple):
+        return list(zip(*(_cut(part, microbatches) for part in batch), strict=True))
+    parts: Sequence[Any] = batch.tensor_split(microbatches)
+    return parts
 
 
 def _copy(stage: nn.Module) -> Weights:

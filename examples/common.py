@@ -1,0 +1,212 @@
+"""What the examples share: the options of a schedule, one-line errors, and `--verify`.
+
+Nothing of it is needed to train: an example's own file says all that is.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from reference import Reference
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import schedir
+from schedir.render import legible
+
+RANK = int(os.environ.get("RANK", "0"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """The options that all examples have, and `sizes` of their own, each a default and a help.
+
+    `schedule`, `microbatches` and `chunks` are the defaults of the schedule, `lr` that of the
+    learning rate. Errors are one line, from one rank.
+    """
+
+    def __init__(
+        self,
+        description: str | None,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        chunks: int | None = None,
+        lr: float = 1e-3,
+        **sizes: tuple[int, str],
+    ) -> None:
+        super().__init__(description=(description or "").partition("\n")[0])
+        add = self.add_argument
+        add(
+            "--schedule",
+            default=schedule,
+            help=f"a name that `schedir list` shows, or a file ({schedule})",
+        )
+        self._number("microbatches", microbatches or 8, "parts of a batch", microbatches)
+        self._number("chunks", chunks or "the schedule's default", "stages per rank", chunks)
+        add(
+            "--set",
+            type=setting,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a parameter of the schedule, such as vertical_sync=true",
+        )
+        for name, (default, text) in sizes.items():
+            self._number(name.replace("_", "-"), default, text, default)
+        add("--lr", type=float, default=lr, metavar="X", help=f"learning rate ({lr:g})")
+        add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
+        add("--in-process", type=positive, metavar="P", help="run P ranks in this process, in turn")
+        add("--verify", action="store_true", help="train again in one process, and compare")
+
+    def _number(self, name: str, shown: object, text: str, default: int | None) -> None:
+        self.add_argument(
+            f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({shown})"
+        )
+
+    def arguments(self) -> argparse.Namespace:
+        """The command line's options; `ranks` are those of the schedule."""
+        args = self.parse_args()
+        args.set = dict(args.set)
+        args.ranks = args.in_process or RANKS
+        if args.in_process and RANKS > 1:
+            self.error("--in-process runs all ranks in one process: start it without torchrun")
+        if not (args.lr > 0 and 0 <= args.seed < 1 << 40):
+            self.error("--lr has to be above 0, --seed from 0 to 2^40")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and end."""
+        fail(message)
+
+
+def run(train: Callable[[argparse.Namespace], bool], args: argparse.Namespace) -> NoReturn:
+    """Train, and end the process: with 1 where `train` says that --verify found a difference."""
+    legible(sys.stdout)
+    legible(sys.stderr)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    try:
+        equal = train(args)
+    except schedir.ExecutionError as error:
+        if error.action is None:
+            fail(str(error))
+        sys.exit(f"error: {error}")  # from the rank that it struck
+    except schedir.SchedirError as error:
+        fail(str(error))
+    sys.exit(0 if equal else 1)
+
+
+def build(args: argparse.Namespace, ranks: int | None = None) -> schedir.Schedule:
+    """The schedule that the options say: one list of actions per rank, communication included."""
+    sched = schedir.build(
+        args.schedule,
+        ranks=ranks or args.ranks,
+        microbatches=args.microbatches,
+        chunks=args.chunks,
+        **args.set,
+    )
+    if args.batch < sched.microbatches:
+        fail(f"--batch {args.batch} has too few rows for {sched.microbatches} microbatches")
+    return sched
+
+
+def gather(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The whole model's present weights by name, on rank 0; nothing elsewhere."""
+    weights = {name: w for stage in stages for name, w in stage.state_dict().items()}
+    gathered = [weights] * RANKS
+    if RANKS > 1:
+        dist.gather_object(weights, gathered if RANK == 0 else None)
+    return {name: w for part in gathered for name, w in part.items()} if RANK == 0 else {}
+
+
+def verify(
+    reference: Reference,
+    batches: Iterable[tuple[Any, Any]],
+    losses: Sequence[float],
+    weights: dict[str, Tensor],
+    tolerance: float = 0.0,
+) -> bool:
+    """Train `reference` on the same batches, and say whether it came to the same, on rank 0.
+
+    `losses` are those of the pipeline's steps, `weights` those that it ended with. They may differ
+    by `tolerance`, relative to 1 where they are smaller; by default all weights are the same, bit
+    for bit, and so are the losses, but for the order in which a step's mean is added up.
+    """
+    if RANK != 0:
+        return True
+    expected = []
+    with progress_bar() as bar:
+        console.print("verify: the same training in one process …")
+        task = bar.add_task("verify", total=len(losses))
+        for (inputs, target), _ in zip(batches, losses, strict=False):
+            expected.append(reference.step(inputs, target))
+            bar.advance(task)
+    difference = "; ".join(_differences(reference, expected, losses, weights, tolerance))
+    within = f"to {tolerance:g}" if tolerance else "bit for bit"
+    same = f"all {len(losses)} losses and {len(weights)} tensors equal, {within}"
+    console.print(f"verify: {difference or same}")
+    return not difference
+
+
+def _differences(
+    reference: Reference,
+    expected: Sequence[float],
+    losses: Sequence[float],
+    weights: dict[str, Tensor],
+    tolerance: float,
+) -> Iterable[str]:
+    """The first loss that differs, and the first weight."""
+    for step, (ours, theirs) in enumerate(zip(losses, expected, strict=True), 1):
+        if not abs(ours - theirs) <= max(tolerance, 1e-12) * max(1, abs(theirs)):
+            yield f"the loss of step {step} is {ours!r}, not {theirs!r}"
+            break
+    whole = {name: w for stage in reference.stages for name, w in stage.state_dict().items()}
+    if missing := whole.keys() ^ weights.keys():
+        yield f"only one of the two has {', '.join(sorted(missing))}"
+        return
+    for name, weight in weights.items():
+        off = (weight - whole[name]).abs().max().item() if weight.numel() else 0.0
+        if not off <= tolerance * max(1.0, whole[name].abs().max().item()):
+            yield f"{name} differs, by up to {off:.3g}"
+            break
+
+
+def progress_bar() -> Progress:
+    """A bar on rank 0's terminal, nothing elsewhere."""
+    return Progress(console=console, transient=True, disable=RANK != 0 or not console.is_terminal)
+
+
+def positive(text: str) -> int:
+    """An int from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, str | int | bool]:
+    """A parameter of the schedule: `key=value`."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier() or key in ("target", "ranks", "microbatches", "chunks"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE for a schedule's parameter")
+    if value.lower() in ("true", "false"):
+        return key, value.lower() == "true"
+    return key, int(value) if value.removeprefix("-").isdecimal() else value
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line, from rank 0: torchrun ends the others as soon as that one has."""
+    if RANK != 0:
+        time.sleep(10)
+    else:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
