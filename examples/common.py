@@ -123,10 +123,12 @@ def build(args: argparse.Namespace, ranks: int | None = None) -> schedir.Schedul
 def gather(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
     """The whole model's present weights by name, on rank 0; nothing elsewhere."""
     weights = {name: w for stage in stages for name, w in stage.state_dict().items()}
-    gathered = [weights] * RANKS
+    gathered: list[Any] = [weights] + [{}] * (RANKS - 1)
     if RANKS > 1:
         dist.gather_object(weights, gathered if RANK == 0 else None)
-    return {name: w for part in gathered for name, w in part.items()} if RANK == 0 else {}
+    # Where several ranks have one, rank 0's pipeline wins: BatchNorm's statistics are its own.
+    whole = {name: w for part in reversed(gathered) for name, w in part.items()}
+    return whole if RANK == 0 else {}
 
 
 def verify(

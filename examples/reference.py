@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.lr_scheduler import LRScheduler
 
 from schedir import Kind, Schedule
 from schedir.runtime import rng
@@ -61,10 +62,23 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
     return read
 
 
+def forwards(schedule: Schedule) -> list[int]:
+    """The microbatches in the order of the first stage's forwards."""
+    return [
+        action.microbatch
+        for rank in schedule.placement[0]
+        for action in schedule.flat[rank]
+        if action.kind is Kind.FORWARD and action.stage == 0 and action.microbatch is not None
+    ]
+
+
 class Reference:
     """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
 
     A batch is a tensor, or a tuple or mapping of them; a stage gets a tuple's entries by position.
+    `scheduler` makes the learning-rate scheduler of a stage's optimiser, stepped once per step.
+    `replicas` are the pipelines that train as one: a batch holds that of the first, then that of
+    the second, and so on.
     """
 
     def __init__(
@@ -77,51 +91,88 @@ class Reference:
         *,
         count: Callable[[Any], float | Tensor] = len,
         ties: Sequence[Sequence[tuple[int, str]]] = (),
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        replicas: int = 1,
     ) -> None:
         self.stages = stages
         self.loss_fn = loss_fn
         self.optimizers = [optimizer(stage.parameters()) for stage in stages]
+        self.schedulers = [scheduler(each) for each in self.optimizers] if scheduler else []
         self.seed = seed
         self.count = count
         self.ties = [[stages[i].get_parameter(name) for i, name in tie] for tie in ties]
+        self.replicas = replicas
         self.microbatches = schedule.microbatches
+        self.forwards = forwards(schedule)
         self.updates = updates(schedule)
         self.versions = versions(schedule)
         self.steps = 0
 
     def step(self, inputs: Any, target: Any) -> float:
         """Train on one batch. Returns its mean loss."""
-        xs = _cut(inputs, self.microbatches)
-        ys = _cut(target, self.microbatches)
+        xs, ys = self._microbatches(inputs), self._microbatches(target)
         counts = [float(self.count(y)) for y in ys]
         # past[stage][v]: the stage's weights at version v; versions restart with every step.
         past: list[list[Weights]] = [[] for _ in self.stages]
         losses: dict[int, float] = {}
         for microbatches in self.updates:
-            samples = sum(counts[m] for m in microbatches)
+            each = [[m + i * self.microbatches for m in microbatches] for i in range(self.replicas)]
+            samples = sum(counts[m] for pipeline in each for m in pipeline)
             if len(self.updates) > 1:
                 for stage, weights in zip(self.stages, past, strict=True):
                     weights.append(_copy(stage))
-            for m in microbatches:
-                share = counts[m] / samples
+            sums: list[list[Tensor | None]] = []  # of each pipeline's gradients
+            for pipeline in each:
+                shares = {m: counts[m] / samples for m in pipeline}
                 if len(self.updates) > 1:
-                    loss = self._backward_at_versions(m, xs[m], ys[m], share, past)
+                    losses |= self._accumulate_at_versions(shares, xs, ys, past)
                 else:
-                    loss = self._loss(self.stages, m, xs[m], ys[m])
-                    (loss * share).backward()
-                losses[m] = loss.item()
+                    losses |= self._accumulate(shares, xs, ys)
+                sums.append([weight.grad for weight in self._weights()])
+                self._clear()
+            for weight, gradients in zip(self._weights(), zip(*sums, strict=True), strict=True):
+                weight.grad = _sum(gradients)
             self._update()
+        for scheduler in self.schedulers:
+            scheduler.step()
         self.steps += 1
         return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
 
+    def _microbatches(self, batch: Any) -> list[Any]:
+        """Those of all pipelines, one after the other."""
+        each = _cut(batch, self.replicas)
+        return [m for pipeline in each for m in _cut(pipeline, self.microbatches)]
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [weight for stage in self.stages for weight in stage.parameters()]
+
+    def _clear(self) -> None:
+        for weight in self._weights():
+            weight.grad = None
+
     def _update(self) -> None:
         for tied in self.ties:  # copies of one parameter: each gets the gradients of all
-            gradients = [weight.grad for weight in tied if weight.grad is not None]
+            gradient = _sum([weight.grad for weight in tied])
             for weight in tied:
-                weight.grad = torch.stack(gradients).sum(0)
+                weight.grad = gradient
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._clear()
+
+    def _accumulate(self, shares: Mapping[int, float], xs: Any, ys: Any) -> dict[int, float]:
+        """Add up the gradients of these microbatches, in this order. Returns their losses.
+
+        The forwards keep the order of the list, for BatchNorm's running statistics.
+        """
+        first = min(shares) // self.microbatches * self.microbatches
+        waiting = [m + first for m in self.forwards if m + first in shares]
+        losses: dict[int, Tensor] = {}
+        for m, share in shares.items():
+            while m not in losses:
+                n = waiting.pop(0)
+                losses[n] = self._loss(self.stages, n, xs[n], ys[n])
+            (losses[m] * share).backward()
+        return {m: loss.item() for m, loss in losses.items()}
 
     def _loss(self, stages: Sequence[Callable[..., Any]], m: int, x: Any, target: Any) -> Tensor:
         for number, stage in enumerate(stages):
@@ -129,20 +180,31 @@ class Reference:
                 x = stage(*x) if isinstance(x, tuple) else stage(x)
         return self.loss_fn(x, target)
 
-    def _backward_at_versions(
-        self, m: int, x: Any, target: Any, share: float, past: list[list[Weights]]
-    ) -> Tensor:
-        """Add to the newest weights' gradients that of the loss at the versions that `m` reads."""
-        read = [past[number][self.versions[number, m]] for number in range(len(self.stages))]
-        stages = [partial(_called, *both) for both in zip(self.stages, read, strict=True)]
-        loss = self._loss(stages, m, x, target)
-        leaves = [weight for weights in read for weight in weights.values()]
-        newest = [weight for stage in self.stages for weight in stage.parameters()]
-        gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
-        for weight, gradient in zip(newest, gradients, strict=True):
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        return loss
+    def _accumulate_at_versions(
+        self, shares: Mapping[int, float], xs: Any, ys: Any, past: list[list[Weights]]
+    ) -> dict[int, float]:
+        """As `_accumulate`, but with the gradients at the versions that each microbatch reads."""
+        losses = {}
+        for m, share in shares.items():
+            number = m % self.microbatches
+            read = [of[self.versions[i, number]] for i, of in enumerate(past)]
+            stages = [partial(_called, *both) for both in zip(self.stages, read, strict=True)]
+            loss = self._loss(stages, m, xs[m], ys[m])
+            leaves = [weight for weights in read for weight in weights.values()]
+            gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
+            for weight, gradient in zip(self._weights(), gradients, strict=True):
+                weight.grad = _sum([weight.grad, gradient])
+            losses[m] = loss.item()
+        return losses
+
+
+def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of those that there are, from the first to the last."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
 
 
 def _called(stage: nn.Module, weights: Weights, *x: Any) -> Any:
