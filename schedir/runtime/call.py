@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -31,6 +32,10 @@ CLOSE = Request("close", has_loss=False)
 REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE)
 
 
+Keep: TypeAlias = Callable[[Any, Any], Any]
+"""(output, target) → what is to be kept of a microbatch."""
+
+
 @lru_cache
 def autocast_kinds(device: torch.device) -> Collection[str]:
     """The types of device on which what runs there may be computed in lower precision."""
@@ -42,16 +47,17 @@ class Call:
     """One call of the executor, handed to whatever it runs.
 
     `number` counts the calls before this one, `step` the calls of `step`; with `seed` that seeds
-    the forwards. `keeps_outputs` where the result holds what the last stage returns. `autocast` are
-    the types of device on which the caller computes in lower precision, which forwards alone do;
-    `precision` is the type that it computes in on the stages' device, None for no autocast.
+    the forwards. `keeps` makes of the last stage's output and the target what the result holds of a
+    microbatch, None for nothing. `autocast` are the types of device on which the caller computes in
+    lower precision, which forwards alone do; `precision` is the type that it computes in on the
+    stages' device, None for no autocast.
     """
 
     request: Request
     number: int
     seed: int = 0
     step: int = 0
-    keeps_outputs: bool = False
+    keeps: Keep | None = None
     autocast: tuple[str, ...] = ()
     precision: torch.dtype | None = None
 
@@ -63,12 +69,12 @@ class Call:
         device: torch.device,
         seed: int,
         step: int,
-        keeps_outputs: bool,
+        keeps: Keep | None,
     ) -> Call:
         """A call that begins now, under its caller's autocast; `device` is that of the stages."""
         autocast = tuple(kind for kind in autocast_kinds(device) if torch.is_autocast_enabled(kind))
         precision = torch.get_autocast_dtype(device.type) if device.type in autocast else None
-        return cls(request, number, seed, step, keeps_outputs, autocast, precision)
+        return cls(request, number, seed, step, keeps, autocast, precision)
 
     def __str__(self) -> str:
         return f"call {self.number}, {self.request.name}"

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,19 +17,21 @@ from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
-from schedir.runtime.call import CLOSE, Call, Request
+from schedir.runtime.call import CLOSE, Call, Keep, Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
-from schedir.runtime.result import StepResult
+from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.stage.autocast import suspended
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
 from schedir.runtime.world import World
 from schedir.simulator import Timeline
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -69,7 +71,7 @@ class Engine:
         """The list that the latest step has carried out, or the first one would."""
         return self.training.opening.programs.schedule
 
-    def call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
+    def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, as every rank does.
 
         Raises ExecutionError, which names the action that failed, or what the ranks differ in.
@@ -77,22 +79,22 @@ class Engine:
         with self._plan.accelerator.chosen():
             if not request.trains:
                 with evaluating(self.parts.stages.values()):
-                    return self._call(request, given, keeps_outputs)
+                    return self._call(request, given, keeps)
             if torch.is_inference_mode_enabled():
                 raise ExecutionError(
                     "step trains, which torch.inference_mode() rules out; leave it, or call "
                     "evaluate or infer"
                 )
             with torch.enable_grad():
-                result = self._call(request, given, keeps_outputs)
+                result = self._call(request, given, keeps)
         self.steps += 1
         return result
 
-    def _call(self, request: Request, given: CallArguments, keeps_outputs: bool) -> StepResult:
+    def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
         self._world.check_usable()
         began = self._plan.accelerator.mark(timed=True)
         seed, device = self._plan.arguments.seed, self._plan.device
-        call = Call.begun(request, self._calls, device, seed, self.steps, keeps_outputs)
+        call = Call.begun(request, self._calls, device, seed, self.steps, keeps)
         runner = self.training if request.trains else self.evaluation
         saved = SavedRng(self._generators)
         try:
@@ -102,7 +104,7 @@ class Engine:
             if request.trains:
                 self.parts.shared.check_frozen()
             try:
-                loss, outputs, ended = self._run(runner, call, given.inputs, feed)
+                losses, outputs, ended = self._run(runner, call, given.inputs, feed)
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if failure is error:
@@ -118,12 +120,12 @@ class Engine:
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
         elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
-        return StepResult(loss, norm, outputs, busy, elapsed, partial(self._read, call, ended))
+        return StepResult(losses, norm, outputs, busy, elapsed, partial(self._read, call, ended))
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
-    ) -> tuple[Callable[[], float] | None, list[Any] | None, Callable[[], bool]]:
-        """Run the list; returns how to get the loss, and the outputs, where they are wanted, and
+    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None, Callable[[], bool]]:
+        """Run the list; returns how to get the losses, and the outputs, where they are wanted, and
         what tells whether the device has come to the end."""
         request, cells = call.request, runner.cells
         self.parts.trail.begin()
@@ -140,13 +142,13 @@ class Engine:
             for reduction in self.parts.reductions.values():
                 reduction.finish()
             self.parts.drift.step()
-        loss = None
+        losses = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
-            loss = self._losses.share(exchange, feed.counts, ran)
+            losses = self._losses.share(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
-        outputs = cells.results(opened.rows) if call.keeps_outputs else None
-        return loss, outputs, self.parts.trail.end()
+        outputs = cells.results(opened.rows) if call.keeps is not None else None
+        return losses, outputs, self.parts.trail.end()
 
     def _look_back(self, wait: bool) -> None:
         """At what earlier calls have left on the device: what has arrived here, or all.
@@ -172,9 +174,7 @@ class Engine:
             reduction.restore()
         runner.cells.clear()
 
-    def _read(
-        self, call: Call, ended: Callable[[], bool], fetch: Callable[[], float], what: str
-    ) -> float:
+    def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
         try:
             self.parts.trail.reach(ended)
@@ -193,6 +193,12 @@ class Engine:
         if self._world.broken is not None:
             self._leave.detach()  # what is under way will not arrive
         return failure
+
+    def gather(self, value: Any) -> list[Any]:
+        """What all processes give, by number, on each of them."""
+        self._world.check_usable()
+        with self._world.together("gather"):
+            return self._world.control.gather(value)
 
     def timelines(self) -> list[Timeline]:
         """Those of the steps since this was asked last, on rank 0; see there."""

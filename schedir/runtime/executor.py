@@ -15,7 +15,7 @@ from schedir.ir import Schedule, is_number
 from schedir.runtime.arguments import Arguments, Declared, LossFunction, OptimizerFactory, TieOf
 from schedir.runtime.batch.feeding import CallArguments
 from schedir.runtime.batch.microbatches import Batch, rows
-from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP
+from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
 from schedir.runtime.result import StepResult
@@ -128,6 +128,7 @@ class Executor:
         )
         plan = plan_of(given)
         self.rank = plan.grid.rank
+        self.device = plan.device
         self.stages = dict(stages)
         self.loss_fn = loss_fn
         self._engine = Engine(plan)
@@ -160,21 +161,22 @@ class Executor:
         stage_inputs: Mapping[int, Batch | None] | None = None,
         loss_kwargs: Batch | None = None,
         update: bool = True,
-        outputs: bool = False,
+        outputs: bool | Keep = False,
     ) -> StepResult:
         """Run the list once, from beginning to end.
 
         What the batches are is said of the executor. With `update=False` its OPTIM_STEPs are left
         out, so that gradients accumulate until a call with True: weights stay what they are, and
         each call adds its mean over the batch. With `outputs=True` the result has what the last
-        stage returned, on its rank.
+        stage returned, on its rank; with a function of (output, target), what that makes of each
+        microbatch there, so that no more need be kept: how many it got right, say.
 
         Raises ExecutionError, which names the action that failed, or what the ranks differ in.
         Gradients of a step that failed, and the updates of its OPTIM_STEPs before that, stay: go on
         from a checkpoint.
         """
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
-        return self._engine.call(STEP if update else ACCUMULATE, given, outputs)
+        return self._engine.call(STEP if update else ACCUMULATE, given, _kept(outputs))
 
     def evaluate(
         self,
@@ -183,7 +185,7 @@ class Executor:
         target: Batch | None = None,
         stage_inputs: Mapping[int, Batch | None] | None = None,
         loss_kwargs: Batch | None = None,
-        outputs: bool = False,
+        outputs: bool | Keep = False,
     ) -> StepResult:
         """The loss of a batch at the present weights: the list's forwards, and nothing else.
 
@@ -192,7 +194,7 @@ class Executor:
         result and errors are those of `step`.
         """
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
-        return self._engine.call(EVALUATE, given, outputs)
+        return self._engine.call(EVALUATE, given, _kept(outputs))
 
     def infer(
         self,
@@ -205,7 +207,17 @@ class Executor:
         On the rank of the last stage; None elsewhere.
         """
         given = CallArguments(inputs, None, stage_inputs or {})
-        return self._engine.call(INFER, given, keeps_outputs=True).outputs
+        return self._engine.call(INFER, given, _kept(True)).outputs
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process gives, on all of them: a message beside the pipeline's traffic.
+
+        In the order of their ranks in the default process group. Every rank has to call it, between
+        two other calls; values are pickled.
+
+        Raises ExecutionError where other ranks do not call it in time.
+        """
+        return self._engine.gather(value)
 
     def timelines(self) -> list[Timeline]:
         """When each entry ran in every call of `step` since this was called last: a measured
@@ -253,3 +265,13 @@ class Executor:
         # After a failure the other ranks may never answer; the process is about to end anyway.
         if error is None:
             self.close()
+
+
+def _kept(outputs: bool | Keep) -> Keep | None:
+    if isinstance(outputs, bool):
+        return _whole if outputs else None
+    return outputs
+
+
+def _whole(output: Any, target: Any) -> Any:
+    return output

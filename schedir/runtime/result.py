@@ -4,29 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import attrs
 
 from schedir.errors import ExecutionError
+
+T = TypeVar("T")
+
+
+class Read(Protocol):
+    """Waits for something that a call has left, which is called `what`."""
+
+    def __call__(self, fetch: Callable[[], T], what: str, /) -> T:
+        """Fetch it."""
+
+
+@attrs.frozen
+class CallLosses:
+    """The losses of a call: the mean over its samples, how many these are, and by microbatch."""
+
+    mean: float
+    samples: float
+    by_microbatch: tuple[float, ...]
 
 
 class StepResult:
     """The result of one step, on every rank.
 
-    `outputs` is what the last stage returned, by microbatch, without its graph: where that was
-    asked for, on the rank of the last stage; else None. On a device that queues its work all other
-    is known when that has come to it: it is waited for where it is read.
+    `outputs` is what the last stage returned, by microbatch, without its graph, or what was made of
+    that: where it was asked for, on the rank of the last stage, None for a microbatch that another
+    replica of it ran; else None. On a device that queues its work all other is known when that has
+    come to it: it is waited for where it is read.
     """
 
     def __init__(
         self,
-        loss: Callable[[], float] | None,
+        losses: Callable[[], CallLosses] | None,
         grad_norm: Callable[[], float] | None,
         outputs: list[Any] | None,
         busy: Callable[[], float],
         elapsed: Callable[[], float],
-        read: Callable[[Callable[[], float], str], float],
+        read: Read,
     ) -> None:
-        self._loss = loss
+        self._losses = losses
         self._grad_norm = grad_norm
         self.outputs = outputs
         self._busy = busy
@@ -34,11 +55,26 @@ class StepResult:
         self._read = read
 
     @cached_property
+    def _found(self) -> CallLosses:
+        if self._losses is None:
+            raise ExecutionError("inference has no loss")
+        return self._read(self._losses, "loss")
+
+    @property
     def loss(self) -> float:
         """The mean loss over the samples of the step; reading it waits for it to arrive."""
-        if self._loss is None:
-            raise ExecutionError("inference has no loss")
-        return self._read(self._loss, "loss")
+        return self._found.mean
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The mean loss of each microbatch; NaN for one without samples. Of several pipelines the
+        first one's microbatches come first."""
+        return self._found.by_microbatch
+
+    @property
+    def samples(self) -> float:
+        """How many samples the loss is the mean over, as the executor's `count` says."""
+        return self._found.samples
 
     @cached_property
     def grad_norm(self) -> float | None:

@@ -1,13 +1,13 @@
 """From the losses of microbatches to the mean loss of a call, on every process.
 
-On a device that queues its work they are copied to the host behind it, and a courier sends their
-sum to the other processes, so that nobody waits for it but who reads it.
+On a device that queues its work they are copied to the host behind it, and a courier sends them to
+the other processes, so that nobody waits for them but who reads them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,21 +16,29 @@ from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.late import Late
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.result import CallLosses
 
 
 class Losses:
-    """Who has a part of the loss, its sum and the number of its samples; all processes get it."""
+    """Who has the losses of which microbatches, and the numbers of their samples; all processes
+    get them: from each that has any a share, the samples of all microbatches, then the losses."""
 
     def __init__(self, plan: Plan, control: Control) -> None:
         schedule, grid = plan.schedule, plan.grid
         self._control, self._accelerator = control, plan.accelerator
-        self._sizes = {
-            grid.number(rank, line): 2
-            for line in range(grid.pipelines)
-            for rank in schedule.placement[-1]
-        }
+        self._microbatches = range(schedule.microbatches)
+        lines, last = range(grid.pipelines), plan.last_stage
+        holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
+        self._sizes = dict.fromkeys(holders, 2 * schedule.microbatches)
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
+        share_of = {number: share for share, number in enumerate(self._sizes)}
+        runs = schedule.dataflow.runs
+        self._found_in = [
+            (share_of[grid.number(int(runs[last, m]), at)], m)
+            for at in lines
+            for m in self._microbatches
+        ]
 
     def expect(self) -> Exchange:
         """Post the receives of a call's losses, long before these are sent."""
@@ -38,54 +46,59 @@ class Losses:
 
     def share(
         self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[Tensor | None]
-    ) -> Callable[[], float]:
-        """Send the losses of the microbatches that ran here on their way; returns how to get the
-        mean of all."""
-        ran = [(n, x) for n, x in zip(counts, losses, strict=True) if x is not None]
-        sums = self._sums(ran) if self._has_part else None
-        if sums is not None and len(self._receivers) == 1:
-            return lambda: _mean([sums()])  # nobody waits for it before it is read
+    ) -> Callable[[], CallLosses]:
+        """Send the losses of the microbatches that ran here on their way; returns how to get those
+        of all."""
+        own = self._share(counts, losses) if self._has_part else None
+        if own is not None and len(self._receivers) == 1:
+            return lambda: self._found([own()])  # nobody waits for it before it is read
 
         def exchanged() -> list[Tensor]:
-            if sums is not None:
-                exchange.give(sums(), self._receivers)
+            if own is not None:
+                exchange.give(own(), self._receivers)
             return exchange.result()
 
         if self._accelerator.queues:
             found = self._control.courier.send(exchanged)
-            return lambda: _mean(found.result())
-        if sums is not None:
-            exchange.give(sums(), self._receivers)
-        return lambda: _mean(exchange.result())
+            return lambda: self._found(found.result())
+        if own is not None:
+            exchange.give(own(), self._receivers)
+        return lambda: self._found(exchange.result())
 
-    def _sums(self, ran: Sequence[tuple[Count, Tensor]]) -> Callable[[], Tensor]:
-        """How to get the sum of the losses over all samples, and their number."""
+    def _share(
+        self, counts: Sequence[Count], losses: Sequence[Tensor | None]
+    ) -> Callable[[], Tensor]:
+        """How to get what this process has to say."""
+        ran = {m: loss for m, loss in enumerate(losses) if loss is not None}
         if not self._accelerator.queues or not ran:
-            return lambda: _summed([(float(n), float(loss)) for n, loss in ran])
+            return lambda: self._listed({m: (counts[m], loss) for m, loss in ran.items()})
         # By one copy: the losses, then what the host does not know of the counts.
-        losses = [loss.reshape(()) for _, loss in ran]
-        unknown = [n for n, _ in ran if isinstance(n, Tensor)]
-        values = torch.stack(losses).to(torch.float64)
+        values = torch.stack([loss.reshape(()) for loss in ran.values()]).to(torch.float64)
+        unknown = [n for m in ran if isinstance(n := counts[m], Tensor)]
         if unknown:
             values = torch.cat([values, torch.stack(unknown)])
 
-        def summed(copied: Tensor) -> Tensor:
+        def listed(copied: Tensor) -> Tensor:
             read = iter(copied.tolist())
-            found = [next(read) for _ in ran]
-            numbers = [next(read) if isinstance(n, Tensor) else n for n, _ in ran]
-            return _summed(list(zip(numbers, found, strict=True)))
+            found = {m: next(read) for m in ran}
+            numbers = {m: next(read) if isinstance(counts[m], Tensor) else counts[m] for m in ran}
+            return self._listed({m: (numbers[m], found[m]) for m in ran})
 
-        return Late(self._accelerator, values, summed)
+        return Late(self._accelerator, values, listed)
 
+    def _listed(self, ran: Mapping[int, tuple[Count, float | Tensor]]) -> Tensor:
+        here = [ran.get(m, (0.0, 0.0)) for m in self._microbatches]
+        numbers = [*(float(n) for n, _ in here), *(float(loss) for _, loss in here)]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
-def _summed(ran: Sequence[tuple[float, float]]) -> Tensor:
-    # One without samples has no mean to count.
-    counted = [(n, loss) for n, loss in ran if n]
-    sums = [sum(n * loss for n, loss in counted), sum(n for n, _ in counted)]
-    return torch.tensor(sums, dtype=torch.float64, device="cpu")
-
-
-def _mean(shares: Sequence[Tensor]) -> float:
-    """The mean loss, of the sums of the losses and of the samples."""
-    total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
-    return float(total / samples) if samples else math.nan
+    def _found(self, shares: Sequence[Tensor]) -> CallLosses:
+        """All losses, and the mean: the sum of what each share adds to it."""
+        tables = [share.view(2, -1).tolist() for share in shares]
+        # One without samples has no mean to count.
+        counted = [[(n, loss) for n, loss in zip(*table, strict=True) if n] for table in tables]
+        total = sum(sum(n * loss for n, loss in ran) for ran in counted)
+        samples = float(sum(sum(n for n, _ in ran) for ran in counted))
+        losses = (
+            tables[share][1][m] if tables[share][0][m] else math.nan for share, m in self._found_in
+        )
+        return CallLosses(total / samples if samples else math.nan, samples, tuple(losses))

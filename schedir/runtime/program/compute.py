@@ -77,8 +77,9 @@ class Forward(Compute):
                     [get_gradient_edge(t) if t.requires_grad else None for t in made]
                 )
         else:
-            if call.keeps_outputs:
-                cell.result = tree_map_only(Tensor, torch.detach, output)
+            if call.keeps is not None:
+                kept = tree_map_only(Tensor, torch.detach, output)
+                cell.result = call.keeps(kept, cell.target)
             if call.request.has_loss:
                 loss = stage.loss(cell, output)
                 cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
