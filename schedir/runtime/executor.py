@@ -76,10 +76,12 @@ class Executor:
     these two has what the other uses as well, it must be the same. So are `stage_inputs`, what
     stages get beside their input (tensors and tuples by position, mappings by keyword), and
     `loss_kwargs`, what `loss_fn` takes by keyword: batches too, where all that is no tensor goes to
-    every microbatch. All whole batches have the same rows. On a GPU, tensors on the CPU are copied
-    to that of the stages, without waiting where they are in pinned memory; those on another GPU are
-    refused. Pass `stage_inputs` on the first stage's rank as well where their shapes may change
-    though the input's do not.
+    every microbatch. All whole batches have the same rows. A last stage that has its labels among
+    its `stage_inputs`, and returns the loss itself, needs no target: `loss_fn` is given None for
+    it, and `count` those inputs. On a GPU, tensors on the CPU are copied to that of the stages,
+    without waiting where they are in pinned memory; those on another GPU are refused. Pass
+    `stage_inputs` on the first stage's rank as well where their shapes may change though the
+    input's do not.
 
     Every rank makes the same calls, in the same order. With several processes the executor is of no
     use any more once a call has failed.

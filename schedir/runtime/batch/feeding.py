@@ -85,8 +85,10 @@ class Feeder:
 
     def cut(self, given: CallArguments, request: Request) -> Feed:
         """The microbatches of a call. Raises ExecutionError for arguments that don't fit."""
+        # A stage that gets its labels itself, and returns the loss, needs no target.
+        alone = given.target is None and given.stage_inputs.get(self._last) is not None
         needs = [(0, given.inputs, "inputs")]
-        if request.has_loss:
+        if request.has_loss and not alone:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._local and batch is None:
@@ -105,8 +107,10 @@ class Feeder:
         extras = {
             stage: read(batch, _extra(stage)) for stage, batch in self._known(given.stage_inputs)
         }
-        targets = read(given.target, "target") if self._last in self._local else []
-        keywords = read(given.loss_kwargs, "loss_kwargs") if targets else []
+        here = self._last in self._local
+        targets = read(given.target, "target") if here else []
+        counted = extras[self._last] if request.has_loss and alone and here else targets
+        keywords = read(given.loss_kwargs, "loss_kwargs") if counted else []
         for piece in keywords:
             if not isinstance(piece, Mapping):
                 raise ExecutionError(
@@ -114,7 +118,7 @@ class Feeder:
                     f"{type(piece).__name__}"
                 )
         given_rows = _common_rows(pieces)
-        counts = [samples(self._count, target, self._accelerator) for target in targets]
+        counts = [samples(self._count, target, self._accelerator) for target in counted]
         if given_rows is not None:  # what stands in for missing microbatches counts for nothing
             counts[given_rows:] = [0.0] * len(counts[given_rows:])
         # Counted where they were given: the host need not wait for what is on the CPU.
