@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test format clean
+.PHONY: help demo test docs format clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,10 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --maxprocesses 8
+
+docs: .venv/.installed-dev  ## Make the guides and the API reference: build/docs/index.html
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo build/docs/index.html
 
 format: .venv/.installed-dev  ## Format the code and fix what ruff can
 	$(BIN)/ruff check --fix

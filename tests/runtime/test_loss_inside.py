@@ -25,7 +25,9 @@ class Scored(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(hidden), labels, ignore_index=IGNORED)
+        logits = self.head(hidden)
+        loss: Tensor = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED)
+        return loss
 
 
 def loss_of(output: Any, target: None) -> Tensor:

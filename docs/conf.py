@@ -1,0 +1,133 @@
+"""How Sphinx makes the guides and the API reference: `make docs`, with warnings as errors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import schedir
+
+MODULES = {
+    "schedir": "schedules: written, built, proved, simulated, compared",
+    "schedir.simulator": "timelines and costs",
+    "schedir.search": "comparisons",
+    "schedir.runtime": "the executor",
+    "schedir.training": "what stands around a step",
+}
+"""The public modules, a section of `reference.rst` each, which has what is in their `__all__`."""
+
+project = "schedir"
+author = "The schedir authors"
+release = schedir.__version__
+html_title = f"schedir {release}"
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "write, prove and run pipeline schedules",
+    "page_width": "70em",
+}
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_heading_anchors = 3  # as on GitHub
+exclude_patterns = ["_build"]
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+add_module_names = False
+
+nitpicky = True  # a reference that leads nowhere is a warning
+# But for types in signatures that have no page here: torch's and Python's, and our own within.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!schedir\b).*"),
+    (r"py:.*", r"schedir\.(\w+\.)+\w+"),
+]
+
+
+def owners() -> dict[str, list[str]]:
+    """The public names of each module, less those that a module before has too."""
+    seen: list[object] = []
+    owned: dict[str, list[str]] = {}
+    for module in MODULES:
+        held = importlib.import_module(module)
+        values = {name: getattr(held, name) for name in held.__all__ if not name.startswith("__")}
+        owned[module] = [n for n, v in values.items() if not any(v is each for each in seen)]
+        seen += values.values()
+    return owned
+
+
+OWNED = owners()
+PLACES = {name: f"{module}.{name}" for module in reversed(OWNED) for name in OWNED[module]}
+
+
+def list_modules(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill the reference: a section for each module, with an entry for each name that it owns."""
+    if page != "reference":
+        return
+    for module, about in MODULES.items():
+        title = f"{module}: {about}"
+        lines = [title, "-" * len(title), "", f".. automodule:: {module}", "   :no-members:", ""]
+        for name in OWNED[module]:
+            value = getattr(importlib.import_module(module), name)
+            kind = "class" if inspect.isclass(value) else "data"
+            if inspect.isclass(value) and issubclass(value, BaseException):
+                kind = "exception"
+            elif inspect.isroutine(value):
+                kind = "function"
+            lines += [f".. auto{kind}:: {module}.{name}", ""]
+        source[0] += "\n".join(["", *lines, ""])
+
+
+_CODE = re.compile(r"(?<![`\w:])`([^`\n]+(?:\n *[^`\n]+)?)`(?![`_])")
+
+
+def to_rst(app: Sphinx, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Turn a docstring, in which `code` and drawings are as in Markdown, into what Sphinx reads."""
+    if what == "data":  # a constant has no docstring but that of its type
+        lines.clear()
+    drawn = list(_drawn(lines))
+    for line, (here, after) in enumerate(pairwise(drawn)):
+        if after and not here:
+            lines[line - 1] += ":"
+    text = []
+    for drawing, block in groupby(zip(lines, drawn, strict=True), key=itemgetter(1)):
+        part = "\n".join(line for line, _ in block)
+        text.append(part.replace("`", "") if drawing else _CODE.sub(_marked, part))
+    lines[:] = "\n".join(text).split("\n")
+
+
+def _drawn(lines: list[str]) -> Iterator[bool]:
+    """Whether each line is to be shown as it stands: indented by 4, after one that ends in `:`."""
+    last, base = "", -1  # the last line with text; the indent around a drawing, -1 outside
+    for line, before in zip(lines, ["", *lines], strict=False):
+        indent = len(line) - len(line.lstrip())
+        if line.strip():
+            if base >= 0 and indent <= base:
+                base = -1
+            of_last = len(last) - len(last.lstrip())
+            if base < 0 and not before and last.endswith(":") and indent >= of_last + 4:
+                base = of_last
+            last = line
+        yield base >= 0
+
+
+def _marked(found: re.Match[str]) -> str:
+    """A link where the code in backticks is a public name, else just code."""
+    code = " ".join(found[1].split())
+    head, _, rest = code.removesuffix("()").removeprefix("schedir.").partition(".")
+    if head in PLACES and not rest:
+        return f":py:obj:`{code} <{PLACES[head]}>`"
+    return f"``{code}``"
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("source-read", list_modules)
+    app.connect("autodoc-process-docstring", to_rst)
