@@ -3,6 +3,7 @@
 All of it can be done without it: the executor takes any modules and any batches.
 """
 
+from schedir.training.batches import Batches
 from schedir.training.stages import Stages
 
-__all__ = ["Stages"]
+__all__ = ["Batches", "Stages"]

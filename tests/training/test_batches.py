@@ -1,0 +1,219 @@
+"""Batches: the same on every rank and in every run, by whatever a loader draws."""
+
+from __future__ import annotations
+
+import random
+from collections import UserDict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from transformers import BatchEncoding
+
+from schedir.errors import ExecutionError
+from schedir.training import Batches
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Twelve samples, each changed at random by all that a data set may draw from."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        return torch.tensor([float(i), *noise], dtype=torch.float64), torch.tensor(i)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Ten samples, in an order of its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i in range(10):
+            yield torch.tensor(i + 100 * self.epoch), torch.rand(())
+
+
+def loader(kind: str) -> Iterable[Any]:
+    data = Noisy()
+    if kind == "shuffled":
+        return DataLoader(data, 5, shuffle=True)
+    if kind == "own generator":
+        return DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(3))
+    if kind == "weighted":
+        return DataLoader(data, 5, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    if kind == "workers":
+        return DataLoader(data, 5, shuffle=True, num_workers=2)
+    if kind == "distributed":
+        return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    if kind == "stream":
+        return DataLoader(Stream(), 4)
+    return [(torch.ones(2), torch.zeros(2)), (torch.ones(3), torch.zeros(3))]
+
+
+KINDS = ("shuffled", "own generator", "weighted", "workers", "distributed", "stream", "list")
+
+
+def values(pairs: Iterable[Any]) -> list[Any]:
+    return [(inputs.tolist(), target.tolist()) for inputs, target in pairs]
+
+
+def disturb(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def drawn() -> tuple[float, float, float]:
+    return float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_read_the_same_whatever_they_have_drawn_before(kind: str) -> None:
+    found = []
+    for rank in range(2):
+        disturb(rank)
+        batches = Batches(loader(kind))
+        found.append([values(batches) for _ in range(2)])
+        drawn()
+    assert found[0] == found[1]
+    assert (found[0][0] == found[0][1]) == (kind == "list")  # another order in every epoch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_caller_draws_stays_what_it_was(kind: str) -> None:
+    disturb(5)
+    expected = [drawn() for _ in range(3)]
+    disturb(5)
+    reading = iter(Batches(loader(kind)))
+    found = []
+    for _ in range(2):
+        found.append(drawn())
+        next(reading)
+    assert [*found, drawn()] == expected
+
+
+@pytest.mark.parametrize("before", [0, 2, 3, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> None:
+    whole = values(islice(Batches(loader(kind), repeat=True), 10))
+    first = Batches(loader(kind), repeat=True)
+    reading = iter(first)
+    assert values(islice(reading, before)) == whole[:before]
+    state = first.state_dict()
+    disturb(8)
+    resumed = Batches(loader(kind), repeat=True)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["batch"] == state["batch"]
+    assert values(islice(resumed, 10 - before)) == whole[before:]
+
+
+def test_an_epoch_ends_and_the_next_begins_where_it_should() -> None:
+    batches = Batches(DataLoader(Noisy(), 5, shuffle=True))
+    assert len(batches) == 3
+    epochs = []
+    for epoch in range(3):
+        assert (batches.epoch, batches.batch) == (epoch, 0)
+        epochs.append(values(batches))
+        assert len(epochs[-1]) == 3
+    state = batches.state_dict()
+    expected = values(batches)
+    again = Batches(DataLoader(Noisy(), 5, shuffle=True))
+    again.load_state_dict(state)
+    assert again.epoch == 3
+    assert values(again) == expected
+    # One that is left early is over: the next iter() begins anew, not in the middle.
+    left = Batches(DataLoader(Noisy(), 5, shuffle=True))
+    next(iter(left))
+    assert values(left) == epochs[1]
+
+
+def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch() -> None:
+    """Of a loop that saves after each step."""
+    batches = Batches(loader("shuffled"))
+    states = [batches.state_dict() for _ in batches]
+    resumed = Batches(loader("shuffled"))
+    resumed.load_state_dict(states[-1])
+    assert values(resumed) == []
+    assert values(resumed) == values(batches)
+
+
+def test_the_order_of_a_loader_with_a_generator_is_its_own() -> None:
+    expected = [y.tolist() for _, y in loader("own generator")]
+    assert [y.tolist() for _, y in Batches(loader("own generator"))] == expected
+    seeds = [[y for _, y in values(Batches(loader("shuffled"), seed=seed))] for seed in (0, 1)]
+    assert seeds[0] != seeds[1]
+
+
+X, Y = torch.ones(4, 3), torch.zeros(4)
+
+
+def test_a_batch_is_taken_apart() -> None:
+    named = {"input_ids": X, "attention_mask": Y, "labels": Y}
+    for batch in (named, UserDict(named), BatchEncoding(named)):
+        ((inputs, target),) = Batches([batch])
+        assert list(inputs) == ["input_ids", "attention_mask"]
+        assert inputs["input_ids"] is X
+        assert target is Y
+    # A list is no list of ready microbatches here: DataLoader makes it of a sample's tuple.
+    samples = [((torch.ones(3), torch.ones(2)), torch.ones(1))] * 4
+    ((inputs, target),) = Batches(DataLoader(samples, 4))  # type: ignore[arg-type]
+    assert isinstance(inputs, tuple)
+    assert [len(part) for part in inputs] == [4, 4]
+    ((inputs, target),) = Batches([[X, X, Y]], split=lambda batch: (batch[:2], batch[2]))
+    assert isinstance(inputs, tuple)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Batches([X]), "yields Tensor, which is no pair .*split=lambda"),
+        (lambda: Batches([(X, X, Y)]), "yields tuple of 3, which"),
+        (lambda: Batches([{"x": X, "y": Y}]), "yields dict with x, y, which"),
+        (lambda: Batches([X], split=lambda x: x), "split must return .*not Tensor"),
+        (lambda: Batches(X), "not Tensor"),
+        (lambda: Batches(3), "not int"),  # type: ignore[arg-type]
+        (lambda: Batches([]), "no batch in epoch 0: its data set is empty"),
+        (
+            lambda: Batches(DataLoader(TensorDataset(X, Y), 8, drop_last=True)),
+            "has 4 samples, fewer than the 8 of a batch, and drop_last=True",
+        ),
+        (lambda: Batches(iter([(X, Y)]), repeat=True), "epoch 1: an iterator can be read once"),
+    ],
+)
+def test_what_can_be_no_batches_is_named(make: Any, text: str) -> None:
+    with pytest.raises(ExecutionError, match=text):
+        list(islice(make(), 3))
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    batches = Batches(loader("shuffled"))
+    states = [batches.state_dict() for _ in batches]
+    other = Batches([(X, Y)])
+    other.load_state_dict(states[-1])
+    with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* come to batch 3"):
+        list(other)
+    with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* one with 0"):
+        Batches(loader("own generator")).load_state_dict(states[0])
+
+
+def test_what_has_no_end_has_no_length() -> None:
+    for batches in (Batches([(X, Y)], repeat=True), Batches(iter([(X, Y)]))):
+        with pytest.raises(TypeError, match=r"no length|no len"):
+            len(batches)
