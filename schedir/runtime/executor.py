@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +21,7 @@ from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
 from schedir.runtime.result import StepResult
+from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline
 
 
@@ -135,6 +138,7 @@ class Executor:
         self.loss_fn = loss_fn
         self._engine = Engine(plan)
         self.optimizers = self._engine.parts.optimizers
+        self._make_optimizer = optimizer
 
     @property
     def schedule(self) -> Schedule:
@@ -142,6 +146,20 @@ class Executor:
         channel model and the buffers allow, under which it is proved. How large those
         are is known after the first step of an input shape; small ones go further ahead."""
         return self._engine.schedule
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimisers of this process's stages as one, for learning-rate schedulers: a view.
+
+        Its i-th param group stands for the i-th of every stage's optimiser: what is written to it
+        goes to all, and what is read is the same in all. Every rank makes its scheduler of it, and
+        steps that after `step`, whether its stages have parameters or not. `zero_grad` and
+        `state_dict` are of this process's stages; `step` is the schedule's.
+
+        Raises ExecutionError where there is none, as the caller steps, or where stages have unlike
+        numbers of groups.
+        """
+        return as_one(self.optimizers, self._make_optimizer)
 
     @property
     def steps(self) -> int:
