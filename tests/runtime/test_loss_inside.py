@@ -36,7 +36,7 @@ def loss_of(output: Any, target: None) -> Tensor:
     return output
 
 
-def labelled(extra: Any) -> Tensor:
+def labelled(extra: dict[str, Tensor]) -> Tensor:
     return (extra["labels"] != IGNORED).sum()
 
 
