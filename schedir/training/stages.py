@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import attrs
 from torch import nn
@@ -18,12 +20,14 @@ class StageSummary:
     """What one stage of a model got.
 
     `layers` are their names in the whole model, `parameters` how many numbers they hold, and `cost`
-    what the cut went by, where that was something else.
+    what the cut went by, where that was something else. `kinds` are the layers' classes, or what
+    functions are called, where that is told.
     """
 
     layers: tuple[str, ...]
     parameters: int
     cost: float | None = None
+    kinds: tuple[str, ...] = ()
 
 
 @attrs.frozen(eq=False)
@@ -54,8 +58,17 @@ class Stages(Mapping[int, nn.Module]):
 
 def _line(stage: int, of: StageSummary) -> str:
     cost = "" if of.cost is None else f", cost {of.cost:g}"
-    layers = ", ".join(of.layers)
+    if of.kinds:
+        runs = groupby(zip(of.layers, of.kinds, strict=True), key=itemgetter(1))
+        layers = ", ".join(_run([name for name, _ in run], kind) for kind, run in runs)
+    else:
+        layers = ", ".join(of.layers)
     return f"stage {stage}: {layers}; {of.parameters:,} parameters{cost}"
+
+
+def _run(names: Sequence[str], kind: str) -> str:
+    """Neighbours of one kind."""
+    return f"{names[0]} {kind}" if len(names) == 1 else f"{names[0]} to {names[-1]} {kind}"
 
 
 def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:

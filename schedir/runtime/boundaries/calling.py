@@ -8,7 +8,7 @@ that (`stage_inputs`) follows: a tuple or a single tensor by position, a dict by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -21,7 +21,7 @@ class CallingConvention:
 
     spread: bool = False
 
-    def __call__(self, module: nn.Module, given: Any, extra: Any = None) -> Any:
+    def __call__(self, module: Callable[..., Any], given: Any, extra: Any = None) -> Any:
         """Run the module."""
         if extra is None and not self.spread:
             return module(given)
@@ -29,15 +29,16 @@ class CallingConvention:
         return module(*positional, **keywords)
 
 
-def convention_of(module: nn.Module, given: Any, extra: Any) -> CallingConvention:
-    """How a module takes its input: as its forward's signature says."""
+def convention_of(module: Callable[..., Any], given: Any, extra: Any) -> CallingConvention:
+    """How a module, or a function, takes its input: as its forward's signature says."""
     if not isinstance(given, (tuple, list, Mapping)):
         return CallingConvention()
     if isinstance(given, Mapping) and not all(isinstance(key, str) for key in given):
         return CallingConvention()
     positional, keywords = _arguments(given, extra, spread=True)
     try:
-        inspect.signature(module.forward).bind(*positional, **keywords)
+        forward = module.forward if isinstance(module, nn.Module) else module
+        inspect.signature(forward).bind(*positional, **keywords)
     except TypeError:
         return CallingConvention()
     except ValueError:  # a forward without a signature

@@ -1,0 +1,125 @@
+"""The module of one stage: some of a model's layers, called one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.runtime.boundaries.calling import convention_of
+from schedir.training.skips import Pop, Stash
+
+_OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What layers raise of an input that they do not take."""
+
+
+@attrs.frozen(eq=False)
+class Link:
+    """How one layer of a chain is called.
+
+    `label` is what it is called in messages. It is a `function`, or moves a `skip`, or is a module,
+    which is found by `name` at every call, so that it may be exchanged; `use`, if any, is called
+    with that and the value instead.
+    """
+
+    name: str
+    label: str
+    function: Callable[..., Any] | None = None
+    use: Callable[..., Any] | None = None
+    skip: Stash | Pop | None = None
+
+
+class Chain(nn.Module):
+    """Layers one after the other, their parameters named as in the whole model.
+
+    Each is called as the executor calls stages: a tuple goes in by position and a mapping by
+    keyword where forward takes it so, else as one argument; so what is computed does not depend on
+    the cut. `before` says where the input comes from. `enters` and `leaves` are the names of what
+    is put aside and comes in, or goes out, behind the value itself, in a tuple.
+    """
+
+    def __init__(
+        self,
+        links: tuple[Link, ...],
+        modules: Mapping[str, nn.Module],
+        before: str,
+        enters: tuple[str, ...] = (),
+        leaves: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self._links, self._before = links, before
+        self._enters, self._leaves = enters, leaves
+        for name, module in modules.items():
+            _attach(self, name, module)
+
+    def forward(self, given: Any, /) -> Any:
+        """Call the layers."""
+        aside: dict[str, Any] = {}
+        value = given
+        if self._enters:
+            value, *entered = given
+            aside.update(zip(self._enters, entered, strict=True))
+        before = self._before
+        for link in self._links:
+            if isinstance(link.skip, Stash):
+                aside[link.skip.name] = value
+                continue
+            try:
+                value = self._called(link, value, aside)
+            except torch.OutOfMemoryError:
+                raise
+            except _OF_THE_INPUT as error:
+                raise ExecutionError(
+                    f"layer {link.label} fails on what {before} gives, {_described(value)}: "
+                    f"{type(error).__name__}: {error}",
+                    cause=error,
+                ) from error
+            before = f"layer {link.label}"
+        if self._leaves:
+            return (value, *(aside[name] for name in self._leaves))
+        return value
+
+    def _called(self, link: Link, value: Any, aside: Mapping[str, Any]) -> Any:
+        if isinstance(link.skip, Pop):
+            return link.skip.join(value, aside[link.skip.name])
+        layer = link.function
+        if layer is None:
+            layer = self.get_submodule(link.name)
+            if link.use is not None:
+                return link.use(layer, value)
+        if isinstance(value, Tensor):
+            return layer(value)
+        return convention_of(layer, value, None)(layer, value)
+
+
+def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module by a name that may lead through others."""
+    *path, last = name.split(".")
+    try:
+        for part in path:
+            if part not in root._modules:
+                root.add_module(part, nn.Module())
+            root = root.get_submodule(part)
+        root.add_module(last, module)
+    except KeyError:
+        raise ExecutionError(
+            f"a layer can't be named {name}, as modules have an attribute of that name"
+        ) from None
+
+
+def _described(value: Any) -> str:
+    """The shapes of what a layer is given."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_described(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_described, value)) + ")"
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    inside = f" of {', '.join(map(_described, tensors))}" if tensors else ""
+    return f"{type(value).__name__}{inside}"

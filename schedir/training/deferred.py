@@ -1,0 +1,181 @@
+"""Layers that are made later, and only where they are owned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.runtime import rng
+
+
+@attrs.frozen(eq=False)
+class Deferred:
+    """A layer that `make(*args, **kwargs)` makes; see `deferred`."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str | None = None
+    use: Callable[..., Any] | None = None
+
+    def tied(self, key: str, use: Callable[..., Any] | None = None) -> Deferred:
+        """One of the layers that share all their parameters, as all with the same `key` do.
+
+        They are made alike, and their weights are those of the seed for the key. `use(layer, x)`
+        is what is called instead of `layer(x)`: an embedding's transposed weight for a head, say.
+        """
+        if not isinstance(key, str) or not key:
+            raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")
+        return attrs.evolve(self, key=key, use=use)
+
+
+def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
+    """A layer for `partition` that is made on the rank that owns it, and on no other.
+
+    `make(*args, **kwargs)` gives the layer: `deferred(nn.Linear, 8, 8)`. Everywhere it is made on
+    the device meta, one layer at a time, to count its parameters; where it is owned also for good,
+    from random numbers seeded by `partition(seed=…)` and its name, so that its weights do not
+    depend on the cut. DeepSpeed's LayerSpec; with `.tied("key")` its TiedLayerSpec.
+
+    Raises ExecutionError where `make` is not callable.
+    """
+    if not callable(make):
+        raise ExecutionError(
+            f"deferred takes what makes the layer and its arguments, not {type(make).__name__}"
+        )
+    if isinstance(make, nn.Module):
+        raise ExecutionError(
+            "deferred takes what makes the layer, such as nn.Linear, but this "
+            f"{type(make).__name__} is made already; list it as it is"
+        )
+    return Deferred(make, args, kwargs)
+
+
+@attrs.frozen
+class Making:
+    """How layers are made here: on which device, and by whose initial values.
+
+    Where there is an `init`, layers are made on the device meta, get memory on `device`, and
+    `init` is called with every module in them.
+    """
+
+    seed: int = 0
+    device: torch.device | None = None
+    init: Callable[[nn.Module], object] | None = None
+
+    def made(self, name: str, layer: Deferred) -> Any:
+        """The layer, for good, whatever random numbers were drawn before."""
+        with rng(self.seed, _number(layer.key or name), 0, 0):
+            if self.init is not None:
+                made = skeleton(name, layer)
+                if isinstance(made, nn.Module):
+                    made = self._filled(name, made, self.init)
+                return made
+            if self.device is None:
+                return called(name, layer)
+            with self.device:
+                made = called(name, layer)
+            return made.to(self.device) if isinstance(made, nn.Module) else made
+
+    def settled(self, name: str, layer: nn.Module) -> nn.Module:
+        """A layer that was made before: on the device, and with values if it was made on meta."""
+        if self.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
+            with rng(self.seed, _number(name), 0, 0):
+                return self._filled(name, layer, self.init)
+        return layer if self.device is None else layer.to(self.device)
+
+    def _filled(
+        self, name: str, layer: nn.Module, init: Callable[[nn.Module], object]
+    ) -> nn.Module:
+        """A layer on meta gets memory, in which every tensor still shows that it is unset."""
+        names: dict[int, list[str]] = {}
+        for tensor_name, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(tensor_name)
+        layer.to_empty(device=self.device or torch.get_default_device())
+        for first, *others in names.values():  # to_empty parts what is one parameter
+            for other in others:
+                path, _, last = other.rpartition(".")
+                setattr(layer.get_submodule(path), last, layer.get_parameter(first))
+        with torch.no_grad():
+            for tensor in _tensors(layer).values():
+                tensor.fill_(_unset(tensor))
+            for module in layer.modules():
+                init(module)
+        left = [
+            tensor_name
+            for tensor_name, tensor in _tensors(layer).items()
+            if tensor.numel() and _is_unset(tensor)
+        ]
+        if left:
+            raise ExecutionError(
+                f"layer {name}: init has given no values to {', '.join(left)}, which has none of "
+                "its own as it was made on the device meta"
+            )
+        return layer
+
+
+def skeleton(name: str, layer: Deferred) -> Any:
+    """The layer on the device meta: its shapes, and no memory.
+
+    Raises ExecutionError where it can't be made there.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            return called(name, layer)
+        except ExecutionError:
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"layer {name} can't be made on the device meta, which is how its parameters are "
+                f"counted ({type(error).__name__}: {error}); compute what it needs values for "
+                "outside, and pass it as an argument",
+                cause=error,
+            ) from error
+
+
+def called(name: str, layer: Deferred) -> Any:
+    """What the layer's function makes."""
+    made = layer.make(*layer.args, **layer.kwargs)
+    if not callable(made):
+        raise ExecutionError(
+            f"layer {name}: {type_name(layer)} has made no layer but {type(made).__name__}"
+        )
+    return made
+
+
+def type_name(layer: object) -> str:
+    """What a layer is called by: its class, or its function's name, or what makes it."""
+    if isinstance(layer, Deferred):
+        layer = layer.make
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def _number(name: str) -> int:
+    """One for each name; `hash` differs from process to process."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def _unset(tensor: Tensor) -> float | int | bool:
+    """A value that no init gives to all of a tensor."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    # Masks may well be all False; nothing tells.
+    return tensor.dtype != torch.bool and bool((tensor == _unset(tensor)).all())

@@ -1,0 +1,154 @@
+"""A list of layers becomes the stages of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.training.chain import Chain, Link
+from schedir.training.choosing import Cut, cut_of
+from schedir.training.cuts import Span
+from schedir.training.deferred import Deferred, Making, type_name
+from schedir.training.layers import Layer, Layers, layers_of
+from schedir.training.sharing import Copier, Inventory, inventory_of
+from schedir.training.skips import Pop, Stash, kept_before
+from schedir.training.stages import Stages, StageSummary, held_stages
+
+
+def partition(
+    layers: Layers,
+    stages: Schedule | int,
+    *,
+    by: str | None = None,
+    costs: Sequence[float] | None = None,
+    boundaries: Sequence[int | str] | None = None,
+    rank: int | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+) -> Stages:
+    """Cut a model, given as its layers in order, into stages; none is left out, none is empty.
+
+    `layers` is an `nn.Sequential`, a sequence, or a mapping from names to layers. A layer is a
+    module, any function of the layer's input, `deferred(make, …)`, or `stash` and `pop` of a skip
+    connection. `stages` is a schedule, of which the stages of this process are made (see
+    `held_stages`, which `rank` is for), or a number, for all of so many: `partition(layers, 1)[0]`
+    is the whole model. State dicts have the names of the whole: "3.weight" is the weight of layer
+    3, "head.weight" that of the layer named head.
+
+    It is cut in one of these ways:
+
+    - `by="parameters"`, the default: as many parameters on each stage as can be; or "uniform": as
+      many layers. These and `costs` are the optimal contiguous cut, see `balanced`.
+    - `by="type:REGEX"`: as many layers whose class, or whose function's name, matches the regular
+      expression, in any case (DeepSpeed's partition_method).
+    - `by="Et*3|(t*2|)*6,tL"`: Megatron-LM's --pipeline-model-parallel-layout: a letter for each
+      layer, `|` between stages. `t` are the transformer layers, in a list that is longer than the
+      letters are many the longest run of layers of one class; `E` is what comes before, `m`, one
+      layer each, follow them, and `L` is all the rest, if any: norm and head.
+    - `costs`: one number per layer, of any unit; those of `measured_costs`, say.
+    - `boundaries`: the first layer of each stage but the first, by number or name.
+
+    Deferred layers are made where they are owned, on `device`, from random numbers seeded by `seed`
+    and the layer's name, so that weights depend neither on the cut nor on what was drawn before.
+    With `init` they are made on the device meta, as modules that are given may be, and get memory
+    there, and values by `init(module)` of every module in them: `lambda m: m.reset_parameters()`.
+    Modules are used as they are, moved to `device` if that is given; only of layers that share
+    parameters across stages of this process the later ones are copied. Such parameters, and those
+    of layers tied by key, are the result's `ties`.
+
+    Every rank must cut the same list in the same way.
+
+    Raises ExecutionError for what can't be cut so, naming the layer.
+    """
+    listed = layers_of(layers)
+    number = stages.stages if isinstance(stages, Schedule) else stages
+    kept = kept_before([layer.given for layer in listed])
+    inventory = inventory_of(listed)
+    cut = cut_of(inventory, number, by, costs, boundaries)
+    if isinstance(stages, Schedule):
+        here: Sequence[int] = held_stages(stages, rank)
+    elif rank is None:
+        here = range(number)
+    else:
+        raise ExecutionError("rank= says whose stages to make of a schedule; a number has no ranks")
+    ties = inventory.ties(cut.spans)
+    if init is not None:
+        _check_untied(inventory)
+    making = Making(seed, torch.device(device) if device is not None else None, init)
+    copier = Copier()
+    modules = {stage: _chain(listed, stage, cut.spans, kept, making, copier) for stage in here}
+    return Stages(modules, ties, tuple(map(_summary(inventory, cut), range(number))))
+
+
+def _chain(
+    listed: Sequence[Layer],
+    stage: int,
+    spans: Sequence[Span],
+    kept: Sequence[tuple[str, ...]],
+    making: Making,
+    copier: Copier,
+) -> Chain:
+    """The module of one stage."""
+    first, end = spans[stage]
+    modules: dict[str, nn.Module] = {}
+    tied: dict[str, object] = {}
+    links = []
+    for layer in listed[first:end]:
+        given, use = layer.given, None
+        if isinstance(given, (Stash, Pop)):
+            links.append(Link(layer.name, str(layer), skip=given))
+            continue
+        if isinstance(given, Deferred):
+            use = given.use
+            if given.key is None:
+                given = making.made(layer.name, given)
+            else:
+                if given.key not in tied:
+                    tied[given.key] = making.made(layer.name, given)
+                given = tied[given.key]
+        elif isinstance(given, nn.Module):
+            given = making.settled(layer.name, copier.own(stage, given))
+        if isinstance(given, nn.Module):
+            modules[layer.name] = given
+            links.append(Link(layer.name, str(layer), use=use))
+        else:
+            links.append(Link(layer.name, str(layer), function=given))
+    before = f"layer {listed[first - 1]}" if first else "the model's input"
+    leaves = kept[end] if end < len(listed) else ()
+    return Chain(tuple(links), modules, before, kept[first], leaves)
+
+
+def _summary(inventory: Inventory, cut: Cut) -> Callable[[int], StageSummary]:
+    def of(stage: int) -> StageSummary:
+        span = cut.spans[stage]
+        held = inventory.layers[slice(*span)]
+        return StageSummary(
+            tuple(layer.name for layer in held),
+            inventory.parameters(span),
+            None if cut.costs is None else sum(cut.costs[slice(*span)]),
+            tuple(type_name(layer.given) for layer in held),
+        )
+
+    return of
+
+
+def _check_untied(inventory: Inventory) -> None:
+    """Copies of a parameter that are made from meta apart would begin with different values."""
+    seen: dict[object, Layer] = {}
+    for layer, held in zip(inventory.layers, inventory.holdings, strict=True):
+        if not isinstance(layer.given, nn.Module) or not any(
+            parameter.is_meta for parameter in layer.given.parameters()
+        ):
+            continue
+        for holding in held:
+            other = seen.setdefault(holding.identity, layer)
+            if other is not layer:
+                raise ExecutionError(
+                    f"layers {other} and {layer} share a parameter on the device meta, which init "
+                    "would give two values; list them as deferred(…).tied(key)"
+                )

@@ -1,0 +1,150 @@
+"""Which parameters layers have, and which of them are the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Sequence
+
+import attrs
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from schedir.errors import ExecutionError
+from schedir.runtime.arguments import TieOf
+from schedir.training.cuts import Span
+from schedir.training.deferred import Deferred, skeleton
+from schedir.training.layers import Layer
+
+
+@attrs.frozen
+class Holding:
+    """A parameter as one layer has it: which it is, its name in the whole model, and its shape."""
+
+    identity: Hashable
+    name: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@attrs.frozen
+class Inventory:
+    """What each layer has: its parameters, and which statistics it keeps."""
+
+    layers: Sequence[Layer]
+    holdings: Sequence[tuple[Holding, ...]]
+    statistics: Sequence[frozenset[Hashable]]
+
+    def parameters(self, span: Span) -> int:
+        """How many numbers the parameters of some layers hold; of shared ones there is one copy."""
+        sizes = {h.identity: h.size for held in self.holdings[slice(*span)] for h in held}
+        return sum(sizes.values())
+
+    def ties(self, spans: Iterable[Span]) -> tuple[TieOf, ...]:
+        """The parameters that several stages hold, by stage and name.
+
+        Raises ExecutionError where stages share more than parameters.
+        """
+        copies: dict[Hashable, dict[int, str]] = {}
+        kept: dict[Hashable, tuple[int, Layer]] = {}
+        for stage, span in enumerate(spans):
+            for number in range(*span):
+                for held in self.holdings[number]:
+                    copies.setdefault(held.identity, {}).setdefault(stage, held.name)
+                for statistic in self.statistics[number]:
+                    other, layer = kept.setdefault(statistic, (stage, self.layers[number]))
+                    if other != stage:
+                        raise ExecutionError(
+                            f"layers {layer} and {self.layers[number]} share the running "
+                            f"statistics of a normalisation, but lie on stages {other} and "
+                            f"{stage}, which would keep one each; put them on one stage"
+                        )
+        return tuple(list(held.items()) for held in copies.values() if len(held) > 1)
+
+
+def inventory_of(layers: Sequence[Layer]) -> Inventory:
+    """What each layer has, found on the device meta for deferred ones, one at a time.
+
+    Raises ExecutionError where layers that are tied by key are not alike.
+    """
+    holdings: list[tuple[Holding, ...]] = []
+    statistics: list[frozenset[Hashable]] = []
+    of_key: dict[str, tuple[Layer, tuple[Holding, ...]]] = {}
+    for number, layer in enumerate(layers):
+        deferred = layer.given if isinstance(layer.given, Deferred) else None
+        module = layer.given if deferred is None else skeleton(layer.name, deferred)
+        owner: Hashable = None
+        if deferred is not None:
+            owner = ("key", deferred.key) if deferred.key is not None else ("layer", number)
+        held = _holdings(layer.name, module, owner)
+        if deferred is not None and deferred.key is not None:
+            _check_alike(deferred.key, layer, held, *of_key.setdefault(deferred.key, (layer, held)))
+        holdings.append(held)
+        statistics.append(_statistics(module, owner))
+    return Inventory(layers, holdings, statistics)
+
+
+def _holdings(layer: str, module: object, owner: Hashable) -> tuple[Holding, ...]:
+    """The parameters of a module; `owner` is None for one that was given, which may share them."""
+    if not isinstance(module, nn.Module):
+        return ()
+    found = []
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        inner = first.setdefault(id(parameter), name)
+        identity = id(parameter) if owner is None else (owner, inner)
+        # A lazy parameter has no shape yet; the executor says so.
+        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        shape = () if lazy else tuple(parameter.shape)
+        size = 0 if lazy else parameter.numel()
+        found.append(Holding(identity, f"{layer}.{name}", shape, size))
+    return tuple(found)
+
+
+def _statistics(module: object, owner: Hashable) -> frozenset[Hashable]:
+    if not isinstance(module, nn.Module):
+        return frozenset()
+    return frozenset(
+        id(part) if owner is None else (owner, name)
+        for name, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.track_running_stats
+    )
+
+
+def _check_alike(
+    key: str, layer: Layer, held: Sequence[Holding], first: Layer, its: Sequence[Holding]
+) -> None:
+    def shapes(name: str, all_held: Sequence[Holding]) -> list[str]:
+        return [f"{h.name.removeprefix(f'{name}.')}{list(h.shape)}" for h in all_held]
+
+    mine, others = shapes(layer.name, held), shapes(first.name, its)
+    if mine != others:
+        raise ExecutionError(
+            f"layers {first} and {layer} are tied by {key!r}, but the former has "
+            f"{', '.join(others) or 'no parameters'} and the latter "
+            f"{', '.join(mine) or 'none'}; make both alike, with use= for what differs in their use"
+        )
+
+
+class Copier:
+    """Gives every stage of this process parameters of its own where several stages share them.
+
+    The first stage that holds a parameter keeps the very object; later ones get equal copies, in
+    modules that are copied for that, all else being the same tensors.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[int, int] = {}
+        self._copied: dict[int, dict[int, object]] = {}
+
+    def own(self, stage: int, module: nn.Module) -> nn.Module:
+        """The module as a stage may have it."""
+        shared = {
+            id(p) for p in module.parameters() if self._owner.setdefault(id(p), stage) != stage
+        }
+        if not shared:
+            return module
+        memo = self._copied.setdefault(stage, {})
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in shared:
+                memo[id(tensor)] = tensor
+        return copy.deepcopy(module, memo)

@@ -1,0 +1,369 @@
+"""Layers become stages: none is lost, weights and training do not depend on the cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import schedir
+from schedir import ExecutionError
+from schedir.runtime import Executor
+from schedir.training import Stages, deferred, partition
+from tests.runtime.kit import MSE, adamw, differing, random_batches
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.reference import accumulate
+
+WIDTH = 6
+
+
+def flattened(x: Tensor) -> Tensor:
+    return x.flatten(1)
+
+
+def layers() -> list[Any]:
+    """Modules, functions and lambdas, without a parameter or with many."""
+    return [
+        deferred(nn.Linear, 4, WIDTH),
+        torch.tanh,
+        deferred(nn.LayerNorm, WIDTH),
+        lambda x: x * 2,
+        deferred(nn.Linear, WIDTH, WIDTH),
+        deferred(nn.Sequential, nn.ReLU(), nn.Identity()),
+        flattened,
+        deferred(nn.Linear, WIDTH, 4, bias=False),
+    ]
+
+
+def sequential() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def chained(stages: Stages, x: Any) -> Any:
+    for stage in sorted(stages):
+        x = stages[stage](x)
+    return x
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"by": "uniform"},
+    {"by": "type:linear"},
+    {"costs": [1, 2, 3, 4, 5, 6, 7, 8]},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_no_layer_is_lost_and_none_is_empty(number: int, way: dict[str, Any]) -> None:
+    stages = partition(layers(), number, **way)
+    names = [list(summary.layers) for summary in stages.summaries]
+    assert all(names)
+    assert [name for some in names for name in some] == [str(n) for n in range(8)]
+    assert list(stages) == list(range(number))
+    held = [sum(p.numel() for p in stage.parameters()) for stage in stages.values()]
+    assert held == [summary.parameters for summary in stages.summaries]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_weights_and_names_do_not_depend_on_the_cut(number: int, way: dict[str, Any]) -> None:
+    whole = partition(layers(), 1, seed=5)[0].state_dict()
+    torch.manual_seed(number)
+    torch.rand(number)
+    before = torch.get_rng_state()
+    stages = partition(layers(), number, seed=5, **way)
+    assert torch.equal(torch.get_rng_state(), before)
+    parts = {name: v for stage in stages.values() for name, v in stage.state_dict().items()}
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    other = partition(layers(), 1, seed=6)[0].state_dict()
+    assert not torch.equal(other["0.weight"], whole["0.weight"])
+    assert not torch.equal(whole["4.weight"], whole["0.weight"].new_zeros(WIDTH, WIDTH))
+
+
+@given(st.integers(1, 8), st.data())
+def test_every_cut_computes_what_the_uncut_model_does(number: int, data: st.DataObject) -> None:
+    starts = data.draw(st.sets(st.integers(1, 7), min_size=number - 1, max_size=number - 1))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    stages = partition(layers(), number, boundaries=sorted(starts))
+    assert torch.equal(chained(stages, x), partition(layers(), 1)[0](x))
+    assert [stage.layers[0] for stage in stages.summaries] == ["0", *map(str, sorted(starts))]
+
+
+def test_an_nn_sequential_keeps_its_names_and_its_modules() -> None:
+    model = sequential()
+    x = torch.randn(3, 4)
+    stages = partition(model, 2, by="uniform")
+    names = [name for stage in stages.values() for name in stage.state_dict()]
+    assert names == list(model.state_dict())
+    assert stages[0].get_submodule("0") is model[0]
+    assert torch.equal(chained(stages, x), model(x))
+
+
+def test_a_mapping_names_its_layers() -> None:
+    torch.manual_seed(0)
+    parts = {"embed": nn.Linear(4, 4), "blocks.0": nn.Tanh(), "blocks.1": nn.Linear(4, 4)}
+    stages = partition(parts, 2, boundaries=["blocks.1"])
+    assert list(stages[0].state_dict()) == ["embed.weight", "embed.bias"]
+    assert list(stages[1].state_dict()) == ["blocks.1.weight", "blocks.1.bias"]
+    assert str(stages) == (
+        "stage 0: embed Linear, blocks.0 Tanh; 20 parameters\n"
+        "stage 1: blocks.1 Linear; 20 parameters"
+    )
+
+
+def test_neighbours_of_one_kind_are_told_together() -> None:
+    model = [nn.Embedding(3, 2), *(nn.Linear(2, 2) for _ in range(3)), nn.ReLU()]
+    stages = partition(model, 1, costs=[1, 2, 2, 2, 0.5])
+    assert str(stages) == "stage 0: 0 Embedding, 1 to 3 Linear, 4 ReLU; 24 parameters, cost 7.5"
+
+
+def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x > 0
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"x": self.linear(x) * mask, "mask": mask}
+
+
+def whole(state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return state["x"], state["mask"]
+
+
+def spread(x: Tensor, mask: Tensor) -> Tensor:
+    return x + mask.sum()
+
+
+def test_structures_go_from_layer_to_layer_as_from_stage_to_stage() -> None:
+    listed = [pair, deferred(Masked), whole, deferred(Masked), whole, spread]
+    (x, y), *_ = random_batches(1)
+    uncut = partition(listed, 1)
+    expected = accumulate([uncut[0]], MSE, (), list(zip(x.chunk(2), y.chunk(2), strict=True)))
+    for boundaries in ([1, 2], [2, 3], [3, 5]):
+        sched = schedir.build("1f1b", ranks=3, microbatches=2)
+        stages = partition(listed, sched, boundaries=boundaries)
+        with Executor(sched, stages, MSE, None, in_process=True) as executor:
+            assert executor.step(x, target=y).loss == expected
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                grad = uncut[0].get_parameter(name).grad
+                assert grad is not None
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_training_in_one_process_equals_that_of_the_uncut_model(name: str) -> None:
+    sched = schedir.build(name, ranks=2, microbatches=4)
+    _train(sched, partition(layers(), sched), in_process=True)
+
+
+@on_ranks(2)
+def test_training_on_ranks_equals_that_of_the_uncut_model(rank: int) -> None:
+    for name in ("1f1b", "interleaved-1f1b"):
+        for way in WAYS:
+            sched = schedir.build(name, ranks=2, microbatches=4)
+            stages = partition(layers(), sched, **way)
+            assert list(stages) == list(sched.stages_of(rank))
+            _train(sched, stages)
+
+
+def _train(sched: schedir.Schedule, stages: Stages, **options: Any) -> None:
+    """Train the stages here, and the uncut model: weights stay the same, bit for bit."""
+    uncut = partition(layers(), 1)[0]
+    optimizer = adamw(uncut.parameters())
+    with Executor(sched, stages, MSE, adamw, **options) as executor:
+        for x, y in random_batches(2):
+            pieces = list(zip(x.chunk(4), y.chunk(4), strict=True))
+            assert executor.step(x, target=y).loss == accumulate([uncut], MSE, [optimizer], pieces)
+    state = uncut.state_dict()
+    for stage in stages.values():
+        for name, value in stage.state_dict().items():
+            assert torch.equal(value, state[name])
+
+
+class Counted(nn.Linear):
+    """Says where it was made."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made.append(self.weight.device.type)
+
+
+def test_only_what_is_owned_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "made", [])
+    sched = schedir.build("1f1b", ranks=4, microbatches=4)
+    stages = partition([deferred(Counted, 4, 4) for _ in range(8)], sched, rank=2)
+    assert list(stages) == [2]
+    assert Counted.made.count("cpu") == 2
+    assert set(Counted.made) == {"cpu", "meta"}
+    assert [summary.layers for summary in stages.summaries][2] == ("4", "5")
+
+
+def test_no_process_holds_more_than_it_owns() -> None:
+    wide = 1 << 40
+    sched = schedir.build("1f1b", ranks=2, microbatches=2)
+    listed = [deferred(nn.Linear, wide, 4), deferred(nn.Linear, 4, 4)]
+    stages = partition(listed, sched, rank=1, by="uniform")
+    assert sum(p.numel() for p in stages[1].parameters()) == 20
+    assert stages.summaries[0].parameters == 4 * wide + 4
+
+
+def test_layers_are_made_on_a_device() -> None:
+    stages = partition(layers(), 2, device="meta")
+    assert all(p.is_meta for stage in stages.values() for p in stage.parameters())
+
+
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_init_gives_values_to_what_was_made_on_meta(number: int) -> None:
+    """`reset_parameters` draws what the constructor draws."""
+    usual = partition(layers(), 1, seed=2)[0].state_dict()
+    stages = partition(layers(), number, seed=2, init=reset)
+    for stage in stages.values():
+        for name, value in stage.state_dict().items():
+            assert torch.equal(value, usual[name])
+
+
+def test_modules_on_meta_get_values_by_init() -> None:
+    def model() -> nn.Sequential:
+        with torch.device("meta"):
+            return sequential()
+
+    first, second = (partition(model(), number, init=reset) for number in (1, 2))
+    for stage in second.values():
+        for name, value in stage.state_dict().items():
+            assert torch.equal(value, first[0].state_dict()[name])
+
+
+class Offset(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.offset = nn.Parameter(torch.zeros(4))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+
+def test_what_init_leaves_out_is_named() -> None:
+    with pytest.raises(ExecutionError, match=r"layer 0: init has given no values to offset, count"):
+        partition([deferred(Offset)], 1, init=reset)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "more stages than layers": (lambda: partition(sequential(), 6), "6 stages .* of 5 layers"),
+    "no stage": (lambda: partition(sequential(), 0), "1 stage or more, not 0"),
+    "no layer": (lambda: partition([], 1), "there is no layer"),
+    "no list": (lambda: partition(nn.Linear(2, 2), 1), "takes an nn.Sequential"),  # type: ignore[arg-type]
+    "a class": (lambda: partition([nn.ReLU], 1), r"layer 0 is the class ReLU"),
+    "no function": (lambda: partition([nn.ReLU(), 3], 2), "layer 1 is no module, .* but int"),
+    "made": (lambda: deferred(nn.ReLU()), "this ReLU is made already"),
+    "makes nothing": (lambda: deferred(3), "not int"),  # type: ignore[arg-type]
+    "no layer made": (lambda: partition([deferred(int)], 1), "layer 0: int has made no layer"),
+    "not on meta": (
+        lambda: partition([deferred(lambda: nn.Linear(2, int(torch.ones(1).item())))], 1),
+        "layer 0 can't be made on the device meta, .* pass it as an argument",
+    ),
+    "two ways": (
+        lambda: partition(sequential(), 2, by="uniform", boundaries=[2]),
+        "by= and boundaries=: a model is cut in one way",
+    ),
+    "unknown way": (lambda: partition(sequential(), 2, by="params"), "not 'params'"),
+    "costs too few": (lambda: partition(sequential(), 2, costs=[1]), "1 numbers for 5 layers"),
+    "cost below 0": (
+        lambda: partition(sequential(), 2, costs=[1, 2, -1, 2, 2]),
+        "layer 2 must be finite and at least 0, not -1",
+    ),
+    "cost nan": (
+        lambda: partition(sequential(), 2, costs=[1, 2, 3, float("nan"), 2]),
+        "layer 3 must be finite",
+    ),
+    "cost a string": (
+        lambda: partition(sequential(), 2, costs=[1, "2", 3, 4, 5]),  # type: ignore[list-item]
+        "layer 1 must be a number",
+    ),
+    "boundaries too few": (
+        lambda: partition(sequential(), 3, boundaries=[2]),
+        "3 stages have 2 between them, but there are 1",
+    ),
+    "boundaries out of order": (
+        lambda: partition(sequential(), 3, boundaries=[3, 2]),
+        "layer 2 comes not after",
+    ),
+    "an empty stage": (
+        lambda: partition(sequential(), 3, boundaries=[2, 2]),
+        "layer 2 comes not after .* would be empty",
+    ),
+    "an empty first stage": (
+        lambda: partition(sequential(), 2, boundaries=[0]),
+        "layer 0 comes not after",
+    ),
+    "no such boundary": (
+        lambda: partition(sequential(), 2, boundaries=["head"]),
+        "there is no layer 'head', only 0 to 4",
+    ),
+    "beyond the end": (lambda: partition(sequential(), 2, boundaries=[5]), "there is no layer 5"),
+    "no match": (
+        lambda: partition(sequential(), 2, by="type:Block"),
+        "'type:Block' matches none .* Linear, Tanh, ReLU",
+    ),
+    "no expression": (lambda: partition(sequential(), 2, by="type:("), "no regular expression"),
+    "rank of a number": (lambda: partition(sequential(), 2, rank=0), "a number has no ranks"),
+    "names within names": (
+        lambda: partition({"a": nn.ReLU(), "a.b": nn.ReLU()}, 1),
+        "layers a and a.b can't both",
+    ),
+    "a name that is taken": (
+        lambda: partition({"forward": nn.ReLU()}, 1),
+        "can't be named forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_cut_is_said(case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(ExecutionError, match=message):
+        call()
+
+
+def test_a_layer_that_does_not_take_what_it_is_given_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(7, 4))
+    expected = r"layer 2 \(Linear\) fails on what layer 1 \(ReLU\) gives, float32\[4, 8\]: Runtime"
+    with pytest.raises(ExecutionError, match=expected):
+        partition(model, 1)[0](torch.randn(4, 4))
+    sched = schedir.build("1f1b", ranks=2, microbatches=2)
+    for boundaries in ([1], [2]):
+        stages = partition(model, sched, boundaries=boundaries)
+        with (
+            Executor(sched, stages, MSE, None, in_process=True) as executor,
+            pytest.raises(ExecutionError, match=expected),
+        ):
+            executor.step(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def test_a_stage_can_be_copied_and_its_layers_exchanged() -> None:
+    stage = partition(sequential(), 1)[0]
+    twin = copy.deepcopy(stage)
+    x = torch.randn(2, 4)
+    assert torch.equal(stage(x), twin(x))
+    assert differing(stage, twin) == []
+    twin.add_module("4", nn.Identity())
+    assert twin(x).shape == (2, 8)
