@@ -4,10 +4,32 @@ All of it can be done without it: the executor takes any modules and any batches
 """
 
 from schedir.training.batches import Batches
+from schedir.training.callbacks import Callback
 from schedir.training.cuts import balanced
 from schedir.training.deferred import deferred
+from schedir.training.evaluation import accuracy, evaluate, perplexity
+from schedir.training.history import Epoch, Evaluation, History
 from schedir.training.partitioning import partition
+from schedir.training.rates import warmup_cosine
 from schedir.training.skips import pop, stash
 from schedir.training.stages import Stages
+from schedir.training.trainer import Trainer
 
-__all__ = ["Batches", "Stages", "balanced", "deferred", "partition", "pop", "stash"]
+__all__ = [
+    "Batches",
+    "Callback",
+    "Epoch",
+    "Evaluation",
+    "History",
+    "Stages",
+    "Trainer",
+    "accuracy",
+    "balanced",
+    "deferred",
+    "evaluate",
+    "partition",
+    "perplexity",
+    "pop",
+    "stash",
+    "warmup_cosine",
+]

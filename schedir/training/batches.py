@@ -61,6 +61,11 @@ class Batches:
         self._resumed = False
         self.epoch = self.batch = 0
 
+    @property
+    def endless(self) -> bool:
+        """Whether one epoch follows the other, so that iterating it never ends."""
+        return self._repeat
+
     def __len__(self) -> int:
         """The batches of an epoch. Raises TypeError where the loader has no length, or repeats."""
         if self._repeat:

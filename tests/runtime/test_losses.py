@@ -70,7 +70,7 @@ def test_losses_are_read_late_on_a_device_that_queues(rank: int, far: FarDevice)
         with far.step():
             results = [executor.step(x, target=y) for _ in range(3)]
         found = [(result.losses, result.samples) for result in results]
-    assert found[0] == (tuple(plain_losses(batch, 3)), 14)
+    assert found[0] == (tuple(plain_losses(batch, 3)), 14.0)
     assert everyone(found) == [found] * 2
 
 

@@ -1,0 +1,87 @@
+"""What is called as a training goes on: the user's callbacks, and what rank 0 shows of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from schedir.runtime import StepResult
+from schedir.training.history import History
+
+
+class Callback:
+    """What is called after each step and each epoch, on every rank; one overrides what it needs."""
+
+    def after_step(self, result: StepResult) -> None:
+        """A step has been made, and the scheduler's. To read `result.loss` waits for it."""
+
+    def after_epoch(self, history: History) -> None:
+        """An epoch is over, `history[-1]`: it has been evaluated, and the checkpoint saved."""
+
+
+AfterEpoch: TypeAlias = Callable[[History], object]
+"""A function in place of a Callback: what is called after each epoch."""
+
+
+class _Function(Callback):
+    def __init__(self, function: AfterEpoch) -> None:
+        self._function = function
+
+    def after_epoch(self, history: History) -> None:
+        self._function(history)
+
+
+def as_callback(given: Callback | AfterEpoch) -> Callback:
+    """A callback, whichever it was given as."""
+    return given if isinstance(given, Callback) else _Function(given)
+
+
+class _Shown(Callback):
+    """A bar for the steps of an epoch, on a terminal alone, and a line for each epoch."""
+
+    def __init__(self, epochs: int, steps: int | None, done: int) -> None:
+        # Wherever stdout is at present, and in any locale.
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self.bar = Progress(
+            *shown,
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._epochs = epochs
+        self._task = self.bar.add_task(self._named(done), total=steps)
+
+    def after_step(self, result: StepResult) -> None:
+        self.bar.advance(self._task)
+
+    def after_epoch(self, history: History) -> None:
+        line = str(history[-1])
+        if history.best is not None and history.stale:
+            line += f"  {history.stale} after the best"
+        self._console.print(line)
+        self.bar.reset(self._task, description=self._named(len(history)))
+
+    def _named(self, done: int) -> str:
+        return f"epoch {done + 1} of {self._epochs}"
+
+
+@contextmanager
+def shown(
+    epochs: int, steps: int | None, done: int, wanted: bool
+) -> Iterator[tuple[Callback, ...]]:
+    """What shows a training of so many epochs, of which `done` are over, each of so many steps if
+    that is known: where it is `wanted`, on the first process; nothing elsewhere."""
+    if not wanted or (dist.is_initialized() and dist.get_rank()):
+        yield ()
+        return
+    found = _Shown(epochs, steps, done)
+    with found.bar:
+        yield (found,)

@@ -1,0 +1,154 @@
+"""The loss and the metrics of a whole data set, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ExecutionError
+from schedir.runtime import Executor, StepResult
+from schedir.training.history import Evaluation
+
+Number: TypeAlias = float | Tensor
+"""One number; a tensor of one where it may be on a device."""
+
+Metric: TypeAlias = Callable[[Any, Any], tuple[Number, Number]]
+"""(output, target) of a microbatch → a sum over it, and what that is to be divided by."""
+
+
+def evaluate(
+    executor: Executor,
+    batches: Iterable[tuple[Any, Any]],
+    metrics: Mapping[str, Metric] | None = None,
+) -> Evaluation:
+    """The present weights' loss and metrics over all of `batches`, on every rank.
+
+    Every rank calls it, with as many batches of (inputs, target). The last one may be short: the
+    loss is weighed by the executor's `count`. A metric sees what the last stage returns for each
+    microbatch, on its rank and its device, with the target, and gives (sum, count); sums and counts
+    are added up over all microbatches, replicas and pipelines, and the one divided by the other.
+    Metrics cost one message for the whole set.
+
+    Raises ExecutionError where there is no batch, or a metric gives no pair of numbers.
+    """
+    measures = metrics or {}
+    loss = MeanLoss()
+    sums: dict[str, tuple[Number, Number]] = dict.fromkeys(measures, (0.0, 0.0))
+
+    def measured(output: Any, target: Any) -> dict[str, tuple[Number, Number]]:
+        return {name: _pair(name, metric(output, target)) for name, metric in measures.items()}
+
+    for inputs, target in pairs(batches, "evaluation"):
+        result = executor.evaluate(inputs, target=target, outputs=measured if measures else False)
+        loss.add(result)
+        for found in filter(None, result.outputs or ()):
+            sums = {name: _added(sums[name], found[name]) for name in sums}
+    if not measures:
+        return Evaluation(loss.mean)
+    here = {name: (float(found[0]), float(found[1])) for name, found in sums.items()}
+    everywhere = executor.gather(here)
+    ratios = {name: _ratio([found[name] for found in everywhere]) for name in measures}
+    return Evaluation(loss.mean, ratios)
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric: the share of targets whose class has the largest output.
+
+    `output` has shape [..., classes], `target` holds classes and has the shape [...]; negative
+    ones, as the -100 that torch's cross-entropy ignores, do not count. Raises ExecutionError for
+    other shapes.
+    """
+    if output.shape[:-1] != target.shape:
+        raise ExecutionError(
+            f"accuracy needs outputs [..., classes] and targets [...], not {list(output.shape)} "
+            f"and {list(target.shape)}"
+        )
+    counted = target >= 0
+    return ((output.argmax(-1) == target) & counted).sum(), counted.sum()
+
+
+def perplexity(loss: float) -> float:
+    """e to a mean cross-entropy in nats; infinite where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+class MeanLoss:
+    """The mean loss over the samples of many calls, each weighed by its own.
+
+    A call's loss is read when the next one is added: no rank waits for that of a call that it has
+    just made, and none piles up.
+    """
+
+    def __init__(self) -> None:
+        self._sum = self._samples = 0.0
+        self._unread: StepResult | None = None
+
+    def add(self, result: StepResult) -> None:
+        """Count a call."""
+        self._read()
+        self._unread = result
+
+    @property
+    def mean(self) -> float:
+        """That of all calls so far; NaN where they have no samples."""
+        self._read()
+        return self._sum / self._samples if self._samples else math.nan
+
+    def _read(self) -> None:
+        if self._unread is not None and self._unread.samples:
+            self._sum += self._unread.loss * self._unread.samples
+            self._samples += self._unread.samples
+        self._unread = None
+
+
+def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
+    """The batches, each a pair (inputs, target). Raises ExecutionError for another, or for none."""
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ExecutionError(
+                f"{what}: batch {number} is no pair (inputs, target) but {type(batch).__name__}; "
+                "Batches(loader, split=…) makes pairs of it"
+            )
+        yield batch[0], batch[1]
+    if not number:
+        raise ExecutionError(
+            f"{what}: there is no batch; a data set smaller than a batch gives none with "
+            "drop_last=True, and a generator gives its batches once: make a list, or a DataLoader"
+        )
+
+
+def _pair(name: str, found: Any) -> tuple[Number, Number]:
+    """A metric's sum and count, which are not waited for where they are on a device."""
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_is_number, found)):
+        shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+        raise ExecutionError(
+            f"metric {name!r} must return (sum, count), two numbers or tensors of one, not {shown}"
+        )
+    total, count = (x.detach().reshape(()) if isinstance(x, Tensor) else x for x in found)
+    return total, count
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _added(sums: tuple[Number, Number], found: tuple[Number, Number]) -> tuple[Number, Number]:
+    """In double precision: counts of a large data set are exact."""
+    one, other = (
+        total + (part.to(torch.float64) if isinstance(part, Tensor) else part)
+        for total, part in zip(sums, found, strict=True)
+    )
+    return one, other
+
+
+def _ratio(shares: Iterable[tuple[float, float]]) -> float:
+    total, count = map(sum, zip(*shares, strict=True))
+    return total / count if count else math.nan

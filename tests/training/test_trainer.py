@@ -1,0 +1,324 @@
+"""A Trainer does what the loop does that everybody writes, in one process, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor, StepResult
+from schedir.training import (
+    Batches,
+    Callback,
+    History,
+    Trainer,
+    accuracy,
+    evaluate,
+    perplexity,
+    warmup_cosine,
+)
+from tests.runtime.kit import (
+    Batch,
+    adamw,
+    assert_equal_stages,
+    everyone,
+    message_of,
+    microbatches_of,
+)
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.reference import accumulate
+from tests.runtime.test_replicas_on_ranks import pipelines
+
+LOSS = nn.functional.cross_entropy
+CLASSES = 3
+
+
+def classifier() -> list[nn.Module]:
+    torch.manual_seed(7)
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, CLASSES)]
+
+
+def labelled(*rows: int, seed: int = 0) -> list[Batch]:
+    """A batch of each number of rows."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, 4, generator=draw), torch.randint(CLASSES, (n,), generator=draw))
+        for n in rows
+    ]
+
+
+TRAINED, HELD_OUT = (
+    labelled(8, 8, 6),
+    labelled(8, 8, 3, seed=1),
+)  # the last: fewer than microbatches
+
+
+def an_executor(rank: int | None, **options: Any) -> Executor:
+    """Of two ranks; None: both in this process."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    here = range(2) if rank is None else [rank]
+    whole = classifier()
+    options |= {"in_process": rank is None}
+    return Executor(schedule, {i: whole[i] for i in here}, LOSS, adamw, **options)
+
+
+class Plain:
+    """The same training by hand, in one process, on the whole model."""
+
+    def __init__(self, steps: int, autocast: bool = False) -> None:
+        self.stages = classifier()
+        self.optimizers = [adamw(stage.parameters()) for stage in self.stages]
+        self.schedulers = [warmup_cosine(o, warmup=2, steps=steps) for o in self.optimizers]
+        self.autocast = autocast
+
+    def epoch(self) -> tuple[float, float]:
+        total = 0.0
+        for batch in TRAINED:
+            lr = self.optimizers[0].param_groups[0]["lr"]
+            total += self.step(batch) * len(batch[1])
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return total / sum(len(y) for _, y in TRAINED), lr
+
+    def step(self, batch: Batch) -> float:
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            return accumulate(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+
+    @torch.no_grad()
+    def evaluation(self) -> tuple[float, float]:
+        """The loss as the samples weigh it, and how many in all are right."""
+        model = nn.Sequential(*self.stages)
+        total, right, number = 0.0, 0, 0
+        for x, y in HELD_OUT:
+            with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+                pieces = [(model(a), b) for a, b in microbatches_of((x, y), min(4, len(y)))]
+            sums = [len(b) * float(LOSS(o.float(), b)) for o, b in pieces]
+            total += sum(sums) / len(y) * len(y)
+            right += sum(int((o.argmax(-1) == b).sum()) for o, b in pieces)
+            number += len(y)
+        return total / number, right / number
+
+
+def assert_fits_as_by_hand(rank: int | None, autocast: torch.dtype | None = None) -> None:
+    plain = Plain(steps=9, autocast=autocast is not None)
+    with an_executor(rank) as executor:
+        trainer = Trainer(
+            executor,
+            TRAINED,
+            epochs=3,
+            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=9),
+            evaluation=HELD_OUT,
+            metrics={"accuracy": accuracy},
+            autocast=autocast,
+            progress=False,
+        )
+        history = trainer.fit()
+        stages = executor.stages
+        if rank is not None:
+            assert everyone(history) == [history] * 2
+    assert len(history) == 3
+    for epoch in history:
+        assert (epoch.loss, epoch.lr) == plain.epoch()
+        loss, right = plain.evaluation()
+        assert epoch.evaluation_loss == loss
+        assert epoch.metrics == {"accuracy": right}
+    assert_equal_stages(stages, plain.stages)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_it_trains_as_the_loop_by_hand(autocast: torch.dtype | None) -> None:
+    assert_fits_as_by_hand(None, autocast)
+
+
+@on_ranks(2)
+def test_it_trains_as_the_loop_by_hand_on_ranks(rank: int) -> None:
+    assert_fits_as_by_hand(rank)
+
+
+@on_ranks(4)
+def test_metrics_are_those_of_all_pipelines(rank: int) -> None:
+    mesh = pipelines()
+    line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    shares = [labelled(8, 8), labelled(4, 3, seed=1)]
+    with Executor(schedule, {place: classifier()[place]}, LOSS, adamw, mesh=mesh) as executor:
+        found = evaluate(executor, shares[line], {"accuracy": accuracy})
+        assert everyone(found) == [found] * 4
+    model = nn.Sequential(*classifier())
+    x, y = (torch.cat(parts) for parts in zip(*shares[0], *shares[1], strict=True))
+    assert found.metrics == {"accuracy": int((model(x).argmax(-1) == y).sum()) / 23}
+    assert found.loss == pytest.approx(LOSS(model(x), y).item(), rel=1e-6)
+
+
+class Getting(nn.Module):
+    """A loss that is better in each training step, and in each evaluation the next of some."""
+
+    def __init__(self, *evaluated: float) -> None:
+        super().__init__()
+        self.evaluated = iter(evaluated)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.training:
+            return output.sum()
+        return 0.0 * output.sum() + next(self.evaluated)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("evaluated", "epochs", "best"),
+    [((5.0, 4.0, 4.0, 4.5, 1.0), 4, 2), ((3.0, 5.0, 2.0, 6.0, 7.0), 5, 3), ((math.nan,) * 3, 2, 0)],
+)
+def test_it_stops_once_patience_ends_on_every_rank_alike(
+    rank: int, evaluated: tuple[float, ...], epochs: int, best: int
+) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    loss = Getting(*evaluated)  # the last rank's alone is called
+    with Executor(schedule, {rank: classifier()[rank]}, loss, adamw) as executor:
+        data = labelled(4)
+        trainer = Trainer(executor, data, epochs=9, evaluation=data, patience=2, progress=False)
+        history = trainer.fit()
+        assert trainer.fit() == history  # and goes no further
+    assert len(history) == epochs
+    assert (history.best.number if history.best else 0) == best
+
+
+def test_callbacks_are_called_after_each_step_and_epoch() -> None:
+    seen: list[object] = []
+
+    class Watches(Callback):
+        def after_step(self, result: StepResult) -> None:
+            seen.append(round(result.samples))
+
+        def after_epoch(self, history: History) -> None:
+            seen.append(history[-1].number)
+
+    with an_executor(None) as executor:
+        trainer = Trainer(
+            executor,
+            TRAINED,
+            epochs=2,
+            callbacks=[Watches(), lambda history: seen.append(f"function {len(history)}")],
+            progress=False,
+        )
+        trainer.fit()
+    assert seen == [8, 8, 6, 1, "function 1", 8, 8, 6, 2, "function 2"]
+
+
+def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
+    class Interrupts(Callback):
+        def after_step(self, result: StepResult) -> None:
+            if executor.steps == 5:
+                raise KeyboardInterrupt
+
+    with an_executor(None) as executor:
+        trainer = Trainer(executor, TRAINED, epochs=3, callbacks=[Interrupts()], progress=False)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        assert len(trainer.history) == 1
+        assert len(trainer.fit()) == 3
+        assert executor.steps == 5 + 2 * 3
+
+
+def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with an_executor(None) as executor:
+        given: dict[str, Any] = {"evaluation": HELD_OUT, "metrics": {"accuracy": accuracy}}
+        history = Trainer(executor, Batches(TRAINED), epochs=2, **given).fit()
+        Trainer(executor, TRAINED, epochs=1, progress=False).fit()
+    first, second = capsys.readouterr().out.splitlines()
+    assert second == f"{history[1]}  1 after the best"
+    assert first == (
+        f"epoch 1  loss {history[0].loss:.4f}  evaluation {history[0].evaluation_loss:.4f}  "
+        f"accuracy {history[0].metrics['accuracy']:.4f}  lr 0.05"
+    )
+
+
+def once() -> Iterator[Batch]:
+    yield from TRAINED
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
+        ({"epochs": None}, "epochs must be an int of at least 1, not None"),
+        ({"patience": 0}, "patience must be an int of at least 1, not 0"),
+        ({"patience": 2}, "patience needs an evaluation set: give evaluation= as well"),
+        ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),
+        ({"autocast": torch.float16}, "autocast must be torch.bfloat16 or None, not torch.float16"),
+        ({"batches": []}, "training: there is no batch"),
+        ({"batches": once()}, "a generator gives its batches once"),
+        ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; Batches"),
+        ({"batches": [torch.ones(2, 4)]}, "batch 1 is no pair .* but Tensor"),
+        ({"batches": Batches(TRAINED, repeat=True)}, "batches never ends"),
+        ({"evaluation": []}, "evaluation: there is no batch"),
+        ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
+        ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: (o, t)}}, "metric 'm' must return"),
+        (
+            {"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: accuracy(o, t[:1])}},
+            r"\[\.\.\.\]",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str) -> None:
+    given = {"batches": TRAINED, "epochs": 2, "progress": False, **options}
+    with an_executor(None) as executor, pytest.raises(schedir.ExecutionError, match=text):
+        Trainer(executor, **given).fit()
+
+
+def test_an_executor_without_optimizer_is_refused() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    stages = dict(enumerate(classifier()))
+    with Executor(schedule, stages, LOSS, in_process=True) as executor:
+        assert "has no optimizer" in message_of(Trainer, executor, TRAINED, epochs=1)
+
+
+def test_targets_that_the_loss_ignores_are_not_counted_as_wrong() -> None:
+    output = torch.eye(3).repeat(2, 1, 1)  # [2, 3, 3]: the classes 0, 1, 2, twice
+    target = torch.tensor([[0, 1, -100], [0, 0, -100]])
+    assert tuple(map(int, accuracy(output, target))) == (3, 4)
+
+
+def test_perplexity() -> None:
+    assert perplexity(math.log(50.0)) == pytest.approx(50.0)
+    assert perplexity(1000.0) == math.inf
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_without_warmup_the_cosine_is_that_of_torch(floor: float) -> None:
+    def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.4)
+        scheduler = make(optimizer)
+        found = []
+        for _ in range(steps):
+            found += scheduler.get_last_lr()
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR
+    expected = rates(lambda o: annealing(o, T_max=10, eta_min=floor * 0.4), 11)
+    found = rates(lambda o: warmup_cosine(o, warmup=0, steps=10, floor=floor), 14)
+    assert found[:11] == pytest.approx(expected)
+    assert found[10:] == [floor * 0.4] * 4
+    warm = rates(lambda o: warmup_cosine(o, warmup=3, steps=13, floor=floor), 14)
+    assert warm[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert warm[3:] == found[:11]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"warmup": -1, "steps": 5}, "not -1 of 5"),
+        ({"warmup": 5, "steps": 5}, "not 5 of 5"),
+        ({"warmup": 0, "steps": 5, "floor": 2.0}, "floor is a share"),
+    ],
+)
+def test_a_warmup_that_does_not_fit_is_refused(options: dict[str, Any], text: str) -> None:
+    optimizer = adamw([nn.Parameter(torch.ones(1))])
+    assert text in message_of(warmup_cosine, optimizer, **options)
