@@ -108,12 +108,12 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
             f"the layout {layout!r} must begin with one E and end with one L, and have its t "
             "before its m"
         )
-    if len(layers) == len(letters):
-        return [1] * len(letters)
     kinds = [type_name(layer.given) for layer in layers]
     first, length = _longest_run(kinds)
     rest = len(layers) - first - length - predictions
-    if length != blocks or rest < 0 or not first:
+    if length == blocks and first and rest >= 0:
+        return [first, *[1] * (blocks + predictions), rest]
+    if len(layers) != len(letters):
         run = f"{layers[first].name} to {layers[first + length - 1].name}"
         raise ExecutionError(
             f"the layout {layout!r} has {blocks} t and {predictions} m, but of {len(layers)} "
@@ -121,7 +121,7 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
             f"{first} before it and {len(layers) - first - length} after; t stands for a layer of "
             "that run, E for all before, m for one layer after it, and L for the rest"
         )
-    return [first, *[1] * (blocks + predictions), rest]
+    return [1] * len(letters)
 
 
 def _longest_run(kinds: Sequence[str]) -> tuple[int, int]:

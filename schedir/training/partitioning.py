@@ -46,10 +46,10 @@ def partition(
       many layers. These and `costs` are the optimal contiguous cut, see `balanced`.
     - `by="type:REGEX"`: as many layers whose class, or whose function's name, matches the regular
       expression, in any case (DeepSpeed's partition_method).
-    - `by="Et*3|(t*2|)*6,tL"`: Megatron-LM's --pipeline-model-parallel-layout: a letter for each
-      layer, `|` between stages. `t` are the transformer layers, in a list that is longer than the
-      letters are many the longest run of layers of one class; `E` is what comes before, `m`, one
-      layer each, follow them, and `L` is all the rest, if any: norm and head.
+    - `by="Et*3|(t*2|)*6,tL"`: Megatron-LM's --pipeline-model-parallel-layout, with `|` between
+      stages. `t` are the layers of the longest run of one class, `E` is all before it, each `m`
+      one layer after it, and `L` is the rest, if any: norm and head. Where there are not as many
+      `t` as that, each letter is one layer, of which there must be as many.
     - `costs`: one number per layer, of any unit; those of `measured_costs`, say.
     - `boundaries`: the first layer of each stage but the first, by number or name.
 
