@@ -167,7 +167,7 @@ def test_ranks_that_hold_different_batches_are_told(rank: int, case: str) -> Non
     said = everyone(message_of(executor.step, inputs, target=target))
     what = "target" if case == "target" else "inputs"
     assert "rank 1: call 0, step (" in said[1]
-    assert f"`{what}` is another batch" in said[1]
+    assert f"`{what}` is another batch here at step 0 than on rank 0 at its step 0" in said[1]
     assert "the first to fail was rank 1" in said[0]
 
 
@@ -195,7 +195,37 @@ def test_rows_that_differ_are_found_before_the_step(rank: int) -> None:
     target: Tensor | None
     inputs, target = (x, None) if rank == 0 else (None, y[:6])
     said = everyone(message_of(executor_on(rank).step, inputs, target=target))
-    assert "the batch has 6 rows here, but 8 on rank 0" in said[1]
+    assert "`target` has 6 rows here at step 0, but `inputs` 8 on rank 0 at its step 0" in said[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_ranks_at_different_steps_are_told(rank: int, call: str) -> None:
+    """They would draw the dropout of different steps, and nothing else would tell."""
+    x, y = random_batch()
+    executor = executor_on(rank)
+    executor.step(x, target=y)
+    executor.steps += 4 * rank
+    said = everyone(message_of(getattr(executor, call), x, target=y))
+    assert f"call 1, {call} (" in said[1]
+    assert "is at step 5 here, but rank 0 is at step 1" in said[1]
+    assert "the first to fail was rank 1" in said[0]
+
+
+@on_ranks(2)
+def test_the_steps_of_ranks_that_drift_apart_are_named(rank: int) -> None:
+    """One that has left a batch out, after some that were alike."""
+    batches = [random_batch(seed=seed) for seed in range(4)]
+    if rank:
+        del batches[2]
+    executor = executor_on(rank)
+    executor.steps = 10
+    for x, y in batches[:2]:
+        executor.step(x, target=y)
+    x, y = batches[2]
+    said = everyone(message_of(executor.step, x, target=y))
+    assert "call 2, step (" in said[1]
+    assert "`inputs` is another batch here at step 12 than on rank 0 at its step 12" in said[1]
 
 
 @on_ranks(3)

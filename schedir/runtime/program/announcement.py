@@ -24,13 +24,15 @@ _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
 class Announcement:
     """One call, as one rank makes it.
 
-    `call` counts the calls before this one, `precision` is what the caller's autocast computes in.
+    `call` counts the calls before this one and `step` those of `step`, which seed its forwards;
+    `precision` is what the caller's autocast computes in.
     `rows` are those of the whole batches that are cut here, `inputs` and `target` the fingerprints
     of what was given. The first stage's rank knows the number of the `agreement` on boundaries.
     """
 
     request: Request
     call: int
+    step: int = 0
     precision: torch.dtype | None = None
     rows: int = UNKNOWN
     inputs: int = fingerprint.NOTHING
@@ -51,6 +53,7 @@ def announcement_of(call: Call, feed: Feed, agreement: int | None) -> Announceme
     return Announcement(
         call.request,
         call.number,
+        call.step,
         call.precision,
         UNKNOWN if feed.rows is None else feed.rows,
         *feed.fingerprints,
@@ -61,45 +64,55 @@ def announcement_of(call: Call, feed: Feed, agreement: int | None) -> Announceme
 def encoded(a: Announcement) -> Tensor:
     """As it is sent: SIZE integers."""
     kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
-    sent = kind, a.call, precision, a.rows, a.inputs, a.target, a.agreement
+    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.agreement
     return torch.tensor(sent, device="cpu")
 
 
 def decoded(received: Tensor) -> Announcement:
     """What was sent."""
-    request, call, precision, *rest = received.tolist()
-    return Announcement(REQUESTS[request], call, _PRECISIONS[precision], *rest)
+    request, call, step, precision, *rest = received.tolist()
+    return Announcement(REQUESTS[request], call, step, _PRECISIONS[precision], *rest)
 
 
 def check_same_call(
     own: Announcement, received: Announcement, grid: Grid, speaker: int, pipeline: int
 ) -> None:
-    """Raise OneLineError where this rank makes another call than the speaker of a pipeline."""
-    if (own.request, own.precision) == (received.request, received.precision):
-        return
-    raise OneLineError(
-        f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
-        f"{grid.name(speaker, pipeline)} is {received}; every rank must make the same "
-        "calls, in the same order",
-        rank=grid.rank,
-    )
+    """Raise OneLineError where this rank makes another call than the speaker of a pipeline, or
+    would draw other dropout in it."""
+    if (own.request, own.precision) != (received.request, received.precision):
+        raise OneLineError(
+            f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
+            f"{grid.name(speaker, pipeline)} is {received}; every rank must make the same "
+            "calls, in the same order",
+            rank=grid.rank,
+        )
+    if own.step != received.step:
+        raise OneLineError(
+            f"{_where(own)} is at step {own.step} here, but {grid.name(speaker, pipeline)} is at "
+            f"step {received.step}, so they would draw dropout of different steps; set "
+            "executor.steps alike on every rank",
+            rank=grid.rank,
+        )
 
 
 def check_same_batch(own: Announcement, received: Announcement, rank: int, speaker: int) -> None:
     """Raise OneLineError where this rank holds another batch than the speaker: a step would take
     the inputs from one rank and the target from the other."""
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
+        cut_here = "stage_inputs" if own.target == fingerprint.NOTHING else "target"
         raise OneLineError(
-            f"{_where(own)}: the batch has {own.rows} rows here, but {received.rows} on rank "
-            f"{speaker}",
+            f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
+            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; all whole "
+            "batches of a call are cut along dim 0 alike, so they must have the same rows",
             rank=rank,
         )
     for what in ("inputs", "target"):
         if fingerprint.differ(getattr(own, what), getattr(received, what)):
             raise OneLineError(
-                f"{_where(own)}: `{what}` is another batch here than on rank {speaker}, so "
-                "inputs of one would go with the target of the other; draw the same batches on "
-                "every rank (seed alike), or pass inputs only on the first stage's rank and "
+                f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
+                f"{speaker} at its step {received.step}, so inputs of one would go with the target "
+                "of the other; draw the same batches on every rank (seed alike, or read them by "
+                "schedir.training.Batches), or pass inputs only on the first stage's rank and "
                 "target only on the last one's",
                 rank=rank,
             )

@@ -1,0 +1,97 @@
+"""The number by which ranks compare their batches: what it tells apart, and what it must not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.runtime.batch.fingerprint import differ, of_batch
+
+Drawn = torch.Generator
+
+
+def in_border(draw: Drawn) -> Tensor:
+    """Images of which every line begins and ends with zeros."""
+    images = torch.zeros(16, 1, 32, 32)
+    images[..., 2:-2, 2:-2] = torch.rand(16, 1, 28, 28, generator=draw)
+    return images
+
+
+def padded(draw: Drawn) -> Tensor:
+    """Token ids: sentences of up to 50, that all begin with the same one."""
+    tokens = torch.randint(2, 30000, (64, 512), generator=draw)
+    tokens[:, 0] = 1
+    lengths = torch.randint(4, 50, (64, 1), generator=draw)
+    return tokens.masked_fill(torch.arange(512) >= lengths, 0)
+
+
+def one_hot(draw: Drawn) -> Tensor:
+    return torch.nn.functional.one_hot(torch.randint(1000, (128,), generator=draw), 1000).float()
+
+
+def other_rows(draw: Drawn) -> Tensor:
+    """The same samples in another order."""
+    return torch.eye(512)[torch.randperm(512, generator=draw)]
+
+
+def letterboxed(draw: Drawn) -> Tensor:
+    """More than is looked at, and 48 blocks an image, of which the first lines are black."""
+    images = torch.zeros(32, 3, 256, 256)
+    images[..., 32:-32, :] = torch.randint(9, (32, 3, 192, 256), generator=draw).float()
+    return images
+
+
+@pytest.mark.parametrize("draw", [in_border, padded, one_hot, other_rows, letterboxed])
+def test_batches_that_are_mostly_alike_are_told_apart(draw: Callable[[Drawn], Tensor]) -> None:
+    found = {of_batch(draw(torch.Generator().manual_seed(seed))) for seed in range(4)}
+    assert len(found) == 4
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 9000),
+    st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.complex64]),
+    st.data(),
+)
+def test_any_element_counts(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Of a tensor of up to 4 MiB."""
+    values = torch.randint(0, 2, (size,)).to(dtype)
+    changed = values.clone()
+    place = data.draw(st.integers(0, size - 1))
+    changed[place] = values[place] == 0
+    assert differ(of_batch(values), of_batch(changed))
+    assert of_batch(values) == of_batch(values.clone())
+
+
+def test_equal_values_are_equal_in_any_layout() -> None:
+    images = torch.rand(4, 3, 64, 64)
+    assert of_batch(images) == of_batch(images.to(memory_format=torch.channels_last))
+    tokens = torch.randint(9, (8, 1025))
+    assert of_batch(tokens[:, 1:]) == of_batch(tokens[:, 1:].clone())
+    sums = torch.frombuffer(bytearray(40001), dtype=torch.uint8)[1:]  # at an odd address
+    assert of_batch(sums) == of_batch(torch.zeros(40000, dtype=torch.uint8))
+    assert of_batch(torch.empty(0, 3)) == of_batch(torch.empty(0, 3))
+
+
+@dataclasses.dataclass
+class Known:
+    """A container that torch has been told of."""
+
+    a: Tensor
+
+
+pytree.register_dataclass(Known)
+
+
+def test_what_a_container_holds_counts() -> None:
+    x, y = torch.zeros(4), torch.ones(4)
+    for hold in (lambda t: (Known(t),), lambda t: {"a": [t, None, 3, "text"]}):
+        assert differ(of_batch(hold(x)), of_batch(hold(y)))
+        assert of_batch(hold(x)) == of_batch(hold(x.clone()))
