@@ -22,11 +22,12 @@ class Read(Protocol):
 
 @attrs.frozen
 class CallLosses:
-    """The losses of a call: the mean over its samples, how many these are, and by microbatch."""
+    """The losses of a call: the mean over its samples, how many these are, and how to list them
+    by microbatch, which takes longer."""
 
     mean: float
     samples: float
-    by_microbatch: tuple[float, ...]
+    by_microbatch: Callable[[], tuple[float, ...]]
 
 
 class StepResult:
@@ -65,11 +66,11 @@ class StepResult:
         """The mean loss over the samples of the step; reading it waits for it to arrive."""
         return self._found.mean
 
-    @property
+    @cached_property
     def losses(self) -> tuple[float, ...]:
         """The mean loss of each microbatch; NaN for one without samples. Of several pipelines the
         first one's microbatches come first."""
-        return self._found.by_microbatch
+        return self._found.by_microbatch()
 
     @property
     def samples(self) -> float:

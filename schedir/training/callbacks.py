@@ -70,7 +70,7 @@ class _Shown(Callback):
         self.bar.reset(self._task, description=self._named(len(history)))
 
     def _named(self, done: int) -> str:
-        return f"epoch {done + 1} of {self._epochs}"
+        return f"epoch {min(done + 1, self._epochs)} of {self._epochs}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from schedir.runtime.result import CallLosses
 
 class Losses:
     """Who has the losses of which microbatches, and the numbers of their samples; all processes
-    get them: from each that has any a share, the samples of all microbatches, then the losses."""
+    get them. A share has the sum of the losses here over all samples and the number of these, then
+    the samples of each microbatch, then the losses."""
 
     def __init__(self, plan: Plan, control: Control) -> None:
         schedule, grid = plan.schedule, plan.grid
@@ -29,7 +31,7 @@ class Losses:
         self._microbatches = range(schedule.microbatches)
         lines, last = range(grid.pipelines), plan.last_stage
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
-        self._sizes = dict.fromkeys(holders, 2 * schedule.microbatches)
+        self._sizes = dict.fromkeys(holders, 2 + 2 * schedule.microbatches)
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
         share_of = {number: share for share, number in enumerate(self._sizes)}
@@ -88,17 +90,18 @@ class Losses:
 
     def _listed(self, ran: Mapping[int, tuple[Count, float | Tensor]]) -> Tensor:
         here = [ran.get(m, (0.0, 0.0)) for m in self._microbatches]
-        numbers = [*(float(n) for n, _ in here), *(float(loss) for _, loss in here)]
+        counts, losses = [float(n) for n, _ in here], [float(loss) for _, loss in here]
+        # One without samples has no mean to count.
+        total = sum(n * loss for n, loss in zip(counts, losses, strict=True) if n)
+        numbers = [total, sum(counts), *counts, *losses]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def _found(self, shares: Sequence[Tensor]) -> CallLosses:
-        """All losses, and the mean: the sum of what each share adds to it."""
-        tables = [share.view(2, -1).tolist() for share in shares]
-        # One without samples has no mean to count.
-        counted = [[(n, loss) for n, loss in zip(*table, strict=True) if n] for table in tables]
-        total = sum(sum(n * loss for n, loss in ran) for ran in counted)
-        samples = float(sum(sum(n for n, _ in ran) for ran in counted))
-        losses = (
-            tables[share][1][m] if tables[share][0][m] else math.nan for share, m in self._found_in
-        )
-        return CallLosses(total / samples if samples else math.nan, samples, tuple(losses))
+        total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
+        mean = float(total / samples) if samples else math.nan
+        return CallLosses(mean, float(samples), partial(self._by_microbatch, shares))
+
+    def _by_microbatch(self, shares: Sequence[Tensor]) -> tuple[float, ...]:
+        tables = [share[2:].view(2, -1).tolist() for share in shares]
+        found = ((*(row[m] for row in tables[share]),) for share, m in self._found_in)
+        return tuple(loss if n else math.nan for n, loss in found)
