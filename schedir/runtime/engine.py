@@ -200,6 +200,12 @@ class Engine:
         with self._world.together("gather"):
             return self._world.control.gather(value)
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """What all processes give, by number, on the first one alone."""
+        self._world.check_usable()
+        with self._world.together("collect"):
+            return self._world.control.collect(value)
+
     def timelines(self) -> list[Timeline]:
         """Those of the steps since this was asked last, on rank 0; see there."""
         self._world.check_usable()

@@ -133,9 +133,11 @@ class Executor:
         )
         plan = plan_of(given)
         self.rank = plan.grid.rank
+        self.pipeline = plan.grid.pipeline
         self.device = plan.device
         self.stages = dict(stages)
         self.loss_fn = loss_fn
+        self.ties = tuple(ties)
         self._engine = Engine(plan)
         self.optimizers = self._engine.parts.optimizers
         self._make_optimizer = optimizer
@@ -238,6 +240,11 @@ class Executor:
         Raises ExecutionError where other ranks do not call it in time.
         """
         return self._engine.gather(value)
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """What each process gives, as `gather`, on the first process alone; None elsewhere. For
+        what is large: nobody but the first has all values at once."""
+        return self._engine.collect(value)
 
     def timelines(self) -> list[Timeline]:
         """When each entry ran in every call of `step` since this was called last: a measured

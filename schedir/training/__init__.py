@@ -5,9 +5,11 @@ All of it can be done without it: the executor takes any modules and any batches
 
 from schedir.training.batches import Batches
 from schedir.training.callbacks import Callback
+from schedir.training.checkpoint import Checkpoint
 from schedir.training.cuts import balanced
 from schedir.training.deferred import deferred
 from schedir.training.evaluation import accuracy, evaluate, perplexity
+from schedir.training.gathering import gathered_state
 from schedir.training.history import Epoch, Evaluation, History
 from schedir.training.partitioning import partition
 from schedir.training.rates import warmup_cosine
@@ -18,6 +20,7 @@ from schedir.training.trainer import Trainer
 __all__ = [
     "Batches",
     "Callback",
+    "Checkpoint",
     "Epoch",
     "Evaluation",
     "History",
@@ -27,6 +30,7 @@ __all__ = [
     "balanced",
     "deferred",
     "evaluate",
+    "gathered_state",
     "partition",
     "perplexity",
     "pop",

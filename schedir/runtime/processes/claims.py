@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
@@ -101,7 +101,7 @@ def _difference(one: Schedule, other: Schedule, process: int) -> str:
     return f"rank {rank} #{index} is {mine} on process 0, but {theirs} on process {process}"
 
 
-def digest(parameter: nn.Parameter) -> int:
+def digest(tensor: Tensor) -> int:
     """A number that no other value shares: a hash of its bytes."""
-    content = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
+    content = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -87,16 +87,22 @@ class Control:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by number, on each of them."""
+        found = self.collect(value)
+        if found is None:
+            everywhere: list[Any] = self._receive(0)
+            return everywhere
+        for number in range(1, self._all):
+            self._send(found, number)
+        return found
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all processes, by number, on the first one alone."""
         # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
         # it is done, and abort the process if Python is shutting down by then.
         if self._own:
             self._send(value, 0)
-            found: list[Any] = self._receive(0)
-            return found
-        found = [value, *(self._receive(number) for number in range(1, self._all))]
-        for number in range(1, self._all):
-            self._send(found, number)
-        return found
+            return None
+        return [value, *(self._receive(number) for number in range(1, self._all))]
 
     def beside(self) -> Beside:
         """How ranks send each other what their hosts know, where payloads are on a device."""

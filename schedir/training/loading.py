@@ -1,0 +1,175 @@
+"""From a checkpoint's files to a training: all is found to fit before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from schedir.errors import ExecutionError
+from schedir.runtime import Executor
+from schedir.training.agreeing import everywhere
+from schedir.training.names import LOSS, Names, names_of
+from schedir.training.optimizer_state import Kept, Record, give, state_tensors
+from schedir.training.packing import unpacked
+from schedir.training.rng_state import set_rng_state
+from schedir.training.storage import Stored
+from schedir.training.subject import VERSION, Stateful, Subject
+
+_SHOWN = 5
+
+
+class Loading:
+    """One load of a checkpoint, as every process does it.
+
+    With `weights_only` nothing but the modules' parameters and buffers. Raises ExecutionError, on
+    all processes, where any of them finds that it does not fit, before anything is changed.
+    """
+
+    def __init__(self, subject: Subject, folder: Path, weights_only: bool) -> None:
+        self._subject, self._folder, self._weights_only = subject, folder, weights_only
+        self.step = 0
+        everywhere(subject.gather, self._open)
+        self._names = names_of(subject.model, subject.held, subject.gather)
+        everywhere(subject.gather, self._check)
+        everywhere(subject.gather, self._take)
+
+    def _open(self) -> None:
+        self._stored = Stored(self._folder)
+        if self._weights_only:
+            return
+        training = self._unpacked("training")
+        if training is None or training["version"] != VERSION:
+            raise ExecutionError(
+                f"{self._folder} is of no training that this version of schedir knows; "
+                "load_weights takes its weights alone"
+            )
+        self.step = training["step"]
+        kept = training["optimizer"]
+        self._kept = Kept([Record(**record) for record in kept["records"]], kept["values"])
+        self._states: list[tuple[Stateful, dict[str, Any]]] = []
+
+    def _unpacked(self, name: str) -> Any:
+        if name not in self._stored.sizes:
+            return None
+        content = self._stored.empty(name)
+        self._stored.read_into({name: content})
+        return unpacked(content, f"{name} of {self._folder}")
+
+    def _check(self) -> None:
+        _check_names(self._names, self._stored, self._folder)
+        if self._weights_only:
+            return
+        subject = self._subject
+        self._optimizers = dict(subject.optimizers)
+        if isinstance(subject.model, Executor) and not subject.optimizers:
+            # A scheduler on a rank without parameters works on a stand-in.
+            self._optimizers |= _stand_in(subject.model)
+        if subject.optimizers and not self._kept.records:
+            raise self._lacks("an optimizer")
+        self._options = self._kept.options_for(self._optimizers, self._names.aliases)
+        if subject.scheduler is not None:
+            self._plan(subject.scheduler, "scheduler", "a scheduler")
+        if subject.batches is not None:
+            names = [f"batches.{subject.pipeline}", "batches.0"]
+            self._plan(subject.batches, _first(names, self._stored), "batches")
+        for name, one in subject.others.items():
+            self._plan(one, f"others.{name}", name)
+        pipeline, rank = subject.place
+        names = [f"rng.{pipeline}.{rank}", f"rng.{pipeline}.0", "rng.0.0"]
+        self._rng = self._unpacked(_first(names, self._stored))
+
+    def _plan(self, one: Stateful, name: str, what: str) -> None:
+        state = self._unpacked(name)
+        if state is None:
+            raise self._lacks(what)
+        self._states.append((one, state))
+
+    def _lacks(self, what: str) -> ExecutionError:
+        return ExecutionError(
+            f"the checkpoint in {self._folder} was saved without {what}; leave that out here, or "
+            "load_weights alone"
+        )
+
+    def _take(self) -> None:
+        for held in self._subject.held:
+            state = held.state()
+            targets = {
+                held.key(name): value if isinstance(value, Tensor) else self._empty(held.key(name))
+                for name, value in state.items()
+            }
+            self._stored.read_into(targets)
+            for name, value in state.items():
+                target = targets[held.key(name)]
+                state[name] = target if isinstance(value, Tensor) else unpacked(target, name)
+            held.take(state)
+        if self._weights_only:
+            return
+        aliases = self._names.aliases
+        tensors = state_tensors(self._stored, self._optimizers, aliases)
+        for states in tensors.values():
+            self._stored.read_into(dict(states.values()))
+        give(self._optimizers, aliases, self._options, tensors, self._kept)
+        for one, state in self._states:
+            one.load_state_dict(state)
+        if self._rng is not None:
+            set_rng_state(self._rng, self._subject.device)
+
+    def _empty(self, name: str) -> Tensor:
+        return self._stored.empty(name)
+
+
+def _first(names: Iterable[str], stored: Stored) -> str:
+    """The first of some names that there is, else the last one."""
+    name = ""
+    for name in names:
+        if name in stored.sizes:
+            break
+    return name
+
+
+def _stand_in(model: Executor) -> dict[str, Optimizer]:
+    return {"this rank": model.optimizer} if "optimizer" in vars(model) else {}
+
+
+def _check_names(names: Names, stored: Stored, folder: Path) -> None:
+    """Raise ExecutionError where the checkpoint is of another model."""
+    saved = {
+        name: tuple(size)
+        for name, size in stored.sizes.items()
+        if name.startswith(("model.", f"{LOSS}."))
+    }
+    wanted = names.sizes
+    missing = [name for name in wanted if name not in saved]
+    unexpected = [name for name in saved if name not in wanted]
+    unlike = [
+        f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+        for name, size in wanted.items()
+        if size is not None and name in saved and saved[name] != size
+    ]
+    findings = []
+    if missing:
+        findings.append(f"it lacks {_some(map(_shown, missing))}")
+    if unexpected:
+        findings.append(f"it has {_some(map(_shown, unexpected))}, which the model has not")
+    if unlike:
+        findings.append(_some(unlike))
+    if findings:
+        loss = any(name.startswith(f"{LOSS}.") for name in unexpected)
+        hint = "; its loss has parameters: pass loss_fn=" if loss else ""
+        raise ExecutionError(
+            f"the checkpoint in {folder} is of another model: {'; '.join(findings)}{hint}"
+        )
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _some(texts: Iterable[str]) -> str:
+    found = list(texts)
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more

@@ -1,0 +1,117 @@
+"""From a training to the nested dict of tensors that its checkpoint is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import accelerator_of
+from schedir.training.agreeing import everywhere
+from schedir.training.names import Names, names_of
+from schedir.training.optimizer_state import SECTION, Record, joined, records_of, states_of
+from schedir.training.packing import packed
+from schedir.training.rng_state import rng_state
+from schedir.training.storage import write
+from schedir.training.subject import VERSION, Stateful, Subject
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """What the first process has to know of one: which it is, its param groups, how many groups
+    its optimisers have, and of their states what is no tensor."""
+
+    place: tuple[int, int]
+    records: list[Record]
+    groups: set[int]
+    values: dict[str, dict[str, Any]]
+
+
+def save(subject: Subject, step: int, folder: Path) -> None:
+    """Write a checkpoint, as every process does; see `Checkpoint.save`."""
+    accelerator_of(subject.device).synchronize()
+    names = names_of(subject.model, subject.held, subject.gather)
+    state: dict[str, Any] = {}
+
+    def prepared() -> _Part:
+        states = _states(subject, names)
+        tensors = {name: _tensors(own) for name, own in states.items()}
+        state.update(_modules(subject))
+        state[SECTION] = {"state": tensors}
+        state["rng"] = {_joined(subject.place): packed(rng_state(subject.device), "the RNG state")}
+        if subject.feeds and subject.batches is not None:
+            state["batches"] = {str(subject.pipeline): _state(subject.batches, "batches")}
+        return _Part(
+            subject.place,
+            records_of(subject.optimizers, names.aliases),
+            {len(optimizer.param_groups) for optimizer in subject.optimizers.values()},
+            {
+                name: {k: v for k, v in own.items() if k not in tensors[name]}
+                for name, own in states.items()
+            },
+        )
+
+    parts = everywhere(subject.gather, prepared)
+    number = [part.place for part in parts].index(subject.place)
+
+    def completed() -> None:
+        groups = set().union(*(part.groups for part in parts))
+        if subject.scheduler is not None and len(groups) > 1:
+            raise ExecutionError(
+                f"the stages' optimizers have {' and '.join(map(str, sorted(groups)))} param "
+                "groups, so a scheduler's state would depend on the cut; make as many for every "
+                "stage, though one may be empty"
+            )
+        if number:
+            return
+        optimizer = {
+            "records": [
+                attrs.asdict(record, recurse=False)
+                for record in joined(r for part in parts for r in part.records)
+            ],
+            "values": {name: own for part in parts for name, own in part.values.items() if own},
+        }
+        state["training"] = packed(
+            {"version": VERSION, "step": step, "optimizer": optimizer}, "the optimizer's state"
+        )
+        if subject.scheduler is not None:
+            state["scheduler"] = _state(subject.scheduler, "scheduler")
+        state["others"] = {name: _state(one, name) for name, one in subject.others.items()}
+
+    everywhere(subject.gather, completed)
+    write(folder, state, subject.gather, number)
+
+
+def _joined(place: tuple[int, int]) -> str:
+    return ".".join(map(str, place))
+
+
+def _modules(subject: Subject) -> dict[str, dict[str, Tensor]]:
+    """By section, what is here of the modules and this process is to write."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for held in subject.held:
+        if held.saves:
+            for name, value in held.state().items():
+                content = value if isinstance(value, Tensor) else packed(value, name)
+                found.setdefault(held.section, {})[name] = content
+    return found
+
+
+def _states(subject: Subject, names: Names) -> dict[str, dict[str, Any]]:
+    """What the optimisers here keep of the parameters that this process is to write."""
+    saved = {p for held in subject.held if held.saves for _, p in held.parameters()}
+    return states_of(subject.optimizers, names.aliases, saved)
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in values.items() if isinstance(value, Tensor)}
+
+
+def _state(one: Stateful, what: str) -> Tensor:
+    """Its state, but for the functions in it, which it is made with anew, as those of `SWALR`."""
+    state = {key: value for key, value in one.state_dict().items() if not callable(value)}
+    return packed(state, f"the state of {what}")
