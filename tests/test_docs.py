@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=250,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     return pages
 
 
