@@ -72,13 +72,24 @@ def forwards(schedule: Schedule) -> list[int]:
     ]
 
 
+def holders(schedule: Schedule) -> dict[int, list[int]]:
+    """The rank that runs each microbatch, for the stages that several ranks hold."""
+    ran: dict[int, dict[int, int]] = {}
+    for rank, actions in enumerate(schedule.flat):
+        for action in actions:
+            if action.kind is Kind.FORWARD and len(schedule.placement[action.stage]) > 1:
+                ran.setdefault(action.stage, {})[action.microbatch or 0] = rank
+    return {stage: [of[m] for m in sorted(of)] for stage, of in ran.items()}
+
+
 class Reference:
     """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
 
     A batch is a tensor, or a tuple or mapping of them; a stage gets a tuple's entries by position.
     `scheduler` makes the learning-rate scheduler of a stage's optimiser, stepped once per step.
     `replicas` are the pipelines that train as one: a batch holds that of the first, then that of
-    the second, and so on.
+    the second, and so on. Where a single stage lives on several ranks, each adds up the gradients
+    of its own microbatches; more than two such sums the transport may add in another order.
     """
 
     def __init__(
@@ -106,6 +117,8 @@ class Reference:
         self.forwards = forwards(schedule)
         self.updates = updates(schedule)
         self.versions = versions(schedule)
+        self.holders = holders(schedule)
+        self.held: dict[tuple[int, int], dict[nn.Parameter, Tensor | None]] = {}
         self.steps = 0
 
     def step(self, inputs: Any, target: Any) -> float:
@@ -128,6 +141,7 @@ class Reference:
                     losses |= self._accumulate_at_versions(shares, xs, ys, past)
                 else:
                     losses |= self._accumulate(shares, xs, ys)
+                self._join()
                 sums.append([weight.grad for weight in self._weights()])
                 self._clear()
             for weight, gradients in zip(self._weights(), zip(*sums, strict=True), strict=True):
@@ -172,6 +186,7 @@ class Reference:
                 n = waiting.pop(0)
                 losses[n] = self._loss(self.stages, n, xs[n], ys[n])
             (losses[m] * share).backward()
+            self._set_apart(m)
         return {m: loss.item() for m, loss in losses.items()}
 
     def _loss(self, stages: Sequence[Callable[..., Any]], m: int, x: Any, target: Any) -> Tensor:
@@ -194,8 +209,24 @@ class Reference:
             gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
             for weight, gradient in zip(self._weights(), gradients, strict=True):
                 weight.grad = _sum([weight.grad, gradient])
+            self._set_apart(m)
             losses[m] = loss.item()
         return losses
+
+    def _set_apart(self, m: int) -> None:
+        """Move the gradients of stages that several ranks hold to what m's rank has added up."""
+        for stage, ranks in self.holders.items():
+            held = self.held.setdefault((stage, ranks[m % self.microbatches]), {})
+            for weight in self.stages[stage].parameters():
+                held[weight] = _sum([held.get(weight), weight.grad])
+                weight.grad = None
+
+    def _join(self) -> None:
+        """Add up what these ranks have, the lowest first."""
+        for _, held in sorted(self.held.items(), key=lambda item: item[0]):
+            for weight, gradient in held.items():
+                weight.grad = _sum([weight.grad, gradient])
+        self.held.clear()
 
 
 def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:

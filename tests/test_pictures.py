@@ -11,6 +11,8 @@ from tests.test_golden import compare
 
 NAMES = (
     "1f1b.svg",
+    "1f1b-rr.svg",
+    "both-ways.svg",
     "interleaved-1f1b.svg",
     "memory.svg",
     "predicted-and-measured.svg",

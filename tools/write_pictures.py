@@ -31,6 +31,7 @@ from schedir.render.styled import plain
 from schedir.render.svg import svg_blocks
 from schedir.simulator import load_timelines, save_timelines
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 MEASURED = PICTURES / "measured.json"
 
@@ -64,7 +65,21 @@ def pictures() -> dict[str, str]:
         "zb-h1.svg": plain(svg_blocks(_simulated(zero_bubble))),
         "memory.svg": plain(svg_blocks(_simulated("fill-drain"), one_f_one_b, memory=True)),
         "predicted-and-measured.svg": plain(svg_blocks(predicted, measured)),
+        "both-ways.svg": plain(svg_blocks(*_both_ways())),
+        "1f1b-rr.svg": plain(svg_blocks(_round_robin())),
     }
+
+
+def _both_ways() -> tuple[Timeline, Timeline]:
+    own = EXAMPLES / "own_schedule" / "both_ways.py"
+    both = (schedir.build(target, ranks=4, microbatches=4) for target in (own, "1f1b"))
+    first, second = map(schedir.simulate, both)
+    return first, second
+
+
+def _round_robin() -> Timeline:
+    built = schedir.build(EXAMPLES / "round_robin.py", ranks=3, microbatches=8)
+    return schedir.simulate(built, CostModel(forward=(2, 1), backward=(4, 2)))
 
 
 def _simulated(target: str | Generator, chunks: int | None = None) -> Timeline:

@@ -1,0 +1,112 @@
+"""The examples that are about schedules, and what their texts print."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir.cli import main
+from tests.runtime.launch import ROOT
+from tests.runtime.on_ranks import on_ranks
+
+OWN = ROOT / "examples" / "own_schedule"
+TUTORIAL = (OWN / "README.md").read_text()
+SMALL = "--width 16 --heads 2 --context 16 --verify"
+
+
+def run(
+    script: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the example prints on rank 0; it ends well, and says nothing elsewhere."""
+    path = str(ROOT / "examples" / script)
+    monkeypatch.setattr(sys, "argv", [path, *f"{options} {SMALL}".split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(path, run_name="__main__")
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, out + err
+    if os.environ["RANK"] != "0":
+        assert out == ""
+    return out
+
+
+@pytest.mark.parametrize("name", ["first_try", "both_ways"])
+@on_ranks(2)
+def test_a_schedule_of_ones_own_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it writes its page
+    options = f"--schedule {OWN / name}.py --layers 2 --batch 9 --steps 3 --dropout 0.1"
+    out = run("train_gpt.py", options, monkeypatch, capsys)
+    assert os.environ["RANK"] != "0" or "tensors equal, bit for bit" in out
+
+
+@on_ranks(3)
+def test_replicas_that_take_turns_equal_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--layers 3 --batch 7 --microbatches 5 --steps 3"
+    out = run("train_round_robin.py", options, monkeypatch, capsys)
+    if os.environ["RANK"] == "0":
+        assert re.search("^stage 0: .* block0 to block1 .*; 10,912 parameters$", out, re.MULTILINE)
+        assert re.search(r"^rank 1  F1--- F3---", out, re.MULTILINE)
+        assert re.search(r"all 3 losses and \d+ tensors equal, bit for bit\n$", out)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_replicas_take_turns(ranks: int) -> None:
+    """Two microbatches in flight on each, as PipeDream says, and no rank waits in between."""
+    schedule = schedir.build(
+        ROOT / "examples" / "round_robin.py", ranks=ranks, microbatches=4 * ranks
+    )
+    assert schedir.check(schedule).ok
+    replicas = ranks - 1
+    for rank in range(replicas):
+        own = [
+            action.microbatch
+            for action in schedule.flat[rank]
+            if action.kind is schedir.Kind.FORWARD
+        ]
+        assert own == [*range(rank, 4 * ranks, replicas)]
+    costs = schedir.CostModel(forward=(replicas, 1), backward=(2 * replicas, 2))
+    line = schedir.simulate(schedule, costs)
+    assert [rank.peak_activations for rank in line.ranks] == [2] * replicas + [1]
+    assert line.ranks[-1].span == line.ranks[-1].busy
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 7, 12])
+def test_both_ways_is_proved_and_the_first_try_only_on_gloo(ranks: int, microbatches: int) -> None:
+    mended = schedir.build(OWN / "both_ways.py", ranks=ranks, microbatches=microbatches)
+    assert all(schedir.check(mended, channel=model).ok for model in ("host", "rank", "async"))
+    first = schedir.build(OWN / "first_try.py", ranks=ranks, microbatches=microbatches)
+    found = {model: schedir.check(first, channel=model) for model in ("rank", "async")}
+    assert found["async"].ok
+    assert [finding.code for finding in found["rank"].diagnostics] == ["S301"]
+
+
+def test_the_tutorial_prints_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    printed = re.findall(r"^```\n\$ schedir (.*)\n((?:.*\n)*?)```$", TUTORIAL, re.MULTILINE)
+    assert [command.split()[0] for command, _ in printed] == ["check", "check", "show", "compare"]
+    for command, text in printed:
+        main(command.split())
+        assert capsys.readouterr().out.rstrip() == text.rstrip()
+
+
+def test_the_tutorial_shows_the_files() -> None:
+    first, mended = re.findall(r"^```python\n((?:.*\n)*?)```$", TUTORIAL, re.MULTILINE)
+    assert (OWN / "first_try.py").read_text().endswith(first)
+    assert (OWN / "both_ways.py").read_text().endswith(mended)
+    before = (OWN / "first_try.py").read_text().partition("\n")[2].splitlines()
+    after = (OWN / "both_ways.py").read_text().partition("\n")[2].splitlines()
+    assert [*zip(before, after, strict=True)].count(
+        ("    for stage in (down, up):", "    for stage in pipe.stages_of(rank):")
+    ) == sum(a != b for a, b in zip(before, after, strict=True))
