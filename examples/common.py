@@ -18,7 +18,9 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import schedir
-from schedir.render import legible
+from schedir.render import legible, timeline_text
+from schedir.runtime import StepResult
+from schedir.training import Callback, Stages
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -27,7 +29,7 @@ console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True
 
 
 class Parser(argparse.ArgumentParser):
-    """The options that all examples have, and `sizes` of their own, each a default and a help.
+    """The options that all examples have, and `sizes` of its own, each a default and a help.
 
     `schedule`, `microbatches` and `chunks` are the defaults of the schedule, `lr` that of the
     learning rate. Errors are one line, from one rank.
@@ -41,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         microbatches: int | None = None,
         chunks: int | None = None,
         lr: float = 1e-3,
-        **sizes: tuple[int, str],
+        **sizes: tuple[int | None, str],
     ) -> None:
         super().__init__(description=(description or "").partition("\n")[0])
         add = self.add_argument
@@ -50,8 +52,8 @@ class Parser(argparse.ArgumentParser):
             default=schedule,
             help=f"a name that `schedir list` shows, or a file ({schedule})",
         )
-        self._number("microbatches", microbatches or 8, "parts of a batch", microbatches)
-        self._number("chunks", chunks or "the schedule's default", "stages per rank", chunks)
+        self._number("microbatches", microbatches, "parts of a batch", shown="8")
+        self._number("chunks", chunks, "stages per rank", shown="the schedule's default")
         add(
             "--set",
             type=setting,
@@ -62,22 +64,23 @@ class Parser(argparse.ArgumentParser):
             help="a parameter of the schedule, such as vertical_sync=true",
         )
         for name, (default, text) in sizes.items():
-            self._number(name.replace("_", "-"), default, text, default)
+            self._number(name.replace("_", "-"), default, text)
         add("--lr", type=float, default=lr, metavar="X", help=f"learning rate ({lr:g})")
         add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
         add("--in-process", type=positive, metavar="P", help="run P ranks in this process, in turn")
         add("--verify", action="store_true", help="train again in one process, and compare")
 
-    def _number(self, name: str, shown: object, text: str, default: int | None) -> None:
-        self.add_argument(
-            f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({shown})"
-        )
+    def _number(self, name: str, default: int | None, text: str, shown: str = "") -> None:
+        shown = shown if default is None else str(default)
+        text += f" ({shown})" * bool(shown)
+        self.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
 
     def arguments(self) -> argparse.Namespace:
-        """The command line's options; `ranks` are those of the schedule."""
+        """The command line's options; `ranks` are those of the schedule: all, unless it is one."""
         args = self.parse_args()
         args.set = dict(args.set)
-        args.ranks = args.in_process or RANKS
+        args.ranks = args.in_process or getattr(args, "ranks", RANKS)
+        args.verify &= RANK == 0  # it is the one that has all weights
         if args.in_process and RANKS > 1:
             self.error("--in-process runs all ranks in one process: start it without torchrun")
         if not (args.lr > 0 and 0 <= args.seed < 1 << 40):
@@ -106,11 +109,11 @@ def run(train: Callable[[argparse.Namespace], bool], args: argparse.Namespace) -
     sys.exit(0 if equal else 1)
 
 
-def build(args: argparse.Namespace, ranks: int | None = None) -> schedir.Schedule:
+def build(args: argparse.Namespace) -> schedir.Schedule:
     """The schedule that the options say: one list of actions per rank, communication included."""
     sched = schedir.build(
         args.schedule,
-        ranks=ranks or args.ranks,
+        ranks=args.ranks,
         microbatches=args.microbatches,
         chunks=args.chunks,
         **args.set,
@@ -118,6 +121,18 @@ def build(args: argparse.Namespace, ranks: int | None = None) -> schedir.Schedul
     if args.batch < sched.microbatches:
         fail(f"--batch {args.batch} has too few rows for {sched.microbatches} microbatches")
     return sched
+
+
+def show(sched: schedir.Schedule, stages: Stages) -> None:
+    """Print when the schedule runs what, and which layers each stage got."""
+    console.print(f"{timeline_text(schedir.simulate(sched)).strip()}\n\n{stages}\n")
+
+
+class Losses(Callback, list[float]):
+    """The loss of every step, for `verify`: a callback of the Trainer."""
+
+    def after_step(self, result: StepResult) -> None:
+        self.append(result.loss)
 
 
 def gather(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -133,24 +148,22 @@ def gather(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 def verify(
     reference: Reference,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[tuple[Any, ...]],
     losses: Sequence[float],
     weights: dict[str, Tensor],
     tolerance: float = 0.0,
 ) -> bool:
-    """Train `reference` on the same batches, and say whether it came to the same, on rank 0.
+    """Train `reference` on the same batches, and say whether it came to the same: on rank 0.
 
     `losses` are those of the pipeline's steps, `weights` those that it ended with. They may differ
     by `tolerance`, relative to 1 where they are smaller; by default all weights are the same, bit
     for bit, and so are the losses, but for the order in which a step's mean is added up.
     """
-    if RANK != 0:
-        return True
     expected = []
     with progress_bar() as bar:
         console.print("verify: the same training in one process …")
         task = bar.add_task("verify", total=len(losses))
-        for (inputs, target), _ in zip(batches, losses, strict=False):
+        for _, (inputs, target) in zip(losses, batches, strict=False):
             expected.append(reference.step(inputs, target))
             bar.advance(task)
     difference = "; ".join(_differences(reference, expected, losses, weights, tolerance))

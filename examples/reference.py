@@ -4,6 +4,7 @@ Of the schedule's list only this is used: which microbatches each update applies
 order; and, where weights change in between, which version of them each forward reads.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -85,7 +86,7 @@ def holders(schedule: Schedule) -> dict[int, list[int]]:
 class Reference:
     """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
 
-    A batch is a tensor, or a tuple or mapping of them; a stage gets a tuple's entries by position.
+    A batch is a tensor, or a tuple or mapping of them; between stages goes what they return.
     `scheduler` makes the learning-rate scheduler of a stage's optimiser, stepped once per step.
     `replicas` are the pipelines that train as one: a batch holds that of the first, then that of
     the second, and so on. Where a single stage lives on several ranks, each adds up the gradients
@@ -178,13 +179,14 @@ class Reference:
 
         The forwards keep the order of the list, for BatchNorm's running statistics.
         """
+        stages = [partial(_called, stage) for stage in self.stages]
         first = min(shares) // self.microbatches * self.microbatches
         waiting = [m + first for m in self.forwards if m + first in shares]
         losses: dict[int, Tensor] = {}
         for m, share in shares.items():
             while m not in losses:
                 n = waiting.pop(0)
-                losses[n] = self._loss(self.stages, n, xs[n], ys[n])
+                losses[n] = self._loss(stages, n, xs[n], ys[n])
             (losses[m] * share).backward()
             self._set_apart(m)
         return {m: loss.item() for m, loss in losses.items()}
@@ -192,7 +194,7 @@ class Reference:
     def _loss(self, stages: Sequence[Callable[..., Any]], m: int, x: Any, target: Any) -> Tensor:
         for number, stage in enumerate(stages):
             with rng(self.seed, self.steps, number, m):  # as the executor does, for dropout
-                x = stage(*x) if isinstance(x, tuple) else stage(x)
+                x = stage(x)
         return self.loss_fn(x, target)
 
     def _accumulate_at_versions(
@@ -203,7 +205,10 @@ class Reference:
         for m, share in shares.items():
             number = m % self.microbatches
             read = [of[self.versions[i, number]] for i, of in enumerate(past)]
-            stages = [partial(_called, *both) for both in zip(self.stages, read, strict=True)]
+            stages = [
+                partial(_called, stage, weights=weights)
+                for stage, weights in zip(self.stages, read, strict=True)
+            ]
             loss = self._loss(stages, m, xs[m], ys[m])
             leaves = [weight for weights in read for weight in weights.values()]
             gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
@@ -238,8 +243,17 @@ def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _called(stage: nn.Module, weights: Weights, *x: Any) -> Any:
-    return functional_call(stage, weights, x)
+def _called(stage: nn.Module, x: Any, weights: Weights | None = None) -> Any:
+    """The stage on x: a tuple goes by position and a mapping by keyword where it takes them so."""
+    args: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(x, Mapping):
+        args, kwargs = (), dict(x)
+    try:
+        inspect.signature(stage.forward).bind(*args, **kwargs)
+    except TypeError:
+        args, kwargs = (x,), {}
+    return functional_call(stage, weights or {}, args, kwargs)
 
 
 def _cut(batch: Any, microbatches: int) -> Sequence[Any]:

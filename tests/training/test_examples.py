@@ -1,0 +1,176 @@
+"""The examples at a size that a test can afford, and what they are made of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import re
+import runpy
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from alexnet import alexnet
+from common import verify
+from images import cifar, digits
+from masked import HIDDEN, IGNORED, PADDING, Config, counted, hide, lines, masked_model
+from reference import Reference
+from resnet import resnet
+from torch import nn
+from vit import vit
+
+import schedir
+from schedir.training import partition
+from tests.runtime.launch import ROOT
+from tests.runtime.on_ranks import on_ranks
+
+SMALL = {
+    "train_images.py": "--depth 14 --width 4 --batch 256 --epochs 1",
+    "train_images.py --model vit": "--depth 2 --width 16 --batch 256 --epochs 1",
+    "train_alexnet.py": "--width 4 --batch 256 --epochs 1",
+    "train_masked.py": "--layers 2 --width 16 --batch 64 --lines 512 --epochs 1",
+}
+
+
+def run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *options = f"{example} {SMALL[example]} --verify".split()
+    path = str(ROOT / "examples" / script)
+    monkeypatch.setattr(sys, "argv", [path, *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(path, run_name="__main__")
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("example", SMALL)
+@on_ranks(2)
+def test_an_example_equals_its_baseline(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(example, monkeypatch)
+    out = capsys.readouterr().out
+    if os.environ["RANK"] != "0":
+        assert out == ""
+        return
+    assert re.search(r"all \d+ losses and \d+ tensors equal, bit for bit\n$", out)
+    assert re.search(r"^stage 1: .* parameters$", out, re.MULTILINE)
+    assert re.search(r"^epoch 1  loss .*accuracy 0\.\d+", out, re.MULTILINE)
+
+
+@on_ranks(4)
+def test_two_pipelines_equal_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train_alexnet.py", monkeypatch)
+    if os.environ["RANK"] == "0":
+        assert "tensors equal, bit for bit" in capsys.readouterr().out
+
+
+def test_verify_tells_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    def training(lr: float) -> Reference:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(weights, lr=lr)
+
+        sched = schedir.build("1f1b", ranks=1, microbatches=2)
+        return Reference(sched, [model], nn.functional.mse_loss, optimizer)
+
+    batches = [(torch.ones(4, 2), torch.ones(4, 1)) for _ in range(2)]
+    trained = training(0.1)
+    losses = [trained.step(*batch) for batch in batches]
+    weights = trained.stages[0].state_dict()
+    assert verify(training(0.1), batches, losses, weights)
+    assert not verify(training(0.1001), batches, losses, weights)
+    printed = capsys.readouterr().out
+    assert re.search(r"the loss of step 2 is .*, not .*; 0.weight differs, by up to", printed)
+    assert verify(training(0.1001), batches, losses, weights, tolerance=1e-2)
+    assert not verify(training(0.1), batches, losses, {"1.weight": torch.ones(1, 2)})
+    assert "only one of the two has 0.bias, 0.weight, 1.bias" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layers", "published"),
+    [
+        # of torchvision's models of these names
+        (resnet(50, 64, 3, 1000, 224), 25_557_032),
+        (resnet(101, 64, 3, 1000, 224), 44_549_160),
+        (vit(12, 768, 12, 16, 3, 1000, 224), 86_567_656),
+        (alexnet(64, 3, 1000, 224), 61_100_840),
+    ],
+    ids=["ResNet-50", "ResNet-101", "ViT-B/16", "AlexNet"],
+)
+def test_flags_alone_scale_a_model_to_the_published_one(layers: object, published: int) -> None:
+    model = partition(layers, 1, device="meta")[0]  # type: ignore[arg-type]
+    assert sum(weight.numel() for weight in model.parameters()) == published
+
+
+def test_padding_is_not_looked_at() -> None:
+    (train, held_out), context = lines(40, 24), 24
+    assert (len(train), len(held_out)) == (40, 4)
+    tokens, target = hide(train, context)
+    config = Config(layers=2, width=16, heads=2, context=context)
+    model = partition(masked_model(config), 1)[0]
+    real = tokens != PADDING
+    assert not real.all()
+    before = model(tokens)
+    with torch.no_grad():
+        model.get_parameter("embedding.weight")[PADDING] += 1
+    after = model(tokens)
+    assert torch.equal(before[real][:, :PADDING], after[real][:, :PADDING])
+    assert not torch.equal(before[~real], after[~real])
+
+    hidden = tokens == HIDDEN
+    assert torch.equal(hidden, target != IGNORED)
+    assert hidden.any(1).all()
+    assert counted(target) == hidden.sum()
+    for line, row, answer in zip(train, tokens, target, strict=True):
+        shown = torch.where(answer == IGNORED, row, answer)
+        assert bytes(shown[: len(line)].tolist()) == line
+        assert (shown[len(line) :] == PADDING).all()
+
+
+def write_batch(path: Path, content: object) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))
+
+
+def test_cifar_is_read_from_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        write_batch(folder / name, {b"data": pixels, b"labels": [3, 9]})
+    for given in (tmp_path, folder):
+        found = cifar(str(given))
+        assert (len(found.train), len(found.test)) == (10, 2)
+        assert (found.channels, found.size) == (3, 32)
+        image, label = found.test[1]
+        assert label == 9
+        # Its second row of red: value 32 of 0..255, about a mean of 0.4 and a deviation of 0.3.
+        assert image[0, 1, 0].item() == pytest.approx((32 / 255 - 0.4) / 0.3)
+
+
+def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
+    class Wicked:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("touch wicked",)
+
+    write_batch(tmp_path / "data_batch_1", {b"data": Wicked(), b"labels": []})
+    with pytest.raises(argparse.ArgumentTypeError, match=r"data_batch_1 holds .*system"):
+        cifar(str(tmp_path))
+    write_batch(tmp_path / "data_batch_1", [1])
+    with pytest.raises(argparse.ArgumentTypeError, match="holds no batch of CIFAR-10"):
+        cifar(str(tmp_path))
+    with pytest.raises(argparse.ArgumentTypeError, match="No such file"):
+        cifar(str(tmp_path / "nowhere"))
+
+
+def test_the_digits_are_shared_out_once() -> None:
+    data = digits()
+    assert (len(data.train), len(data.test)) == (1438, 359)
+    assert (data.channels, data.size) == (1, 8)
+    assert set(data.test.tensors[1].tolist()) == set(range(10))
