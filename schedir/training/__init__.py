@@ -11,7 +11,9 @@ from schedir.training.deferred import deferred
 from schedir.training.evaluation import accuracy, evaluate, perplexity
 from schedir.training.gathering import gathered_state
 from schedir.training.history import Epoch, Evaluation, History
+from schedir.training.measuring import measured_costs
 from schedir.training.partitioning import partition
+from schedir.training.piped import stages_of_pipe
 from schedir.training.rates import warmup_cosine
 from schedir.training.skips import pop, stash
 from schedir.training.stages import Stages
@@ -31,9 +33,11 @@ __all__ = [
     "deferred",
     "evaluate",
     "gathered_state",
+    "measured_costs",
     "partition",
     "perplexity",
     "pop",
+    "stages_of_pipe",
     "stash",
     "warmup_cosine",
 ]

@@ -81,11 +81,11 @@ def partition(
         _check_untied(inventory)
     making = Making(seed, torch.device(device) if device is not None else None, init)
     copier = Copier()
-    modules = {stage: _chain(listed, stage, cut.spans, kept, making, copier) for stage in here}
+    modules = {stage: chain_of(listed, stage, cut.spans, kept, making, copier) for stage in here}
     return Stages(modules, ties, tuple(map(_summary(inventory, cut), range(number))))
 
 
-def _chain(
+def chain_of(
     listed: Sequence[Layer],
     stage: int,
     spans: Sequence[Span],

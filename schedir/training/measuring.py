@@ -1,0 +1,155 @@
+"""What each layer of a model costs, by the clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.runtime import rng
+from schedir.runtime.arguments import LossFunction
+from schedir.runtime.boundaries.calling import convention_of
+from schedir.runtime.processes import clocks
+from schedir.runtime.processes.groups import init_process_group
+from schedir.training.deferred import Making
+from schedir.training.layers import Layer, Layers, layers_of
+from schedir.training.partitioning import chain_of
+from schedir.training.sharing import Copier
+from schedir.training.skips import kept_before
+
+
+def measured_costs(
+    layers: Layers,
+    inputs: Any,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    repeats: int = 5,
+) -> list[float]:
+    """The seconds that each layer takes, forward and backward: `costs=` of `partition`.
+
+    `inputs` is a microbatch of the size that will be trained. Layers run one after the other on
+    what the one before gives, each once to warm up and then `repeats` times, of which the median
+    counts. With a `loss_fn`, `loss_fn(output, target)` counts with the last layer. Deferred layers
+    are made on `device` one at a time. Weights, gradients, statistics and random numbers are left
+    as they were.
+
+    Of several processes, all of which must call it, the first measures, and all get its costs: by
+    costs of their own they would cut in different places.
+
+    Raises ExecutionError, on all, where a layer fails.
+    """
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ExecutionError(f"repeats must be an int of at least 1, not {repeats!r}")
+    listed = layers_of(layers)
+    making = Making(seed, torch.device(device) if device is not None else None)
+
+    def measure() -> list[float]:
+        return _measured(listed, inputs, loss_fn, target, making, repeats)
+
+    return _of_the_first(measure)
+
+
+def _measured(
+    listed: Sequence[Layer],
+    inputs: Any,
+    loss_fn: LossFunction | None,
+    target: Any,
+    making: Making,
+    repeats: int,
+) -> list[float]:
+    # A model whose stages have one layer each.
+    spans = [(number, number + 1) for number in range(len(listed))]
+    kept = kept_before([layer.given for layer in listed])
+
+    def timed(number: int, given: Any) -> tuple[float, Any]:
+        layer = chain_of(listed, number, spans, kept, making, Copier())
+        return _timed(partial(convention_of(layer, given, None), layer), layer, given, repeats)
+
+    costs = []
+    value = inputs
+    with rng(making.seed, 0, 0, 0):
+        for number in range(len(listed)):
+            cost, value = timed(number, value)
+            costs.append(cost)
+        if loss_fn is not None:
+            held = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+            costs[-1] += _timed(lambda x: loss_fn(x, target), held, value, repeats)[0]
+    return costs
+
+
+def _timed(
+    run: Callable[[Any], Any], module: nn.Module, given: Any, repeats: int
+) -> tuple[float, Any]:
+    """The median seconds of a forward and its backward, and what the forward returns."""
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    times = []
+    for _ in range(1 + repeats):
+        # Copies: a layer may work in place, which leaves do not allow.
+        leaves = [x for x in _tensors(given) if x.requires_grad]
+        copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), given)
+        _synchronize()
+        begun = clocks.now()
+        result = run(copies)
+        ends = [x for x in _tensors(result) if x.requires_grad]
+        if ends and (starts := [*leaves, *parameters]):
+            ones = [torch.ones_like(x) for x in ends]
+            torch.autograd.grad(ends, starts, ones, allow_unused=True)
+        _synchronize()
+        times.append(clocks.now() - begun)
+    with torch.no_grad():
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
+    detached = pytree.tree_map_only(
+        Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), result
+    )
+    return median(times[1:]) / 1e9, detached  # from nanoseconds
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _synchronize() -> None:
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
+        torch.accelerator.synchronize()
+
+
+def _of_the_first(measure: Callable[[], list[float]]) -> list[float]:
+    """What the first process measures, on all of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return measure()
+    made = not dist.is_initialized()
+    if made:
+        init_process_group(None)
+    try:
+        sent: list[Any] = [_told(measure) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(sent)
+    finally:
+        if made:
+            dist.destroy_process_group()
+    if isinstance(sent[0], Mapping):
+        raise ExecutionError(sent[0]["failed"])
+    costs: list[float] = sent[0]
+    return costs
+
+
+def _told(measure: Callable[[], list[float]]) -> list[float] | dict[str, str]:
+    """What was measured, or why it could not be: the others wait for either."""
+    try:
+        return measure()
+    except ExecutionError as error:
+        return {"failed": str(error)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}

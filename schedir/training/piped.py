@@ -1,0 +1,133 @@
+"""What `torch.distributed.pipelining.pipeline` has cut becomes the stages of a schedule.
+
+torch's stages take values of several earlier ones, and what the whole model is given: a mask, a
+skip connection. The executor's take what the one before returns. So each stage's graph is written
+anew: what later stages need goes in, and out again, beside what it computes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import fx
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.training.stages import Stages, StageSummary, held_stages
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Pipe
+
+
+def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -> Stages:
+    """The stages of a model that torch's `pipeline(…)` has traced and split.
+
+    They have the names of the whole model, and compute what `pipe` does on the inputs that the
+    model takes, in their order or by name. A value that skips stages is carried along through them;
+    parameters that stages share are the result's `ties`. `rank` is as for `held_stages`.
+
+    Raises ExecutionError where the schedule has another number of stages, or the model returns
+    what its last stage has not.
+    """
+    if not isinstance(getattr(pipe, "split_gm", None), fx.GraphModule):
+        raise ExecutionError(
+            f"stages_of_pipe takes what torch's pipeline(…) returns, not {type(pipe).__name__}"
+        )
+    calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    if len(calls) != schedule.stages:
+        raise ExecutionError(
+            f"the model was split into {len(calls)} stages, but the schedule has {schedule.stages}"
+        )
+    entering = _entering(pipe.split_gm.graph, calls)
+    modules = [
+        _module(_part(pipe, str(call.target)), call, before, after)
+        for call, before, after in zip(calls, entering, entering[1:], strict=False)
+    ]
+    names = {str(call.target): stage for stage, call in enumerate(calls)}
+    ties = tuple(
+        tie
+        for shared in pipe.replicated_params
+        if len(tie := _tie(pipe, shared, names, modules)) > 1
+    )
+    summaries = tuple(
+        StageSummary(_called(pipe, call), sum(p.numel() for p in module.parameters()))
+        for call, module in zip(calls, modules, strict=True)
+    )
+    return Stages({stage: modules[stage] for stage in held_stages(schedule, rank)}, ties, summaries)
+
+
+Value = tuple[fx.Node, int | None]
+"""A value between stages: a placeholder, or what a stage returns, or one entry of that."""
+
+
+def _value(node: fx.Node) -> Value:
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, None
+
+
+def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[Value]]:
+    """The values that go into each stage, for it or for later ones; and what the model returns."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    number = {call: stage for stage, call in enumerate(calls)}
+    returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    if any(not isinstance(node, fx.Node) for node in returned):
+        raise ExecutionError("the model returns constants, which no stage computes")
+    wanted = [_value(node) for node in returned]
+    entering = [wanted]
+    for stage in reversed(range(len(calls))):
+        own = [_value(node) for node in calls[stage].all_input_nodes]
+        later = [value for value in entering[0] if number.get(value[0]) != stage]
+        entering.insert(0, list(dict.fromkeys([*own, *later])))
+    # The first stage is given all that the model is, in that order.
+    entering[0] = [(node, None) for node in graph.nodes if node.op == "placeholder"]
+    return entering
+
+
+def _module(
+    part: fx.GraphModule, call: fx.Node, before: Sequence[Value], after: Sequence[Value]
+) -> fx.GraphModule:
+    """A stage that takes the values before it, and returns those after it."""
+    graph = fx.Graph()
+    values: dict[Value, Any] = {
+        value: graph.placeholder(
+            value[0].name if value[1] is None else f"{value[0].name}_{value[1]}"
+        )
+        for value in before
+    }
+    own = [node for node in part.graph.nodes if node.op == "placeholder"]
+    given: Any = fx.map_arg(tuple(call.args), lambda node: values[_value(node)])
+    returned = graph.graph_copy(part.graph, dict(zip(own, given, strict=True)))
+    for value in after:
+        if value[0] is call:
+            values[value] = returned if value[1] is None else returned[value[1]]  # type: ignore[index]
+    leaving = tuple(values[value] for value in after)
+    graph.output(leaving[0] if len(leaving) == 1 else leaving)
+    return fx.GraphModule(part, graph)
+
+
+def _called(pipe: Pipe, call: fx.Node) -> tuple[str, ...]:
+    nodes = _part(pipe, str(call.target)).graph.nodes
+    return tuple(str(node.target) for node in nodes if node.op == "call_module")
+
+
+def _part(pipe: Pipe, name: str) -> fx.GraphModule:
+    return cast(fx.GraphModule, pipe.split_gm.get_submodule(name))
+
+
+def _tie(
+    pipe: Pipe,
+    shared: Mapping[str, str],
+    names: Mapping[str, int],
+    modules: Sequence[fx.GraphModule],
+) -> list[tuple[int, str]]:
+    """The stages that use a shared parameter, each with its name for it there."""
+    found = []
+    for part, name in shared.items():
+        parameter = _part(pipe, part).get_parameter(name)
+        for used, own in modules[names[part]].named_parameters():
+            if own is parameter:
+                found.append((names[part], used))
+    return sorted(found)
