@@ -43,6 +43,12 @@ class Stages(Mapping[int, nn.Module]):
     ties: tuple[TieOf, ...] = ()
     summaries: tuple[StageSummary, ...] = ()
 
+    @property
+    def cut(self) -> str | None:
+        """Where the model was cut, which the executor compares between ranks; None if unknown."""
+        ends = [(of.layers[0], of.layers[-1]) for of in self.summaries if of.layers]
+        return " | ".join(f"{first} to {last}" for first, last in ends) or None
+
     def __getitem__(self, stage: int) -> nn.Module:
         return self.modules[stage]
 

@@ -195,6 +195,18 @@ def _train(sched: schedir.Schedule, stages: Stages, **options: Any) -> None:
             assert torch.equal(value, state[name])
 
 
+@on_ranks(2)
+def test_ranks_that_cut_in_different_places_are_refused(rank: int) -> None:
+    """Both stages have a linear layer that takes 4 and gives 4: nothing else would notice."""
+    listed = [deferred(nn.Linear, 4, 4) for _ in range(4)]
+    sched = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = partition(listed, sched, boundaries=[1 + rank])
+    expected = r"stages 0 to 0 \| 1 to 3 on process 0, but into 0 to 1 \| 2 to 3 on process 1, so"
+    with pytest.raises(ExecutionError, match=expected):
+        Executor(sched, stages, MSE, adamw)
+    Executor(sched, dict(stages), MSE, adamw).close()
+
+
 class Counted(nn.Linear):
     """Says where it was made."""
 

@@ -74,6 +74,7 @@ class Shared:
             self._digests(),
             sizes,
             doubles,
+            getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         )
         claims = world.control.gather(own)
         if any(claim.schedule != own.schedule for claim in claims):

@@ -20,7 +20,8 @@ class Claim:
 
     `arguments` are those that every process must be given alike, by name. `copies` are digests of
     what must be equal wherever it is held, by what it is called; `sizes` says how many gradients
-    each stage here has, `doubles` whether any is of double precision. `gpu` is what no other GPU is
+    each stage here has, `doubles` whether any is of double precision. `cut` says where the stages
+    were cut from a whole model, if that is known. `gpu` is what no other GPU is
     called, and the host that it is in; empty where it doesn't matter. `processors` are how many
     kernels run there at once.
     """
@@ -33,6 +34,7 @@ class Claim:
     copies: Mapping[str, tuple[int, ...]]
     sizes: Mapping[int, int]
     doubles: bool
+    cut: str | None
 
 
 def compare(claims: Sequence[Claim]) -> None:
@@ -49,6 +51,14 @@ def compare(claims: Sequence[Claim]) -> None:
         raise ExecutionError(
             f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
         )
+    cuts = [(process, found.cut) for process, found in enumerate(claims) if found.cut is not None]
+    for process, cut in cuts:
+        if cut != cuts[0][1]:
+            raise ExecutionError(
+                f"the model was cut into stages {cuts[0][1]} on process {cuts[0][0]}, but into "
+                f"{cut} on process {process}, so layers would be left out or run twice; cut the "
+                "same layers in the same way on every rank"
+            )
     _compare_gpus([claim.gpu for claim in claims])
     first: dict[str, int] = {}
     for process, found in enumerate(claims):
