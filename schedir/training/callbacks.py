@@ -57,6 +57,8 @@ class _Shown(Callback):
             disable=not self._console.is_terminal,
         )
         self._epochs = epochs
+        if done:
+            self._console.print(f"goes on after epoch {done} of {epochs}")
         self._task = self.bar.add_task(self._named(done), total=steps)
 
     def after_step(self, result: StepResult) -> None:

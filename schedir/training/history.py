@@ -50,9 +50,9 @@ class History(Sequence[Epoch]):
     @overload
     def __getitem__(self, at: int) -> Epoch: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Epoch]: ...
-    def __getitem__(self, at: int | slice) -> Epoch | Sequence[Epoch]:
-        return self.epochs[at]
+    def __getitem__(self, at: slice) -> History: ...
+    def __getitem__(self, at: int | slice) -> Epoch | History:
+        return History(self.epochs[at]) if isinstance(at, slice) else self.epochs[at]
 
     def __len__(self) -> int:
         return len(self.epochs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from schedir.training.batches import Batches
 from schedir.training.callbacks import AfterEpoch, Callback, as_callback, shown
 from schedir.training.evaluation import MeanLoss, Metric, evaluate, pairs
 from schedir.training.history import Evaluation, History
+from schedir.training.resuming import Kept
 
 
 class Trainer:
@@ -24,8 +26,11 @@ class Trainer:
     `batches` is what an epoch iterates: pairs (inputs, target), on every rank, as `Batches` makes
     them. After each step `scheduler`, of `executor.optimizer`, is stepped, if there is one. After
     each epoch `evaluation`, pairs as well, gives a loss and the `metrics`: see `evaluate`. Both run
-    under autocast to the type `autocast`, which may be torch.bfloat16. Then the `callbacks` are
-    called; what one raises ends the training.
+    under autocast to the type `autocast`, which may be torch.bfloat16. Then all is saved in the
+    folder `checkpoint`, and the `callbacks` are called; what one raises ends the training.
+
+    `fit` goes on from the checkpoint if there is one: after the last epoch that was whole, as if
+    nothing had ended the training. For that, `batches` must know where it is, as `Batches` does.
 
     With `patience` it ends after so many epochs without a better evaluation loss than the best,
     on every rank after the same. Rank 0 prints a line per epoch, on a terminal with a bar, unless
@@ -43,15 +48,13 @@ class Trainer:
         scheduler: Any = None,
         evaluation: Iterable[tuple[Any, Any]] | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        checkpoint: str | PathLike[str] | None = None,
         patience: int | None = None,
         autocast: torch.dtype | None = None,
         callbacks: Sequence[Callback | AfterEpoch] = (),
         progress: bool = True,
     ) -> None:
-        for name, number in {
-            "epochs": epochs,
-            "patience": 1 if patience is None else patience,
-        }.items():
+        for name, number in ("epochs", epochs), ("patience", 1 if patience is None else patience):
             if not (is_number(number) and number):
                 raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
         for name, given in {"metrics": metrics, "patience": patience}.items():
@@ -68,9 +71,12 @@ class Trainer:
         self.callbacks = [as_callback(given) for given in callbacks]
         self.optimizer = executor.optimizer  # refused at once where there is none
         self.history = History()
+        self._kept = Kept(checkpoint, executor, scheduler, batches, evaluation)
 
     def fit(self) -> History:
         """Train until the last epoch, or until patience ends, and return all epochs."""
+        if not self.history:
+            self.history = self._kept.resume()
         steps = length_hint(self.batches) or None
         with shown(self.epochs, steps, len(self.history), self.progress) as progress:
             callbacks = [*progress, *self.callbacks]
@@ -86,6 +92,7 @@ class Trainer:
                     for callback in callbacks:
                         callback.after_step(result)
                 self.history = self.history.then(loss.mean, rate, self.evaluate())
+                self._kept.save(self.history)
                 for callback in callbacks:
                     callback.after_epoch(self.history)
         return self.history

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import schedir
 from schedir.runtime import Executor, StepResult
@@ -20,6 +22,8 @@ from schedir.training import (
     Trainer,
     accuracy,
     evaluate,
+    gathered_state,
+    partition,
     perplexity,
     warmup_cosine,
 )
@@ -225,6 +229,102 @@ def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
         assert executor.steps == 5 + 2 * 3
 
 
+def noisy_executor(rank: int | None, chunks: int = 1) -> Executor:
+    """Of layers with dropout, cut in two or four."""
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    schedule = schedir.build(name, ranks=2, microbatches=4, chunks=chunks)
+    torch.manual_seed(7)
+    layers = [nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, CLASSES)]
+    stages = partition(layers, schedule, by="uniform")
+    return Executor(schedule, stages, LOSS, adamw, in_process=rank is None)
+
+
+class Ends(Callback):
+    """What ends a training after so many steps."""
+
+    def __init__(self, executor: Executor, steps: int) -> None:
+        self.executor, self.steps = executor, steps
+
+    def after_step(self, result: StepResult) -> None:
+        if self.executor.steps == self.steps:
+            raise KeyboardInterrupt
+
+
+def fitted(
+    executor: Executor, folder: Path | None, epochs: int, ends: int | None = None
+) -> tuple[History, dict[str, Tensor] | None]:
+    """Shuffled batches, and a shuffled evaluation set; the history, and the whole model."""
+    x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
+    data = TensorDataset(x, y)
+
+    def batches() -> Batches:
+        own = torch.Generator().manual_seed(4)
+        return Batches(DataLoader(data, batch_size=8, shuffle=True, generator=own))
+
+    trainer = Trainer(
+        executor,
+        batches(),
+        epochs=epochs,
+        scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
+        evaluation=batches(),
+        metrics={"accuracy": accuracy},
+        checkpoint=folder,
+        callbacks=[] if ends is None else [Ends(executor, ends)],
+        progress=False,
+    )
+    with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    return trainer.history, gathered_state(executor)
+
+
+def assert_resumes(rank: int | None, folder: Path) -> None:
+    with noisy_executor(rank) as executor:
+        expected, weights = fitted(executor, None, 4)
+    with noisy_executor(rank) as executor:
+        history, _ = fitted(executor, folder, 4, ends=8)  # in the third epoch of three steps
+    assert history == expected[:2]
+    with noisy_executor(rank) as executor:
+        found, resumed = fitted(executor, folder, 4)
+        assert executor.steps == 12
+        assert found == expected
+        assert fitted(executor, folder, 4)[0] == expected  # there is nothing left to do
+        assert executor.steps == 12
+    assert (weights is None) == (resumed is None) == (rank == 1)
+    for name in weights or ():
+        assert resumed is not None
+        assert weights is not None
+        assert torch.equal(weights[name], resumed[name]), name
+
+
+def test_a_training_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    assert_resumes(None, tmp_path / "run")
+
+
+@on_ranks(2)
+def test_a_training_on_ranks_that_was_interrupted_goes_on_bit_for_bit(
+    rank: int, tmp_path: Path
+) -> None:
+    (folder, _) = everyone(tmp_path)
+    assert_resumes(rank, folder / "run")
+
+
+def test_it_goes_on_under_another_cut(tmp_path: Path) -> None:
+    with noisy_executor(None) as executor:
+        fitted(executor, tmp_path, 2)
+    with noisy_executor(None, chunks=2) as executor:
+        history, _ = fitted(executor, tmp_path, 3)
+    assert len(history) == 3
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, tmp_path: Path) -> None:
+    (folder, _) = everyone(tmp_path)
+    with noisy_executor(rank) as executor:
+        fitted(executor, folder / "run", 1)
+        mine = folder / ("run" if rank else "elsewhere")
+        assert "is not there for process 0: give" in message_of(fitted, executor, mine, 2)
+
+
 def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     with an_executor(None) as executor:
         given: dict[str, Any] = {"evaluation": HELD_OUT, "metrics": {"accuracy": accuracy}}
@@ -256,6 +356,10 @@ def once() -> Iterator[Batch]:
         ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; Batches"),
         ({"batches": [torch.ones(2, 4)]}, "batch 1 is no pair .* but Tensor"),
         ({"batches": Batches(TRAINED, repeat=True)}, "batches never ends"),
+        (
+            {"checkpoint": "nowhere"},
+            r"a list does not know where .* give Batches\(…\)",
+        ),
         ({"evaluation": []}, "evaluation: there is no batch"),
         ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
         ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: (o, t)}}, "metric 'm' must return"),
