@@ -11,9 +11,11 @@ from schedir.training.deferred import deferred
 from schedir.training.evaluation import accuracy, evaluate, perplexity
 from schedir.training.gathering import gathered_state
 from schedir.training.history import Epoch, Evaluation, History
+from schedir.training.losses import causal_lm_loss, causal_lm_tokens
 from schedir.training.measuring import measured_costs
 from schedir.training.partitioning import partition
 from schedir.training.piped import stages_of_pipe
+from schedir.training.pretrained import stages_of
 from schedir.training.rates import warmup_cosine
 from schedir.training.skips import pop, stash
 from schedir.training.stages import Stages
@@ -30,6 +32,8 @@ __all__ = [
     "Trainer",
     "accuracy",
     "balanced",
+    "causal_lm_loss",
+    "causal_lm_tokens",
     "deferred",
     "evaluate",
     "gathered_state",
@@ -37,6 +41,7 @@ __all__ = [
     "partition",
     "perplexity",
     "pop",
+    "stages_of",
     "stages_of_pipe",
     "stash",
     "warmup_cosine",

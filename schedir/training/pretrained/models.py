@@ -1,0 +1,116 @@
+"""A Hugging Face model, given or made of its config on meta; what can't be cut is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.training.pretrained.configs import be_quiet
+from schedir.training.pretrained.weights import on_meta
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """A model: as an instance of it has been given (`real`), and on meta, as an outline of it."""
+
+    skeleton: Any
+    real: nn.Module | None
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.skeleton).__name__
+
+
+def model_of(model_or_config: Any, model_class: Any) -> Model:
+    """The model that the user means.
+
+    Raises ExecutionError for what is none, and for the kinds of models that can't be cut.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ExecutionError(
+            "stages_of needs transformers: pip install 'schedir[examples]'"
+        ) from None
+    if isinstance(model_or_config, transformers.PreTrainedModel):
+        if model_class is not None:
+            raise ExecutionError("model_class= says what to make of a config, not of a model")
+        found = Model(on_meta(model_or_config), model_or_config)
+    elif isinstance(model_or_config, transformers.PreTrainedConfig):
+        made = _class_of(model_or_config, model_class, transformers)
+        config = copy.deepcopy(model_or_config)
+        make = getattr(made, "_from_config", None) or getattr(made, "from_config", None)
+        if make is None:
+            raise ExecutionError(
+                f"model_class must be a class of transformers' models, not {model_class!r}"
+            )
+        with torch.device("meta"):
+            found = Model(make(config), None)
+    else:
+        raise ExecutionError(
+            "stages_of takes a model of transformers or its config, not "
+            f"{type(model_or_config).__name__}; partition cuts other models"
+        )
+    _refuse(found)
+    be_quiet(found.skeleton)
+    return found
+
+
+def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
+    if model_class is not None:
+        return model_class
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+        raise ExecutionError(
+            f"config.architectures names {name}, which is not of transformers; give model_class="
+        )
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ExecutionError(
+        f"{type(config).__name__} does not say which model it is of; give model_class=, or set "
+        "config.architectures"
+    )
+
+
+def _refuse(model: Model) -> None:
+    config = model.skeleton.config
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder's stages take more than the hidden states of the one before"
+    elif getattr(config, "output_router_logits", False):
+        reason = (
+            "output_router_logits adds the balance of all blocks' experts to the loss, and no "
+            "stage has them all; set it to False, to train without that loss"
+        )
+    elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
+        reason = "layerdrop leaves out blocks at random; set it to 0"
+    if reason is not None:
+        raise ExecutionError(f"{model.kind} can't be cut: {reason}")
+
+
+def small_inputs(model: Model) -> dict[str, Tensor]:
+    """What a small microbatch of the model looks like, without values.
+
+    Raises ExecutionError for a model of other inputs than tokens or images.
+    """
+    config, name = model.skeleton.config, model.skeleton.main_input_name
+    meta = torch.device("meta")
+    if name == "input_ids":
+        return {name: torch.empty(2, 8, dtype=torch.long, device=meta)}
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size is not None:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        return {name: torch.empty(2, channels, height, width, device=meta)}
+    raise ExecutionError(
+        f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
+        "images whose config says their image_size can be"
+    )

@@ -1,0 +1,303 @@
+"""What of a model stands before its blocks and what behind them, found by one run without values.
+
+The model runs once on fake tensors, which have shapes and gradients but no memory. It can be cut
+between two blocks where nothing but the hidden states leads from one to the next; whether that is
+so, the gradients tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.training.pretrained.configs import without_values
+
+
+@attrs.frozen
+class Call:
+    """How a block is called: it takes the hidden states as its first argument, or by `keyword`, and
+    returns them alone, or as the first of so many `values`."""
+
+    keyword: str | None
+    values: int | None
+
+
+@attrs.frozen
+class Outline:
+    """How a model is made up, in names of its modules and parameters.
+
+    `blocks` is the list of its blocks, `calls` how each is called. A *unit* is a module beside
+    them: a child of one of the modules that the list is in. `first` are the units and single
+    parameters that belong to the first stage, `last` those of the last one; all other units, which
+    have no parameters, every stage has.
+    """
+
+    blocks: str
+    first: frozenset[str]
+    last: frozenset[str]
+    calls: tuple[Call, ...]
+
+    @property
+    def ancestors(self) -> tuple[str, ...]:
+        """The modules that the list of blocks is in, from the model itself down."""
+        parts = self.blocks.split(".")[:-1]
+        return tuple(".".join(parts[:i]) for i in range(len(parts) + 1))
+
+
+def count(parameters: Iterable[Tensor]) -> int:
+    """How many numbers parameters hold."""
+    return sum(p.numel() for p in parameters)
+
+
+def joined(*names: str) -> str:
+    """The name of a module in another one."""
+    return ".".join(filter(None, names))
+
+
+def blocks_of(model: nn.Module, kind: str) -> str:
+    """The name of the list of a model's blocks: as its pipeline plan says, else the largest list of
+    modules of one class.
+
+    Raises ExecutionError where there is none.
+    """
+    lists = {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
+    }
+    planned = [name for name in getattr(model, "pp_plan", None) or {} if name in lists]
+    alike = [name for name, blocks in lists.items() if len(set(map(type, blocks))) == 1]
+    if not (planned or alike):
+        raise ExecutionError(f"{kind} can't be cut: it has no list of repeated blocks")
+    # Of lists as large as each other, one is in the other and alone there; the outer comes first.
+    found: str = max(planned or alike, key=lambda name: count(lists[name].parameters()))
+    return found
+
+
+def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
+    """The outline of a model on meta; `inputs` are those of a small microbatch.
+
+    Raises ExecutionError, which names what stands in the way, for a model that can't be cut.
+    """
+    blocks = blocks_of(model, kind)
+    tracer = _Tracer(model, blocks, kind)
+    try:
+        with _values(model, inputs) as (tensors, given), tracer.watching():
+            output = torch.func.functional_call(model, tensors, kwargs=given)
+            return tracer.outline(tensors, output)
+    except ExecutionError:
+        raise
+    except Exception as error:  # the model's own code, on what it may not expect
+        raise ExecutionError(
+            f"{kind} can't be cut: it does not run without values on {_shapes(inputs)}: {error}"
+        ) from error
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+
+
+@contextmanager
+def _values(
+    model: nn.Module, inputs: Mapping[str, Tensor]
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Fake tensors for all of a model's, and for its inputs."""
+    training = model.training
+    model.eval()
+    try:
+        with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            tensors = {
+                name: torch.empty_like(p, device="cpu").requires_grad_(p.is_floating_point())
+                for name, p in model.named_parameters()
+            }
+            buffers = {name: torch.empty_like(b, device="cpu") for name, b in model.named_buffers()}
+            given = {name: torch.empty_like(x, device="cpu") for name, x in inputs.items()}
+            yield tensors | buffers, given
+    finally:
+        model.train(training)
+
+
+class _Tracer:
+    """Watches one run: when each unit is called, and what goes into each block and out of it."""
+
+    def __init__(self, model: nn.Module, blocks: str, kind: str) -> None:
+        self._model, self._name, self._kind = model, blocks, kind
+        self._blocks: Sequence[nn.Module] = list(model.get_submodule(blocks).children())
+        self._entered: list[int] = []
+        self._left = 0
+        self._keywords: list[str | None] = []
+        self._values: list[int | None] = []
+        self._hidden: Tensor | None = None
+        self._units = dict(_units(model, blocks))
+        self._called: dict[str, set[str]] = {name: set() for name in self._units}
+        self._carries: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for i, block in enumerate(self._blocks):
+                for handle in (
+                    block.register_forward_pre_hook(self._entering(i), with_kwargs=True),
+                    block.register_forward_hook(self._leaving(i)),
+                ):
+                    stack.callback(handle.remove)
+            for name, unit in self._units.items():
+                stack.callback(unit.register_forward_hook(self._calling(name)).remove)
+            yield
+
+    def _entering(self, i: int) -> Any:
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._entered != list(range(i)) or self._left != i:
+                raise self._refusal(f"its blocks do not run one after the other, each once ({i})")
+            self._entered.append(i)
+            name = self._hidden_of(i, args, kwargs)
+            self._keywords.append(name)
+            hidden = args[0] if name is None else kwargs[name]
+            if i and hidden is not self._hidden:
+                raise self._refusal(
+                    f"it works on the hidden states between blocks {i - 1} and {i} of {self._name}"
+                )
+            if i:
+                return None
+            # Behind a new leaf, whatever else of the beginning reaches the end is seen.
+            self._start = hidden
+            leaf = hidden.detach().requires_grad_()
+            if name is None:
+                return (leaf, *args[1:]), kwargs
+            return args, {**kwargs, name: leaf}
+
+        return entering
+
+    def _hidden_of(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Under which name a block is given the hidden states, None for the first position; they
+        are all that it may be given of what comes of parameters."""
+        given: dict[str | None, Any] = {
+            f"argument {at}" if at else None: value for at, value in enumerate(args)
+        }
+        given.update(kwargs)
+        trained = [
+            name
+            for name, value in given.items()
+            if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(value))
+        ]
+        hidden = trained[0] if trained else None
+        if len(trained) > 1:
+            names = ", ".join("the first argument" if n is None else n for n in trained)
+            raise self._refusal(
+                f"block {i} of {self._name} takes more than the hidden states of what other stages "
+                f"compute: {names}"
+            )
+        value = args[0] if hidden is None and args else kwargs.get(hidden or "")
+        if not isinstance(value, Tensor):
+            raise self._refusal(f"block {i} of {self._name} is not given hidden states, one tensor")
+        return hidden
+
+    def _leaving(self, i: int) -> Any:
+        def leaving(_: nn.Module, args: object, output: Any) -> None:
+            is_tuple = isinstance(output, tuple)
+            self._hidden = output[0] if is_tuple else output
+            if not isinstance(self._hidden, Tensor):
+                raise self._refusal(
+                    f"block {i} of {self._name} returns {type(output).__name__}, no hidden states"
+                )
+            self._values.append(len(output) if is_tuple else None)
+            self._left = i + 1
+
+        return leaving
+
+    def _calling(self, name: str) -> Any:
+        def calling(_: nn.Module, args: object, output: Any) -> None:
+            when = "between"
+            if not self._entered:
+                when = "before"
+            elif self._left == len(self._blocks):
+                when = "after"
+            self._called[name].add(when)
+            leaves = pytree.tree_leaves(output)
+            if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+                self._carries.add(name)
+
+        return calling
+
+    def _refusal(self, reason: str) -> ExecutionError:
+        return ExecutionError(f"{self._kind} can't be cut: {reason}")
+
+    def outline(self, tensors: Mapping[str, Tensor], output: Any) -> Outline:
+        """What the run has shown. `tensors` are the model's, by name."""
+        if self._left != len(self._blocks):
+            raise self._refusal(f"it runs {self._left} of the {len(self._blocks)} {self._name}")
+        first, last = self._placed_units()
+        for name in _single_parameters(self._model, self._name):
+            (first if _reached({name: tensors[name]}, self._start) else last).add(name)
+        self._refuse_shortcuts(first, tensors, output)
+        calls = tuple(map(Call, self._keywords, self._values))
+        return Outline(self._name, frozenset(first), frozenset(last), calls)
+
+    def _placed_units(self) -> tuple[set[str], set[str]]:
+        first: set[str] = set()
+        last: set[str] = set()
+        for name, unit in self._units.items():
+            called, holds = self._called[name], any(True for _ in unit.parameters())
+            if holds and ("between" in called or len(called) > 1):
+                raise self._refusal(f"{name} is used in more places than one, before and behind it")
+            if called == {"before"} and (holds or name in self._carries):
+                first.add(name)
+            elif called == {"after"} or holds:
+                last.add(name)
+        return first, last
+
+    def _refuse_shortcuts(
+        self, first: set[str], tensors: Mapping[str, Tensor], output: Any
+    ) -> None:
+        """Refuse a model whose end uses what its beginning computed, past the blocks."""
+        shared = {names[0] for names in tied(self._model)}
+        own = {
+            name: tensors[name]
+            for name, _ in self._model.named_parameters()
+            if name not in shared and any(name == f or name.startswith(f + ".") for f in first)
+        }
+        for leaf in pytree.tree_leaves(dict(output)):
+            if isinstance(leaf, Tensor) and (found := _reached(own, leaf)):
+                raise self._refusal(f"what {found[0]} gives is used behind the blocks as well")
+
+
+def _reached(parameters: Mapping[str, Tensor], result: Tensor) -> list[str]:
+    """Those of the parameters that a result has a gradient for."""
+    own = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not own or not result.requires_grad:
+        return []
+    grads = torch.autograd.grad(
+        result.sum(), list(own.values()), retain_graph=True, allow_unused=True
+    )
+    return [name for name, grad in zip(own, grads, strict=True) if grad is not None]
+
+
+def _units(model: nn.Module, blocks: str) -> Iterator[tuple[str, nn.Module]]:
+    parts = blocks.split(".")
+    for depth, child in enumerate(parts):
+        above = ".".join(parts[:depth])
+        for name, module in model.get_submodule(above).named_children():
+            if name != child:
+                yield joined(above, name), module
+
+
+def _single_parameters(model: nn.Module, blocks: str) -> Iterator[str]:
+    parts = blocks.split(".")
+    for depth in range(len(parts)):
+        above = ".".join(parts[:depth])
+        for name, _ in model.get_submodule(above).named_parameters(recurse=False):
+            yield joined(above, name)
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    """The parameters that a model has under several names, by these."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

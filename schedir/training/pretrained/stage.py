@@ -1,0 +1,212 @@
+"""One stage of a Hugging Face model: the model's own forward, over what the stage owns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.training.pretrained.configs import without_values
+from schedir.training.pretrained.outline import Call, Outline, joined
+from schedir.training.pretrained.weights import shallow, with_parameter
+
+HIDDEN, GIVEN = "hidden_states", "inputs"
+
+
+@attrs.define(eq=False)
+class Received:
+    """The hidden states that the running forward of a stage was given."""
+
+    hidden: Tensor | None = None
+
+
+class Left(Exception):  # noqa: N818 (it is none)
+    """The forward has come to a block of the next stage."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module of the first stage in all others: no parameters, and of the real module
+    what its attributes say.
+
+    What the model's code makes of its output never gets past the blocks in front. It is NaN, so
+    that it could not go unnoticed if it did.
+    """
+
+    def __init__(self, real: nn.Module, received: Received) -> None:
+        super().__init__()
+        self._real = (real,)  # no child
+        self._received = received
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_real"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """NaN in the hidden states' shape."""
+        hidden = self._received.hidden
+        return None if hidden is None else hidden.new_full((), math.nan).expand_as(hidden)
+
+
+class BlockElsewhere(Elsewhere):
+    """Stands for a block of another stage: of an earlier one, its output is what the stage was
+    given; of a later one, its input is what the stage returns."""
+
+    def __init__(self, real: nn.Module, received: Received, call: Call, earlier: bool) -> None:
+        super().__init__(real, received)
+        self._call, self._earlier = call, earlier
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden states that the stage was given; raises `Left` for a later stage."""
+        if not self._earlier:
+            raise Left(args[0] if self._call.keyword is None else kwargs[self._call.keyword])
+        hidden, values = self._received.hidden, self._call.values
+        return hidden if values is None else (hidden, *[None] * (values - 1))
+
+
+class PretrainedStage(nn.Module):
+    """A stage of a Hugging Face model. Names of its state dict are the whole model's.
+
+    The first takes what the model takes, as a tensor or by name; what it returns, the next one
+    takes: the hidden states, and beside them the model's inputs, which masks and positions are made
+    of. The last returns the logits, (rows, …), or what the model's output has instead.
+
+    The children are those of `model`, a copy of the whole model in which other modules stand for
+    what the stage does not own.
+    """
+
+    def __init__(self, model: nn.Module, received: Received, main_input: str) -> None:
+        super().__init__()
+        self._model = (model,)  # no child, for names are to begin below it
+        self._received = received
+        self._main_input = main_input
+        self._modules, self._parameters = model._modules, model._parameters
+        self._buffers = model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._takes = tuple(inspect.signature(model.forward).parameters)
+
+    def train(self, mode: bool = True) -> PretrainedStage:
+        """Set the mode of all modules, those that hold others too."""
+        self._model[0].train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, boundary: Any, /) -> Any:
+        """The hidden states and inputs for the next stage, or the model's output."""
+        hidden: Tensor | None = None
+        if isinstance(boundary, Mapping) and HIDDEN in boundary and GIVEN in boundary:
+            hidden, given = boundary[HIDDEN], boundary[GIVEN]
+        else:
+            given = self._named(boundary)
+        self._received.hidden = hidden
+        fakes = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(boundary))
+        try:
+            with without_values(self._model[0]) if fakes else nullcontext():
+                output = self._model[0](**self._inputs(given, hidden))
+        except Left as left:
+            return {HIDDEN: left.hidden, GIVEN: self._carried(given)}
+        finally:
+            self._received.hidden = None
+        return _result(output)
+
+    def _named(self, inputs: Any) -> dict[str, Any]:
+        """The model's inputs by name."""
+        if isinstance(inputs, Tensor):
+            return {self._main_input: inputs}
+        if not isinstance(inputs, Mapping):
+            raise ExecutionError(
+                f"a step's inputs are {self._main_input} or a mapping of what the model takes, not "
+                f"{type(inputs).__name__}"
+            )
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if "labels" in given:
+            raise ExecutionError("the model's labels go into target=, not into a step's inputs")
+        for name in given:
+            if name not in self._takes:
+                raise ExecutionError(f"the model takes no {name}, only {', '.join(self._takes)}")
+        return given
+
+    def _carried(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs as they travel on: of images or sound, which only the first stage reads, the
+        shape of a sample."""
+        main = given.get(self._main_input)
+        if not isinstance(main, Tensor) or not main.is_floating_point():
+            return dict(given)
+        return {**given, self._main_input: tuple(main.shape[1:])}
+
+    def _inputs(self, given: Mapping[str, Any], hidden: Tensor | None) -> dict[str, Any]:
+        main = given.get(self._main_input)
+        if hidden is None or not isinstance(main, tuple):
+            return dict(given)
+        nothing = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
+        return {**given, self._main_input: nothing}
+
+
+def _result(output: Any) -> Any:
+    """The logits of a model's output; where it has none, its only tensor, or all by name."""
+    if "logits" in output:
+        return output["logits"]
+    found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+    return next(iter(found.values())) if len(found) == 1 else found
+
+
+def assembled(
+    skeleton: nn.Module,
+    real: nn.Module,
+    outline: Outline,
+    blocks: range,
+    copies: Mapping[str, nn.Parameter],
+) -> PretrainedStage:
+    """The stage that owns `blocks` of `real`, whose modules it takes as they are, but for the
+    parameters that it has `copies` of.
+
+    `skeleton` is the same model on meta, which the stage has of all that it does not own.
+    """
+    received = Received()
+    dropped: set[str] = set()
+    if blocks.start > 0:
+        dropped |= outline.first
+    if blocks.stop < len(outline.calls):
+        dropped |= outline.last
+    held: nn.Module = nn.ModuleList()
+    held.training = real.training
+    for i, block in enumerate(real.get_submodule(outline.blocks).children()):
+        if i not in blocks:
+            like = skeleton.get_submodule(joined(outline.blocks, str(i)))
+            block = BlockElsewhere(like, received, outline.calls[i], earlier=i < blocks.start)
+        held.add_module(str(i), block)
+    for name in reversed(outline.ancestors):
+        source = real.get_submodule(name)
+        container = shallow(skeleton.get_submodule(name))
+        container.training = source.training
+        container._buffers = copy.deepcopy(source._buffers)
+        for key, p in source._parameters.items():
+            container._parameters[key] = None if joined(name, key) in dropped else p
+        for key, child in source._modules.items():
+            path = joined(name, key)
+            if path == outline.blocks or path in outline.ancestors:
+                child = held
+            elif path in dropped:
+                child = Elsewhere(skeleton.get_submodule(path), received)
+            elif path not in outline.first | outline.last:
+                child = copy.deepcopy(child)  # without parameters: every stage has its own
+            container._modules[key] = child
+        held = container
+    for name, p in copies.items():
+        held = with_parameter(held, name, p)
+    return PretrainedStage(held, received, getattr(real, "main_input_name", "input_ids"))

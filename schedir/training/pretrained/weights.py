@@ -1,0 +1,121 @@
+"""Weights for what this process owns of a model on meta: the same for a seed, however it is cut."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedir.errors import ExecutionError
+from schedir.training.pretrained.outline import tied
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model without memory for its tensors, and without hooks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    like = copy.deepcopy(model, {id(t): _empty(t, torch.device("meta")) for t in tensors})
+    for module in like.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            getattr(module, name).clear()
+    return like
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    like = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        like = nn.Parameter(like, tensor.requires_grad)
+    like.__dict__.update(tensor.__dict__)  # marks that models put on parameters
+    return like
+
+
+def materialise(
+    model: Any, owned: Collection[str], seed: int, device: torch.device, kind: str
+) -> None:
+    """Give the owned modules and parameters of a model on meta memory on `device`, and the values
+    that the model's own code initialises them with.
+
+    A parameter's random values are drawn by the seed and its name, so they depend on nothing else.
+    Buffers get their values everywhere, for every stage may read them.
+
+    Raises ExecutionError for a model whose code leaves some as they are.
+    """
+    names = {id(p): group[0] for group in tied(model) for p in [model.get_parameter(group[0])]}
+    real: dict[int, Tensor] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), name)
+        if any(name == o or name.startswith(f"{o}.") for o in owned) and id(p) not in real:
+            real[id(p)] = _filled(p, device)
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and id(p) in real:
+                module._parameters[key] = real[id(p)]
+        for key, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[key] = _filled(b, device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _Seeds(model, seed):
+        model.initialize_weights()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
+            raise ExecutionError(
+                f"{kind} can't be made stage by stage: its code does not initialise {name}; give "
+                "stages_of an instance of the model"
+            )
+
+
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor, of which one sees whether it was written."""
+    like = _empty(tensor, device)
+    if like.is_floating_point():
+        torch.nn.init.constant_(like, torch.nan)
+    return like
+
+
+class _Seeds(TorchDispatchMode):
+    """Seeds every draw of random numbers by the name of what they are for, and which of its draws
+    it is."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
+        self._draws: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            first = args[0] if args else None
+            storage = first.untyped_storage()._cdata if isinstance(first, Tensor) else None
+            name = self._names.get(storage, "")
+            text = f"{self._seed} {self._draws[name]} {name}"
+            self._draws[name] += 1
+            torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+        return func(*args, **(kwargs or {}))
+
+
+def with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
+    """A module's like with another parameter of that name; it shares all else."""
+    like = shallow(module)
+    child, _, rest = name.partition(".")
+    if rest:
+        like._modules[child] = with_parameter(module.get_submodule(child), rest, parameter)
+    else:
+        like._parameters[name] = parameter
+    return like
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A module's like that has the same children, parameters and settings."""
+    like = module.__new__(type(module))
+    like.__dict__ = {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
+    }
+    return like
