@@ -70,10 +70,9 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
     placement = model.schedule.placement
 
     def saves(stage: int) -> bool:
-        # In one process all ranks' stages are here.
-        return model.pipeline == 0 and (
-            placement[stage][0] == model.rank or len(model.stages) == len(placement)
-        )
+        holders = placement[stage]
+        # In one process other ranks' stages are here as well.
+        return model.pipeline == 0 and (model.rank == holders[0] or model.rank not in holders)
 
     found = [
         Held(f"stage {stage}", stage, "model", module, saves(stage))
