@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -205,6 +205,24 @@ class Engine:
         self._world.check_usable()
         with self._world.together("collect"):
             return self._world.control.collect(value)
+
+    def hand_out(self, values: Sequence[Any] | None) -> Any:
+        """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
+        self._world.check_usable()
+        grid, control = self._plan.grid, self._world.control
+        speaker = self._plan.schedule.placement[0][0]
+        with self._world.together("hand_out"):
+            if grid.rank != speaker:
+                return control.receive(speaker)
+            if values is None or len(values) != grid.ranks:
+                raise ExecutionError(
+                    f"hand_out: rank {speaker}, which runs the first stage, gives one value for "
+                    f"each of the {grid.ranks} ranks"
+                )
+            for rank in range(grid.ranks):
+                if rank != speaker:
+                    control.send(values[rank], rank)
+            return values[speaker]
 
     def timelines(self) -> list[Timeline]:
         """Those of the steps since this was asked last, on rank 0; see there."""

@@ -246,6 +246,15 @@ class Executor:
         what is large: nobody but the first has all values at once."""
         return self._engine.collect(value)
 
+    def hand_out(self, values: Sequence[Any] | None = None) -> Any:
+        """Give every rank of a pipeline an object that only the first stage's rank knows.
+
+        There `values` has one for each rank, which can be pickled; elsewhere it is None. Returns
+        this rank's own. All ranks call it, between the same two calls. Raises ExecutionError where
+        others fail, or don't come in time.
+        """
+        return self._engine.hand_out(values)
+
     def timelines(self) -> list[Timeline]:
         """When each entry ran in every call of `step` since this was called last: a measured
         `Timeline` for each, on rank 0; an empty list elsewhere, and on other pipelines.
