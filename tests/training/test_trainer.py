@@ -251,7 +251,11 @@ class Ends(Callback):
 
 
 def fitted(
-    executor: Executor, folder: Path | None, epochs: int, ends: int | None = None
+    executor: Executor,
+    folder: Path | None,
+    epochs: int,
+    ends: int | None = None,
+    reader: str = "all",
 ) -> tuple[History, dict[str, Tensor] | None]:
     """Shuffled batches, and a shuffled evaluation set; the history, and the whole model."""
     x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
@@ -259,7 +263,10 @@ def fitted(
 
     def batches() -> Batches:
         own = torch.Generator().manual_seed(4)
-        return Batches(DataLoader(data, batch_size=8, shuffle=True, generator=own))
+        loader = DataLoader(data, batch_size=8, shuffle=True, generator=own)
+        if reader == "all":
+            return Batches(loader)
+        return Batches(None if executor.rank else loader, reader=reader, executor=executor)
 
     trainer = Trainer(
         executor,
@@ -306,6 +313,17 @@ def test_a_training_on_ranks_that_was_interrupted_goes_on_bit_for_bit(
 ) -> None:
     (folder, _) = everyone(tmp_path)
     assert_resumes(rank, folder / "run")
+
+
+@on_ranks(2)
+def test_one_rank_may_read_for_all_and_resume(rank: int, tmp_path: Path) -> None:
+    (folder, _) = everyone(tmp_path)
+    with noisy_executor(rank) as executor:
+        expected, _ = fitted(executor, None, 3)
+    with noisy_executor(rank) as executor:
+        fitted(executor, folder / "run", 3, ends=5, reader="first")
+    with noisy_executor(rank) as executor:
+        assert fitted(executor, folder / "run", 3, reader="first")[0] == expected
 
 
 def test_it_goes_on_under_another_cut(tmp_path: Path) -> None:
