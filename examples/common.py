@@ -7,15 +7,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from reference import Reference
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import Tensor
 
 import schedir
 from schedir.render import legible, timeline_text
@@ -135,30 +134,20 @@ class Losses(Callback, list[float]):
         self.append(result.loss)
 
 
-def gather(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The whole model's present weights by name, on rank 0; nothing elsewhere."""
-    weights = {name: w for stage in stages for name, w in stage.state_dict().items()}
-    gathered: list[Any] = [weights] + [{}] * (RANKS - 1)
-    if RANKS > 1:
-        dist.gather_object(weights, gathered if RANK == 0 else None)
-    # Where several ranks have one, rank 0's pipeline wins: BatchNorm's statistics are its own.
-    whole = {name: w for part in reversed(gathered) for name, w in part.items()}
-    return whole if RANK == 0 else {}
-
-
 def verify(
     reference: Reference,
     batches: Iterable[tuple[Any, ...]],
     losses: Sequence[float],
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     tolerance: float = 0.0,
 ) -> bool:
     """Train `reference` on the same batches, and say whether it came to the same: on rank 0.
 
-    `losses` are those of the pipeline's steps, `weights` those that it ended with. They may differ
-    by `tolerance`, relative to 1 where they are smaller; by default all weights are the same, bit
-    for bit, and so are the losses, but for the order in which a step's mean is added up.
+    `losses` are those of the pipeline's steps, `weights` its `gathered_state` at their end. They
+    may differ by `tolerance`, relative to 1 where they are smaller; by default all weights are the
+    same, bit for bit, and so are the losses, but for the order in which a mean is added up.
     """
+    assert weights is not None, "it is rank 0 that has all weights"
     expected = []
     with progress_bar() as bar:
         console.print("verify: the same training in one process …")
@@ -177,7 +166,7 @@ def _differences(
     reference: Reference,
     expected: Sequence[float],
     losses: Sequence[float],
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     tolerance: float,
 ) -> Iterable[str]:
     """The first loss that differs, and the first weight."""

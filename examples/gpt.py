@@ -6,7 +6,7 @@ Nothing here knows of schedir: a stage is an ordinary module, and any module wil
 import os
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -97,6 +97,12 @@ def build_stage(config: Config, stage: int, stages: int, seed: int = 0) -> nn.Se
     return nn.Sequential(layers)
 
 
+def size(config: Config) -> int:
+    """The number of parameters."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in build_stage(config, 0, 1).parameters())
+
+
 def _seeded(layer: Callable[[Config], nn.Module], config: Config, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -156,14 +162,8 @@ def batch(text: Tensor, rows: int, context: int, seed: int, step: int) -> tuple[
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-@torch.no_grad()
-def evaluate(stages: Sequence[nn.Module], text: Tensor, context: int, rows: int = 128) -> float:
-    """The mean loss of the whole model on `rows` windows spread evenly over `text`."""
+def windows(text: Tensor, context: int, rows: int = 128) -> list[tuple[Tensor, Tensor]]:
+    """Batches of `rows` windows in all, spread evenly over `text`, and the bytes after theirs."""
     starts = torch.linspace(0, len(text) - context - 1, rows).long()[:, None]
-    total = 0.0
-    for windows in text[starts + torch.arange(context + 1)].long().split(16):
-        x = windows[:, :-1]
-        for stage in stages:
-            x = stage.eval()(x)
-        total += loss_fn(x, windows[:, 1:]).item() * len(windows)
-    return total / rows
+    cut = text[starts + torch.arange(context + 1)].long()
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cut.split(16)]

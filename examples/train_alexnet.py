@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from alexnet import alexnet
-from common import RANKS, Losses, Parser, build, gather, run, show, verify
+from common import RANKS, Losses, Parser, build, run, show, verify
 from images import CLASSES, Pair, cifar, digits
 from reference import Reference
 from torch import nn
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from schedir.runtime import Executor
-from schedir.training import Batches, Trainer, accuracy, partition
+from schedir.training import Batches, Trainer, accuracy, gathered_state, partition
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> bool:
             callbacks=[losses],
         )
         trainer.fit()
-        weights = gather(stages.values())
+        weights = gathered_state(executor)
 
     if not args.verify:
         return True

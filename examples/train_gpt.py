@@ -11,20 +11,24 @@ stands above the one that was measured.
 
 import argparse
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RANK, RANKS, Parser, build, console, fail, gather, progress_bar, run, verify
-from gpt import Config, batch, build_stage, corpus, evaluate, loss_fn
+from common import RANK, RANKS, Losses, Parser, build, console, fail, run, verify
+from gpt import Config, batch, build_stage, corpus, loss_fn, size, windows
 from reference import Reference
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import schedir
 from schedir.render import timeline_text
 from schedir.render.html import html_page
 from schedir.runtime import Executor, StepResult
 from schedir.simulator import median_step
+from schedir.training import Batches, Callback, History, Trainer, evaluate, gathered_state
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -43,20 +47,19 @@ def train(args: argparse.Namespace) -> bool:
         return torch.optim.AdamW(weights, lr=args.lr)
 
     text, held_out = corpus()
-
-    def data(step: int) -> tuple[Tensor, Tensor]:
-        return batch(text, args.batch, config.context, args.seed, step)
-
-    def held_out_loss(weights: dict[str, Tensor]) -> float:
-        if not weights:
-            return 0.0  # only rank 0 has the whole model
-        model = build_stage(config, 0, 1)
-        model.load_state_dict(weights)
-        return evaluate([model], held_out, config.context)
+    test = windows(held_out, config.context)
+    draw = partial(batch, text, args.batch, config.context, args.seed)
+    steps: Any = range(args.steps)
+    batches = Batches(DataLoader(steps, batch_size=None, collate_fn=draw))
 
     timeline = schedir.simulate(sched)
-    meter = Meter(tokens=args.batch * config.context, simulated=timeline.bubble_fraction)
+    meter = Meter(args.log_every, args.batch * config.context, timeline.bubble_fraction)
+    losses = Losses()
 
+    console.print(
+        f"{sched.name}: {sched.stages} stages on {sched.ranks} ranks, {sched.microbatches} "
+        f"microbatches; {size(config) / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text"
+    )
     with Executor(
         sched,
         stages=stages,
@@ -66,41 +69,27 @@ def train(args: argparse.Namespace) -> bool:
         in_process=bool(args.in_process),
         trace=not args.in_process,  # ranks that take turns do not wait as a pipeline's do
     ) as executor:
-        model = gather(stages.values())
-        size = sum(weight.numel() for weight in model.values())
-        console.print(
-            f"{sched.name}: {sched.stages} stages on {sched.ranks} ranks, {sched.microbatches} "
-            f"microbatches; {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text"
+        trainer = Trainer(
+            executor,
+            batches,
+            epochs=1,
+            evaluation=test,
+            callbacks=[meter, losses],
         )
-        before = held_out_loss(model)
+        before = evaluate(executor, test).loss
         console.print(f"held-out loss {before:.3f}")
-        losses = []
-        with progress_bar() as bar:
-            task = bar.add_task("train", total=args.steps)
-            for step in range(args.steps):
-                inputs, target = data(step)
-                result = executor.step(inputs, target=target)
-                if step > 0 or args.steps == 1:  # the first step also finds the tensors' shapes
-                    meter.add(result)
-                losses.append(result.loss)
-                bar.advance(task)
-                if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-                    speed = meter.report()
-                    console.print(f"step {step + 1:>4}  loss {result.loss:.3f}  {speed}")
-        model = gather(stages.values())
+        after = trainer.fit()[-1].evaluation_loss
+        weights = gathered_state(executor)
         measured = [] if args.in_process else executor.timelines()
 
-    if RANK != 0:
-        return True
-    equal = True
     console.print(f"\n{timeline_text(timeline).strip()}\n")
-    after = held_out_loss(model)
     console.print(f"held-out loss {before:.3f} → {after:.3f}, {meter.summary()}")
+    equal = True
     if args.verify:
         initial = [build_stage(config, i, sched.stages, args.seed) for i in range(sched.stages)]
         reference = Reference(sched, initial, loss_fn, optimizer, args.seed)
-        equal = verify(reference, map(data, range(args.steps)), losses, model)
-    if measured:
+        equal = verify(reference, batches, losses, weights)
+    if measured:  # on rank 0
         predict(measured, args.page)
     return equal
 
@@ -126,37 +115,46 @@ def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
     console.print(f"predicted above measured, to look at in a browser: {page}")
 
 
-class Meter:
-    """How fast the training is, and the share of their time that the ranks wait (the bubble).
+class Meter(Callback):
+    """Prints how fast the training is, and the share of time that ranks wait (the bubble).
 
-    `tokens` is the number of tokens in a step, `simulated` the bubble that the schedule promises.
+    `every` is how many steps make a line, `tokens` their number in a step, `simulated` the bubble
+    that the schedule promises.
     """
 
-    def __init__(self, tokens: int, simulated: float) -> None:
-        self.tokens = tokens
-        self.simulated = simulated
+    def __init__(self, every: int, tokens: int, simulated: float) -> None:
+        self.every, self.tokens, self.simulated = every, tokens, simulated
+        self.steps = 0
         self.recent = torch.zeros(3, dtype=torch.float64)  # steps, seconds busy, seconds in all
         self.total = torch.zeros(3, dtype=torch.float64)
 
-    def add(self, result: StepResult) -> None:
-        """Count a step of this rank."""
-        self.recent += torch.tensor([1, result.busy, result.elapsed])
+    def after_step(self, result: StepResult) -> None:
+        self.steps += 1
+        if self.steps > 1:  # the first step also finds the tensors' shapes
+            self.recent += torch.tensor([1, result.busy, result.elapsed])
+        if self.steps % self.every == 0:
+            speed = self._line(self._summed_up())
+            console.print(f"step {self.steps:>4}  loss {result.loss:.3f}  {speed}")
 
-    def report(self) -> str:
-        """What happened since the last report, over all ranks: every rank has to call it."""
-        if RANKS > 1:
-            dist.all_reduce(self.recent)
-        self.total += self.recent
-        line = self._line(self.recent)
-        self.recent.zero_()
-        return line
+    def after_epoch(self, history: History) -> None:
+        self._summed_up()
 
     def summary(self) -> str:
-        """What happened up to the last report."""
+        """What happened in all epochs."""
         return self._line(self.total)
+
+    def _summed_up(self) -> Tensor:
+        """What happened since the last time, over all ranks: every rank has to call it."""
+        found, self.recent = self.recent, torch.zeros(3, dtype=torch.float64)
+        if RANKS > 1:
+            dist.all_reduce(found)
+        self.total += found
+        return found
 
     def _line(self, sums: Tensor) -> str:
         steps, busy, elapsed = sums.tolist()
+        if not steps:
+            return "nothing measured yet"
         return (
             f"{self.tokens * steps / elapsed:,.0f} tokens/s  {elapsed / steps * 1e3:.0f} ms/step  "
             f"bubble {1 - busy / elapsed:.1%} measured, {self.simulated:.1%} simulated"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-from common import Losses, Parser, build, fail, gather, run, show, verify
+from common import Losses, Parser, build, fail, run, show, verify
 from images import CLASSES, Images, cifar, digits
 from reference import Reference
 from resnet import resnet
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from vit import vit
 
 from schedir.runtime import Executor
-from schedir.training import Batches, Trainer, accuracy, partition, warmup_cosine
+from schedir.training import Batches, Trainer, accuracy, gathered_state, partition, warmup_cosine
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> bool:
             callbacks=[losses],
         )
         trainer.fit()
-        weights = gather(stages.values())
+        weights = gathered_state(executor)
 
     if not args.verify:
         return True

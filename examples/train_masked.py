@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from common import Losses, Parser, build, gather, run, show, verify
+from common import Losses, Parser, build, run, show, verify
 from masked import Config, counted, hide, lines, loss_fn, masked_model
 from reference import Reference
 from torch import nn
 from torch.utils.data import DataLoader
 
 from schedir.runtime import Executor
-from schedir.training import Batches, Trainer, accuracy, partition
+from schedir.training import Batches, Trainer, accuracy, gathered_state, partition
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -54,7 +54,7 @@ def train(args: argparse.Namespace) -> bool:
             callbacks=[losses],
         )
         trainer.fit()
-        weights = gather(stages.values())
+        weights = gathered_state(executor)
 
     if not args.verify:
         return True

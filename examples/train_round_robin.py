@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from common import Parser, build, console, fail, gather, run, verify
+from common import Parser, build, console, fail, run, verify
 from gpt import Block, Config, Embedding, Head, batch, corpus, loss_fn
 from reference import Reference
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 import schedir
 from schedir.render import timeline_text
 from schedir.runtime import Executor
-from schedir.training import deferred, partition
+from schedir.training import deferred, gathered_state, partition
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace) -> bool:
     batches = [batch(text, args.batch, args.context, args.seed, i) for i in range(args.steps)]
     with Executor(sched, stages, loss_fn, optimizer, seed=args.seed) as executor:
         losses = [executor.step(inputs, target=target).loss for inputs, target in batches]
-        weights = gather(stages.values())
+        weights = gathered_state(executor)
     costs = schedir.CostModel(forward=tuple(ranks), backward=tuple(2 * cost for cost in ranks))
     console.print(timeline_text(schedir.simulate(sched, costs)).strip())
     console.print(f"\nloss {losses[0]:.3f} → {losses[-1]:.3f}")
