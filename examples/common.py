@@ -76,6 +76,8 @@ class Parser(argparse.ArgumentParser):
 
     def arguments(self) -> argparse.Namespace:
         """The command line's options; `ranks` are those of the schedule: all, unless it is one."""
+        legible(sys.stdout)
+        legible(sys.stderr)
         args = self.parse_args()
         args.set = dict(args.set)
         args.ranks = args.in_process or getattr(args, "ranks", RANKS)
@@ -93,8 +95,6 @@ class Parser(argparse.ArgumentParser):
 
 def run(train: Callable[[argparse.Namespace], bool], args: argparse.Namespace) -> NoReturn:
     """Train, and end the process: with 1 where `train` says that --verify found a difference."""
-    legible(sys.stdout)
-    legible(sys.stderr)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     try:
