@@ -356,6 +356,26 @@ def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_terminal_has_a_bar_of_the_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as rich takes a terminal to be
+    with an_executor(None) as executor:
+        Trainer(executor, TRAINED, epochs=2).fit()
+    printed = capsys.readouterr().out
+    assert "0/3" in printed  # drawn a few times a second, so maybe nothing else
+    assert "epoch 1 of 2" in printed
+    assert "epoch 3" not in printed
+
+
+@on_ranks(2)
+def test_the_first_rank_alone_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with an_executor(rank) as executor:
+        Trainer(executor, TRAINED, epochs=2).fit()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:7] for line in lines] == ([] if rank else ["epoch 1", "epoch 2"])
+
+
 def once() -> Iterator[Batch]:
     yield from TRAINED
 
