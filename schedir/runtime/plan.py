@@ -166,6 +166,13 @@ def _check_updates(given: Arguments, schedule: Schedule) -> None:
     check_stepping(schedule, versions, given.optimizer is not None)
     if given.clip_grad_norm is not None:
         check_clipping(schedule)
+    shared = getattr(given.stages, "ties", ())  # of schedir.training's Stages
+    if given.optimizer is not None and shared and not given.ties:
+        copies = ", ".join(f"{name} of stage {stage}" for stage, name in shared[0])
+        raise ExecutionError(
+            f"{copies} are one parameter, and without ties= each copy would be trained by itself; "
+            "pass ties=stages.ties"
+        )
     if given.optimizer is None and (given.ties or given.clip_grad_norm is not None):
         raise ExecutionError(
             "ties= and clip_grad_norm= act between the gradients and the step, so they need an "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import CellType
 from typing import Any, TypeAlias
 
 import attrs
@@ -68,6 +70,28 @@ def _check(layer: Layer) -> None:
             f"layer {layer.name} is no module, function or deferred layer, but "
             f"{type(layer.given).__name__}"
         )
+    if not isinstance(layer.given, (nn.Module, Deferred, Stash, Pop)):
+        held = _held_module(layer.given)
+        if held is not None:
+            raise ExecutionError(
+                f"layer {layer.name} is a function that uses the module {type(held).__name__}, "
+                "whose parameters its stage would neither hold nor train; list a module that has "
+                "it, or, where it is a layer of its own as well, deferred(…).tied(key, use)"
+            )
+
+
+def _held_module(function: Any) -> nn.Module | None:
+    """A module with parameters that a function brings along, if that can be seen."""
+    if isinstance(function, partial):
+        inside = [function.func, *function.args, *function.keywords.values()]
+    else:
+        cells = getattr(function, "__closure__", None) or ()
+        inside = [cell.cell_contents for cell in cells if cell != CellType()]
+        inside.append(getattr(function, "__self__", None))
+    for held in inside:
+        if isinstance(held, nn.Module) and next(held.parameters(), None) is not None:
+            return held
+    return None
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -279,6 +280,10 @@ def test_what_init_leaves_out_is_named() -> None:
         partition([deferred(Offset)], 1, init=reset)
 
 
+def using(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: x @ module.get_parameter("weight").T
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "more stages than layers": (lambda: partition(sequential(), 6), "6 stages .* of 5 layers"),
     "no stage": (lambda: partition(sequential(), 0), "1 stage or more, not 0"),
@@ -288,6 +293,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no function": (lambda: partition([nn.ReLU(), 3], 2), "layer 1 is no module, .* but int"),
     "made": (lambda: deferred(nn.ReLU()), "this ReLU is made already"),
     "makes nothing": (lambda: deferred(3), "not int"),  # type: ignore[arg-type]
+    "a function of a module": (
+        lambda: partition([using(nn.Linear(4, 4))], 1),
+        r"layer 0 is a function that uses the module Linear, whose .*tied",
+    ),
+    "a method of a module": (
+        lambda: partition([nn.ReLU(), nn.Linear(4, 4).forward], 1),
+        "layer 1 is a function that uses the module Linear",
+    ),
+    "a function with a module": (
+        lambda: partition([functools.partial(torch.multiply, nn.Linear(4, 4))], 1),
+        "layer 0 is a function that uses the module Linear",
+    ),
     "no layer made": (lambda: partition([deferred(int)], 1), "layer 0: int has made no layer"),
     "not on meta": (
         lambda: partition([deferred(lambda: nn.Linear(2, int(torch.ones(1).item())))], 1),

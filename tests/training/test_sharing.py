@@ -127,6 +127,15 @@ def test_one_module_listed_twice_is_one_on_a_stage_and_tied_across() -> None:
     assert [set(tie) for tie in stages.ties] == [{(0, "0.weight"), (1, "5.weight")}]
 
 
+def test_ties_must_not_be_forgotten() -> None:
+    sched = schedir.build("1f1b", ranks=2, microbatches=4)
+    stages = by_key_rounded(sched, by="uniform")
+    expected = r"0.weight of stage 0, 4.weight of stage 1 are one parameter.* ties=stages.ties"
+    with pytest.raises(ExecutionError, match=expected):
+        Executor(sched, stages, loss_fn, sgd, in_process=True)
+    Executor(sched, stages, loss_fn, None, in_process=True).close()
+
+
 def test_a_copy_shares_all_but_the_tied_parameter() -> None:
     table = nn.Embedding(5, 4)
     head = nn.Linear(4, 5)
