@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
@@ -41,6 +42,9 @@ class Chain(nn.Module):
     keyword where forward takes it so, else as one argument; so what is computed does not depend on
     the cut. `before` says where the input comes from. `enters` and `leaves` are the names of what
     is put aside and comes in, or goes out, behind the value itself, in a tuple.
+
+    What a stage is given beside its input, by name, goes to each of its layers whose forward, or
+    function, has a parameter of that name.
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class Chain(nn.Module):
         for name, module in modules.items():
             _attach(self, name, module)
 
-    def forward(self, given: Any, /) -> Any:
+    def forward(self, given: Any, /, **beside: Any) -> Any:
         """Call the layers."""
+        taken = self._takers(beside) if beside else {}
         aside: dict[str, Any] = {}
         value = given
         if self._enters:
@@ -70,7 +75,7 @@ class Chain(nn.Module):
                 aside[link.skip.name] = value
                 continue
             try:
-                value = self._called(link, value, aside)
+                value = self._called(link, value, aside, taken.get(link))
             except torch.OutOfMemoryError:
                 raise
             except _OF_THE_INPUT as error:
@@ -84,17 +89,44 @@ class Chain(nn.Module):
             return (value, *(aside[name] for name in self._leaves))
         return value
 
-    def _called(self, link: Link, value: Any, aside: Mapping[str, Any]) -> Any:
+    def _called(
+        self, link: Link, value: Any, aside: Mapping[str, Any], beside: Mapping[str, Any] | None
+    ) -> Any:
         if isinstance(link.skip, Pop):
             return link.skip.join(value, aside[link.skip.name])
-        layer = link.function
-        if layer is None:
-            layer = self.get_submodule(link.name)
-            if link.use is not None:
-                return link.use(layer, value)
-        if isinstance(value, Tensor):
+        layer = self._layer(link)
+        if link.use is not None:
+            return link.use(layer, value, **beside or {})
+        if isinstance(value, Tensor) and not beside:
             return layer(value)
-        return convention_of(layer, value, None)(layer, value)
+        return convention_of(layer, value, beside)(layer, value, beside)
+
+    def _layer(self, link: Link) -> Callable[..., Any]:
+        return self.get_submodule(link.name) if link.function is None else link.function
+
+    def _takers(self, beside: Mapping[str, Any]) -> dict[Link, dict[str, Any]]:
+        """Which layers take what the stage is given beside its input."""
+        found = {}
+        for link in self._links:
+            if link.skip is None:
+                names = _parameters(link.use or self._layer(link))
+                found[link] = {name: beside[name] for name in beside if name in names}
+        untaken = set(beside).difference(*found.values())
+        if untaken:
+            raise ExecutionError(
+                f"no layer of this stage, {', '.join(link.label for link in self._links)}, has a "
+                f"parameter named {' or '.join(sorted(untaken))}, which stage_inputs= gives it"
+            )
+        return found
+
+
+def _parameters(layer: Callable[..., Any]) -> Collection[str]:
+    """The names of what a layer can be given."""
+    try:
+        function = layer.forward if isinstance(layer, nn.Module) else layer
+        return inspect.signature(function).parameters
+    except ValueError:  # a builtin's are not known
+        return ()
 
 
 def _attach(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -166,6 +166,41 @@ def test_structures_go_from_layer_to_layer_as_from_stage_to_stage() -> None:
                 assert torch.equal(parameter.grad, grad)
 
 
+class Losing(nn.Linear):
+    def forward(self, x: Tensor, labels: Tensor, **other: Any) -> Tensor:  # type: ignore[override]
+        return MSE(super().forward(x), labels)
+
+
+def scaled(x: Tensor, mask: Tensor) -> Tensor:
+    return x * mask
+
+
+def test_what_a_stage_is_given_beside_goes_to_the_layers_that_take_it() -> None:
+    listed = [scaled, deferred(nn.Linear, 4, 4), scaled, torch.tanh, deferred(Losing, 4, 4)]
+    (x, y), (mask, _) = random_batches(2)
+    losses = []
+    for ranks in (1, 2, 4):
+        sched = schedir.build("1f1b", ranks=ranks, microbatches=2)
+        stages = partition(listed, sched, by="uniform")
+        given: dict[int, dict[str, Tensor]] = {
+            stage: {"mask": mask}
+            for stage, of in enumerate(stages.summaries)
+            if {"0", "2"} & set(of.layers)
+        }
+        given.setdefault(ranks - 1, {})["labels"] = y
+        run = Executor(sched, stages, lambda output, _: output, None, in_process=True)
+        with run as executor:
+            losses.append(executor.step(x, stage_inputs=given).loss)
+    assert losses == [losses[0]] * 3
+
+
+def test_what_no_layer_takes_is_said() -> None:
+    stage = partition([nn.ReLU(), torch.tanh], 1)[0]
+    expected = r"no layer of this stage, 0 \(ReLU\), 1 \(tanh\), has a parameter named mask"
+    with pytest.raises(ExecutionError, match=expected):
+        stage(torch.ones(1), mask=1)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
 def test_training_in_one_process_equals_that_of_the_uncut_model(name: str) -> None:
     sched = schedir.build(name, ranks=2, microbatches=4)
