@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
+from schedir.runtime.processes.failure import describe
 from schedir.training.agreeing import everywhere
 from schedir.training.names import LOSS, Names, names_of
 from schedir.training.optimizer_state import Kept, Record, give, state_tensors
@@ -35,7 +36,7 @@ class Loading:
         everywhere(subject.gather, self._open)
         self._names = names_of(subject.model, subject.held, subject.gather)
         everywhere(subject.gather, self._check)
-        everywhere(subject.gather, self._take)
+        everywhere(subject.gather, self._take_all)
 
     def _open(self) -> None:
         self._stored = Stored(self._folder)
@@ -83,10 +84,15 @@ class Loading:
         self._rng = self._unpacked(_first(names, self._stored))
 
     def _plan(self, one: Stateful, name: str, what: str) -> None:
-        state = self._unpacked(name)
-        if state is None:
+        found = self._unpacked(name)
+        if found is None:
             raise self._lacks(what)
-        self._states.append((one, state))
+        if found["of"] != type(one).__name__:
+            raise ExecutionError(
+                f"the checkpoint in {self._folder} has {what} of {found['of']}, but here that is "
+                f"{type(one).__name__}; make the same, or load_weights alone"
+            )
+        self._states.append((one, found["state"]))
 
     def _lacks(self, what: str) -> ExecutionError:
         return ExecutionError(
@@ -94,7 +100,19 @@ class Loading:
             "load_weights alone"
         )
 
-    def _take(self) -> None:
+    def _take_all(self) -> None:
+        try:
+            self._take_modules()
+            if not self._weights_only:
+                self._take_rest()
+        except Exception as error:
+            raise ExecutionError(
+                f"{self._folder} could be loaded in part only, {describe(error)}; load a whole "
+                "checkpoint before you go on",
+                cause=error,
+            ) from error
+
+    def _take_modules(self) -> None:
         for held in self._subject.held:
             state = held.state()
             targets = {
@@ -106,8 +124,8 @@ class Loading:
                 target = targets[held.key(name)]
                 state[name] = target if isinstance(value, Tensor) else unpacked(target, name)
             held.take(state)
-        if self._weights_only:
-            return
+
+    def _take_rest(self) -> None:
         aliases = self._names.aliases
         tensors = state_tensors(self._stored, self._optimizers, aliases)
         for states in tensors.values():

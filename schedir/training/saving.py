@@ -114,4 +114,4 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
 def _state(one: Stateful, what: str) -> Tensor:
     """Its state, but for the functions in it, which it is made with anew, as those of `SWALR`."""
     state = {key: value for key, value in one.state_dict().items() if not callable(value)}
-    return packed(state, f"the state of {what}")
+    return packed({"of": type(one).__name__, "state": state}, f"the state of {what}")

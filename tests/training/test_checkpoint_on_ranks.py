@@ -18,7 +18,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import schedir
 from schedir import Schedule
 from schedir.runtime import Executor
-from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition, storage
+from schedir.training import (
+    Batches,
+    Checkpoint,
+    deferred,
+    gathered_state,
+    names,
+    partition,
+    storage,
+)
 from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
@@ -166,6 +174,42 @@ def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_without_parameters_goes_on(rank: int, tmp_path: Path) -> None:
+    """Its scheduler does as well, and it reads no tensor of another rank's stages."""
+    folder = shared(tmp_path)
+    reads: list[str] = []
+    read_into = storage.Stored.read_into
+
+    def watched(self: storage.Stored, tensors: Any) -> None:
+        reads.extend(tensors)
+        read_into(self, tensors)
+
+    def rates(begin: int, end: int, load: bool) -> list[tuple[float, float]]:
+        with executor_of(built("1f1b"), of=[nn.Linear(4, 4), nn.Tanh()]) as executor:
+            scheduler = lr_scheduler.OneCycleLR(executor.optimizer, 0.1, total_steps=9)
+            checkpoint = Checkpoint(executor, scheduler=scheduler)
+            if load:
+                checkpoint.load(folder)
+            found = []
+            for x, y in random_batches(6)[begin:end]:
+                executor.step(x, target=y)
+                scheduler.step()
+                (group,) = executor.optimizer.param_groups
+                found.append((group["lr"], group["betas"][0]))
+                if executor.steps == 3 and not load:
+                    checkpoint.save(folder)
+            return found
+
+    expected = rates(0, 6, load=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.Stored, "read_into", watched)
+        assert rates(3, 6, load=True) == expected[3:]
+    assert everyone(expected)[0] == expected
+    of_tensors = [name for name in reads if name.startswith(("model.", "optimizer."))]
+    assert len(of_tensors) == (0 if rank else 2 + 2 * 3)
+
+
+@on_ranks(2)
 def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
     """The weights, and the first one's statistics; each one's generators and place in the data."""
     folder = shared(tmp_path)
@@ -287,8 +331,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
         executor.step(x, target=y)  # the executor goes on
         with monkeypatch.context() as patch:
             if rank:
-                patch.setattr(storage.Stored, "read_into", full)
-            assert "process 1 of 2: OSError" in message_of(checkpoint.load, folder)
+                patch.setattr(names.Held, "take", full)
+            found = message_of(checkpoint.load, folder)
+            assert found.startswith("process 1 of 2: ")
+            assert "in part only, OSError: no space left" in found
     with executor_of(built("1f1b"), of=layers(width=8)) as executor:
         found = message_of(Checkpoint(executor).load, folder)
         assert "another model: 0.weight is [4, 4] there and [8, 4] here" in found
