@@ -33,4 +33,4 @@ def test_the_pages_are_made_without_a_warning_and_have_all_public_names(tmp_path
     assert "`" not in text  # Markdown's code is code here too
     assert (
         "Built-in immutable sequence" not in text
-    )  # nor does a constant have its type's docstring
+    )  # a type's docstring
