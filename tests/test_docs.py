@@ -31,6 +31,4 @@ def test_the_pages_are_made_without_a_warning_and_have_all_public_names(tmp_path
         public = importlib.import_module(module).__all__
         assert {name for name in public if not name.startswith("__")} <= described
     assert "`" not in text  # Markdown's code is code here too
-    assert (
-        "Built-in immutable sequence" not in text
-    )  # a type's docstring
+    assert "Built-in immutable sequence" not in text  # a type's docstring
