@@ -22,7 +22,9 @@ from torch.utils.data import (
 )
 from transformers import BatchEncoding
 
+import schedir
 from schedir.errors import ExecutionError
+from schedir.runtime import Executor
 from schedir.training import Batches
 
 
@@ -124,6 +126,18 @@ def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> No
     assert values(islice(resumed, 10 - before)) == whole[before:]
 
 
+def test_what_knows_of_epochs_is_told_theirs() -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), num_replicas=2, rank=1)
+    batches = Batches(DataLoader(Noisy(), 2, sampler=sampler))
+    for epoch in range(3):
+        read = [i for _, target in values(batches) for i in target]
+        sampler.set_epoch(epoch)
+        assert read == list(sampler)
+    stream = Stream()
+    list(islice(Batches(DataLoader(stream, 4), repeat=True), 7))
+    assert stream.epoch == 2
+
+
 def test_an_epoch_ends_and_the_next_begins_where_it_should() -> None:
     batches = Batches(DataLoader(Noisy(), 5, shuffle=True))
     assert len(batches) == 3
@@ -211,6 +225,20 @@ def test_a_state_of_other_data_is_refused() -> None:
         list(other)
     with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* one with 0"):
         Batches(loader("own generator")).load_state_dict(states[0])
+
+
+def test_one_that_reads_for_nobody_else_reads_as_ever() -> None:
+    """In one process, which runs all ranks."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {stage: torch.nn.Linear(4, 4) for stage in range(2)}
+    mse = torch.nn.functional.mse_loss
+    with Executor(schedule, stages, mse, in_process=True) as executor:
+        batches = Batches(loader("shuffled"), reader="first", executor=executor)
+        assert values(batches) == values(Batches(loader("shuffled")))
+    with pytest.raises(ExecutionError, match=r"needs the executor .* executor="):
+        Batches(loader("list"), reader="first")
+    with pytest.raises(ExecutionError, match=r"reader must be .all. or .first., not 'last'"):
+        Batches(loader("list"), reader="last")
 
 
 def test_what_has_no_end_has_no_length() -> None:
