@@ -9,7 +9,7 @@ digits, or CIFAR-10 from `--cifar FOLDER`.
 
 import argparse
 from collections.abc import Iterable
-from functools import partial
+from typing import Any
 
 import torch
 from alexnet import alexnet
@@ -21,8 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
+from schedir import Schedule
 from schedir.runtime import Executor
-from schedir.training import Batches, Trainer, accuracy, gathered_state, partition
+from schedir.training import (
+    Batches,
+    Stages,
+    Trainer,
+    accuracy,
+    gathered_state,
+    measured_costs,
+    partition,
+)
 
 
 def train(args: argparse.Namespace) -> bool:
@@ -36,7 +45,14 @@ def train(args: argparse.Namespace) -> bool:
 
     sched = build(args)
     layers = alexnet(args.width, data.channels, CLASSES, args.size)
-    cut = partial(partition, layers, by=args.partition, seed=args.seed)
+    how: dict[str, Any] = {"by": args.partition}
+    if args.partition == "measured":
+        pixels, classes = data.train[: args.batch // pipelines // sched.microbatches]
+        how = {"costs": measured_costs(layers, pixels, cross_entropy, classes)}
+
+    def cut(stages: Schedule | int, rank: int | None = None) -> Stages:
+        return partition(layers, stages, rank=rank, seed=args.seed, **how)
+
     stages = cut(sched, rank=mesh.get_local_rank("pp") if mesh else None)
     show(sched, stages)
 
@@ -93,7 +109,8 @@ def parse_arguments() -> argparse.Namespace:
         ranks=(2, "processes of a pipeline; what more there are make another"),
     )
     add = parser.add_argument
-    add("--partition", default="parameters", metavar="BY", help="how to cut (parameters)")
+    text = "how to cut: parameters, uniform, measured, type:REGEX (parameters)"
+    add("--partition", default="parameters", metavar="BY", help=text)
     add("--cifar", type=cifar, metavar="FOLDER", help="where CIFAR-10 for Python is unpacked")
     args = parser.arguments()
     if not args.in_process and RANKS % args.ranks:

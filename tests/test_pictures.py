@@ -16,6 +16,9 @@ NAMES = (
     "interleaved-1f1b.svg",
     "memory.svg",
     "predicted-and-measured.svg",
+    "train-alexnet.svg",
+    "train-images.svg",
+    "train-masked.svg",
     "zb-h1.svg",
 )
 

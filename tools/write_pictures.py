@@ -35,6 +35,11 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 MEASURED = PICTURES / "measured.json"
 
+# Hundreds of millions of multiplications in a forward of AlexNet's two stages, image by image: cut
+# behind the first of the large linear layers, and behind the third convolution.
+BY_PARAMETERS = 6.93, 0.21
+BY_COST = 4.06, 3.08
+
 
 @schedule("zb-h1")
 def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
@@ -67,6 +72,13 @@ def pictures() -> dict[str, str]:
         "predicted-and-measured.svg": plain(svg_blocks(predicted, measured)),
         "both-ways.svg": plain(svg_blocks(*_both_ways())),
         "1f1b-rr.svg": plain(svg_blocks(_round_robin())),
+        "train-images.svg": plain(
+            svg_blocks(_on_two("interleaved-1f1b", 1, 1, 1, 1), _on_two("1f1b", 2, 2))
+        ),
+        "train-alexnet.svg": plain(
+            svg_blocks(_on_two("1f1b", *BY_PARAMETERS), _on_two("1f1b", *BY_COST))
+        ),
+        "train-masked.svg": plain(svg_blocks(_on_two("1f1b", 1, 1))),
     }
 
 
@@ -75,6 +87,14 @@ def _both_ways() -> tuple[Timeline, Timeline]:
     both = (schedir.build(target, ranks=4, microbatches=4) for target in (own, "1f1b"))
     first, second = map(schedir.simulate, both)
     return first, second
+
+
+def _on_two(target: str, *forward: float) -> Timeline:
+    """As the examples run it; `forward` is what each stage takes, and backwards take twice that."""
+    chunks = len(forward) // 2 if len(forward) > 2 else None
+    built = schedir.build(target, ranks=2, microbatches=4, chunks=chunks)
+    costs = CostModel(forward=forward, backward=tuple(2 * cost for cost in forward))
+    return schedir.simulate(built, costs)
 
 
 def _round_robin() -> Timeline:
