@@ -48,7 +48,7 @@ class Loading:
                 f"{self._folder} is of no training that this version of schedir knows; "
                 "load_weights takes its weights alone"
             )
-        self.step = training["step"]
+        self.step, self._scheduler = training["step"], training.get("scheduler")
         kept = training["optimizer"]
         self._kept = Kept([Record(**record) for record in kept["records"]], kept["values"])
         self._states: list[tuple[Stateful, dict[str, Any]]] = []
@@ -74,6 +74,12 @@ class Loading:
         self._options = self._kept.options_for(self._optimizers, self._names.aliases)
         if subject.scheduler is not None:
             self._plan(subject.scheduler, "scheduler", "a scheduler")
+            found, own = self._scheduler, type(subject.scheduler).__name__
+            if found != own:
+                raise ExecutionError(
+                    f"the checkpoint in {self._folder} was saved with the scheduler {found}, but "
+                    f"here that is {own}; make the same, or load_weights alone"
+                )
         if subject.batches is not None:
             names = [f"batches.{subject.pipeline}", "batches.0"]
             self._plan(subject.batches, _first(names, self._stored), "batches")
@@ -84,15 +90,10 @@ class Loading:
         self._rng = self._unpacked(_first(names, self._stored))
 
     def _plan(self, one: Stateful, name: str, what: str) -> None:
-        found = self._unpacked(name)
-        if found is None:
+        state = self._unpacked(name)
+        if state is None:
             raise self._lacks(what)
-        if found["of"] != type(one).__name__:
-            raise ExecutionError(
-                f"the checkpoint in {self._folder} has {what} of {found['of']}, but here that is "
-                f"{type(one).__name__}; make the same, or load_weights alone"
-            )
-        self._states.append((one, found["state"]))
+        self._states.append((one, state))
 
     def _lacks(self, what: str) -> ExecutionError:
         return ExecutionError(

@@ -57,7 +57,11 @@ def records_of(optimizers: Optimizers, aliases: Aliases) -> list[Record]:
         Record(
             type(optimizer).__name__,
             number,
-            _options(group),
+            {
+                # Another process may have no such device.
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in _options(group).items()
+            },
             tuple(_names(parameter, aliases, place)[0] for parameter in group["params"]),
         )
         for place, optimizer in optimizers.items()

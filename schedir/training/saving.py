@@ -42,7 +42,8 @@ def save(subject: Subject, step: int, folder: Path) -> None:
         tensors = {name: _tensors(own) for name, own in states.items()}
         state.update(_modules(subject))
         state[SECTION] = {"state": tensors}
-        state["rng"] = {_joined(subject.place): packed(rng_state(subject.device), "the RNG state")}
+        process = ".".join(map(str, subject.place))
+        state["rng"] = {process: packed(rng_state(subject.device), "the RNG state")}
         if subject.feeds and subject.batches is not None:
             state["batches"] = {str(subject.pipeline): _state(subject.batches, "batches")}
         return _Part(
@@ -75,19 +76,15 @@ def save(subject: Subject, step: int, folder: Path) -> None:
             ],
             "values": {name: own for part in parts for name, own in part.values.items() if own},
         }
-        state["training"] = packed(
-            {"version": VERSION, "step": step, "optimizer": optimizer}, "the optimizer's state"
-        )
+        beside = {"version": VERSION, "step": step, "optimizer": optimizer}
         if subject.scheduler is not None:
+            beside["scheduler"] = type(subject.scheduler).__name__
             state["scheduler"] = _state(subject.scheduler, "scheduler")
+        state["training"] = packed(beside, "the optimizer's state")
         state["others"] = {name: _state(one, name) for name, one in subject.others.items()}
 
     everywhere(subject.gather, completed)
     write(folder, state, subject.gather, number)
-
-
-def _joined(place: tuple[int, int]) -> str:
-    return ".".join(map(str, place))
 
 
 def _modules(subject: Subject) -> dict[str, dict[str, Tensor]]:
@@ -112,6 +109,4 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _state(one: Stateful, what: str) -> Tensor:
-    """Its state, but for the functions in it, which it is made with anew, as those of `SWALR`."""
-    state = {key: value for key, value in one.state_dict().items() if not callable(value)}
-    return packed({"of": type(one).__name__, "state": state}, f"the state of {what}")
+    return packed(one.state_dict(), f"the state of {what}")

@@ -191,7 +191,7 @@ def test_what_a_checkpoint_is_without(tmp_path: Path) -> None:
         with pytest.raises(ExecutionError, match=f"was saved without {lacking}; leave that out"):
             checkpoint.load(tmp_path / "weights")
         checkpoint.load_weights(tmp_path / "weights")
-    with pytest.raises(ExecutionError, match="a scheduler of StepLR, but here that is LambdaLR"):
+    with pytest.raises(ExecutionError, match="the scheduler StepLR, but here that is LambdaLR"):
         Checkpoint(model, scheduler=SCHEDULERS["LambdaLR"](optimizer)).load(tmp_path / "all")
     other = partition(layers(), 1)[0]
     nn.init.zeros_(other.get_parameter("0.weight"))
