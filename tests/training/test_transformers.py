@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -123,15 +124,11 @@ def plain(name: str, inputs: Mapping[str, Tensor], target: Tensor) -> tuple[floa
 
 def compare(name: str, stages: Stages, inputs: Any, **options: Any) -> None:
     """One step of the stages beside the uncut model's."""
-    given, target = batch(name)
-    with Executor(
-        options.pop("schedule"), stages, loss_fn, Keeping, ties=stages.ties, **options
-    ) as executor:
-        found = executor.step(inputs, target=target).loss
-        loss, grads = plain(
-            name, inputs if isinstance(inputs, dict) else {_main(given): inputs}, target
-        )
-        assert found == loss
+    _, target = batch(name)
+    loss, grads = plain(name, inputs if isinstance(inputs, dict) else given_alone(name), target)
+    schedule = options.pop("schedule")
+    with Executor(schedule, stages, loss_fn, Keeping, ties=stages.ties, **options) as executor:
+        assert executor.step(inputs, target=target).loss == loss
         for stage, module in stages.items():
             kept = executor.optimizers[stage].kept  # type: ignore[attr-defined]
             for parameter, p in module.named_parameters():
@@ -141,52 +138,219 @@ def compare(name: str, stages: Stages, inputs: Any, **options: Any) -> None:
                     assert torch.equal(kept[p], grads[parameter]), parameter
 
 
-def _main(given: Mapping[str, Tensor]) -> str:
-    return next(iter(given))
+def given_alone(name: str) -> dict[str, Tensor]:
+    """The main input, without a mask."""
+    key = uncut(name).main_input_name
+    return {key: batch(name)[0][key]}
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_trains_as_if_uncut(name: str, ranks: int, padded: bool) -> None:
+def test_a_model_trains_as_if_uncut(name: str, ranks: int) -> None:
+    """Padded rows in two stages, and the bare tensor in four."""
     schedule = schedir.build("1f1b", ranks=ranks, microbatches=2)
     stages = stages_of(config_of(name), schedule)
+    check_weights(name, stages, ranks)
     inputs, _ = batch(name)
-    if padded and name == "vit":
-        pytest.skip("images are not padded")
-    given = inputs if padded else inputs[_main(inputs)]
+    given = inputs if ranks == 2 else inputs[uncut(name).main_input_name]
     compare(name, stages, given, schedule=schedule, in_process=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_do_not_depend_on_the_cut(name: str, ranks: int) -> None:
-    whole = uncut(name)
-    expected = whole.state_dict()
-    buffers = dict(whole.named_buffers())
+def check_weights(name: str, stages: Stages, number: int) -> None:
+    """The stages have the uncut model's weights and buffers, and nothing else."""
+    expected = uncut(name).state_dict()
+    buffers = dict(uncut(name).named_buffers())
     together: set[str] = set()
-    for rank in range(ranks):  # each as if alone
-        schedule = schedir.build("fill-drain", ranks=ranks, microbatches=2)
-        stages = stages_of(config_of(name), schedule, rank=rank)
-        assert list(stages) == [rank]
-        for key, value in stages[rank].state_dict().items():
+    for stage in stages.values():
+        for key, value in stage.state_dict().items():
             assert torch.equal(value, expected[key]), key
             together.add(key)
-        for key, value in stages[rank].named_buffers():
+        for key, value in stage.named_buffers():
             assert torch.equal(value, buffers[key]), key
-        ties = [[(0, TIED[name][0]), (ranks - 1, TIED[name][1])]] if name in TIED else []
-        assert list(stages.ties) == ties
-    assert together == set(expected)
+    if len(stages) == number:
+        assert together == set(expected)
+    ties = [[(0, TIED[name][0]), (number - 1, TIED[name][1])]] if name in TIED else []
+    assert list(stages.ties) == ties
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("boundaries", [[1], [3]])
+def test_weights_depend_on_no_cut_and_no_rank(name: str, boundaries: list[int]) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    for rank in range(2):  # each as if alone
+        stages = stages_of(config_of(name), schedule, rank=rank, boundaries=boundaries)
+        assert list(stages) == [rank]
+        check_weights(name, stages, 2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_are_drawn_as_transformers_draws_them(name: str) -> None:
+    theirs = made(config_of(name)).state_dict()
+    for key, value in uncut(name).state_dict().items():
+        spread = float(theirs[key].std()) if value.numel() > 1 else 0.0
+        if spread == 0:
+            assert torch.equal(value, theirs[key]), key
+        elif value.numel() > 500:
+            assert float(value.std()) == pytest.approx(spread, rel=0.2), key
+
+
+def test_another_seed_gives_other_weights() -> None:
+    one, other = (stages_of(config_of("gpt2"), 1, seed=seed)[0] for seed in (0, 1))
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_each_rank_holds_its_own(rank: int, name: str) -> None:
+def test_each_rank_makes_its_own(rank: int, name: str) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = stages_of(config_of(name), schedule)
-    held = [name for name, p in stages[rank].named_parameters() if not p.is_meta]
-    assert ("embed" in " ".join(held) or "wte" in " ".join(held)) == (rank == 0)
+    check_weights(name, stages, 2)
     compare(name, stages, batch(name)[0], schedule=schedule)
+
+
+def test_stages_are_balanced_and_say_what_they_got() -> None:
+    config = config_of("llama")
+    config.vocab_size = 400
+    schedule = schedir.build("fill-drain", ranks=3, microbatches=3)
+    stages = stages_of(config, schedule)  # the embedding and the head weigh more than two blocks
+    assert [len([n for n in s.layers if "layers." in n]) for s in stages.summaries] == [1, 2, 1]
+    assert stages.summaries[2].layers == ("model.layers.3", "model.norm", "lm_head")
+    counted = [sum(p.numel() for p in stages[i].parameters()) for i in range(3)]
+    assert [s.parameters for s in stages.summaries] == counted
+    uniform = stages_of(config, 2, by="uniform")
+    assert uniform.summaries[0].layers[-2:] == ("model.layers.0", "model.layers.1")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "opt", "vit"])
+def test_the_stages_of_a_model_are_its_own_modules(name: str) -> None:
+    torch.manual_seed(5)
+    model = made(config_of(name))
+    own = dict(model.named_parameters())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = stages_of(model, schedule)
+    copied = []
+    for stage in stages.values():
+        for key, p in stage.named_parameters():
+            if own.get(key) is not p:
+                copied.append(key)
+    assert copied == ([TIED[name][1]] if name in TIED else [])
+    inputs, target = batch(name)
+    with Executor(
+        schedule, stages, loss_fn, torch.optim.SGD, ties=stages.ties, in_process=True
+    ) as executor:
+        expected = loss_fn(model.train()(**inputs).logits, target).item()
+        assert executor.step(inputs, target=target).loss == pytest.approx(expected, rel=1e-5)
+    assert list(model.state_dict()) == list(before)
+    assert model.config.use_cache if name != "vit" else True
+    assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_classifier_pools_the_last_token_that_is_no_padding() -> None:
+    """Its end reads the tokens, so they travel from stage to stage."""
+    config = config_of("llama")
+    config.pad_token_id = 0
+    stages = stages_of(
+        config, 2, model_class=transformers.AutoModelForSequenceClassification, seed=3
+    )
+    whole = transformers.LlamaForSequenceClassification(config)
+    whole.load_state_dict({k: v for s in stages.values() for k, v in s.state_dict().items()})
+    inputs, _ = batch("llama")
+    inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]
+    schedule = schedir.build("fill-drain", ranks=2, microbatches=1)
+    with Executor(schedule, stages, loss_fn, in_process=True) as executor:
+        (found,) = executor.infer(inputs) or ()
+    assert torch.equal(found, whole(**inputs).logits)
+
+
+def test_a_checkpointed_model_trains_as_before() -> None:
+    """Gradient checkpointing is a setting of the modules, which the stages keep."""
+    torch.manual_seed(5)
+    model = made(config_of("llama"))
+    given, target = batch("llama")
+    loss_fn(model(**given).logits, target).backward()
+    expected = {key: p.grad for key, p in model.named_parameters()}
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    with Executor(schedule, stages_of(model, schedule), loss_fn, in_process=True) as executor:
+        executor.step(given, target=target)
+    for key, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[key]), key
+
+
+REFUSED: dict[str, Any] = {
+    "an encoder-decoder": (
+        lambda: transformers.T5Config(),
+        transformers.T5ForConditionalGeneration,
+        "T5ForConditionalGeneration can't be cut: an encoder-decoder",
+    ),
+    "blocks that are one": (
+        lambda: transformers.AlbertConfig(**_SIZES),
+        transformers.AlbertForMaskedLM,
+        "AlbertForMaskedLM can't be cut: the 1 blocks of .*albert_layer_groups do not run",
+    ),
+    "relative positions of parameters": (
+        lambda: transformers.DebertaV2Config(**_SIZES, relative_attention=True),
+        transformers.DebertaV2ForMaskedLM,
+        "DebertaV2ForMaskedLM can't be cut: block 0 of .* takes more .*rel_embeddings",
+    ),
+    "the loss of routers": (
+        lambda: transformers.MixtralConfig(**_GROUPED, output_router_logits=True),
+        None,
+        "MixtralForCausalLM can't be cut: output_router_logits",
+    ),
+    "blocks left out": (
+        lambda: transformers.OPTConfig(**_SIZES, layerdrop=0.1),
+        None,
+        "OPTForCausalLM can't be cut: layerdrop",
+    ),
+    "sound": (
+        lambda: transformers.Wav2Vec2Config(**_SIZES, layerdrop=0.0),
+        transformers.Wav2Vec2ForCTC,
+        "Wav2Vec2ForCTC can't be cut: it takes input_values",
+    ),
+    "what is no model": (lambda: nn.Linear(1, 1), None, "not Linear; partition cuts other models"),
+    "a config of no such model": (
+        lambda: config_of("vit"),
+        transformers.AutoModelForCausalLM,
+        "transformers makes no AutoModelForCausalLM of this ViTConfig",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_not_be_cut_is_refused(what: str) -> None:
+    make, model_class, message = REFUSED[what]
+    with pytest.raises(schedir.ExecutionError, match=message):
+        stages_of(make(), 2, model_class=model_class)
+
+
+def test_bad_arguments_are_said() -> None:
+    config = config_of("llama")
+    with pytest.raises(schedir.ExecutionError, match=r"5 stages .* 4 blocks .*\(model.layers\)"):
+        stages_of(config, 5)
+    with pytest.raises(schedir.ExecutionError, match=r"boundaries: .* 1 to 3 at most.*\[4\]"):
+        stages_of(config, 2, boundaries=[4])
+    with pytest.raises(schedir.ExecutionError, match=r'"parameters" or "uniform", not \'cost\''):
+        stages_of(config, 2, by="cost")
+    with pytest.raises(schedir.ExecutionError, match="config, not of a model"):
+        stages_of(made(config), 2, model_class=transformers.LlamaForCausalLM)
+    stage = stages_of(config, 2)[0]
+    ids = batch("llama")[0]["input_ids"]
+    with pytest.raises(schedir.ExecutionError, match="labels go into target="):
+        stage({"input_ids": ids, "labels": ids})
+    with pytest.raises(schedir.ExecutionError, match="takes no mask, only input_ids"):
+        stage({"input_ids": ids, "mask": ids})
+    with pytest.raises(schedir.ExecutionError, match="not tuple"):
+        stage((ids, ids))
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(schedir.ExecutionError, match=r"schedir\[examples\]"):
+        stages_of(None, 2)
 
 
 def test_the_loss_is_that_of_transformers() -> None:

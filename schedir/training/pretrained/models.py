@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.training.pretrained.configs import be_quiet
-from schedir.training.pretrained.weights import on_meta
+from schedir.training.pretrained.copies import on_meta
 
 
 @attrs.frozen(eq=False)
@@ -50,8 +50,14 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
             raise ExecutionError(
                 f"model_class must be a class of transformers' models, not {model_class!r}"
             )
-        with torch.device("meta"):
-            found = Model(make(config), None)
+        try:
+            with torch.device("meta"):
+                found = Model(make(config), None)
+        except Exception as error:  # of transformers' own, which knows its configs
+            raise ExecutionError(
+                f"transformers makes no {made.__name__} of this {type(config).__name__} "
+                f"({type(error).__name__}: {error}); give model_class="
+            ) from error
     else:
         raise ExecutionError(
             "stages_of takes a model of transformers or its config, not "
@@ -105,12 +111,12 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
     meta = torch.device("meta")
     if name == "input_ids":
         return {name: torch.empty(2, 8, dtype=torch.long, device=meta)}
-    size = getattr(config, "image_size", None)
-    if name == "pixel_values" and size is not None:
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
         return {name: torch.empty(2, channels, height, width, device=meta)}
     raise ExecutionError(
         f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
-        "images whose config says their image_size can be"
+        "images (pixel_values) can be"
     )

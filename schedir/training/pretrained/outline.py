@@ -7,6 +7,7 @@ so, the gradients tell.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.training.pretrained.configs import without_values
+from schedir.training.pretrained.copies import on_meta, tied
+
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 
 
 @attrs.frozen
@@ -63,8 +67,8 @@ def joined(*names: str) -> str:
 
 
 def blocks_of(model: nn.Module, kind: str) -> str:
-    """The name of the list of a model's blocks: as its pipeline plan says, else the largest list of
-    modules of one class.
+    """The name of the list of a model's blocks: as transformers' pipeline plan says
+    (`base_model_pp_plan`), else the largest list of modules.
 
     Raises ExecutionError where there is none.
     """
@@ -72,23 +76,23 @@ def blocks_of(model: nn.Module, kind: str) -> str:
         name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
     }
     planned = [name for name in getattr(model, "pp_plan", None) or {} if name in lists]
-    alike = [name for name, blocks in lists.items() if len(set(map(type, blocks))) == 1]
-    if not (planned or alike):
+    if not lists:
         raise ExecutionError(f"{kind} can't be cut: it has no list of repeated blocks")
     # Of lists as large as each other, one is in the other and alone there; the outer comes first.
-    found: str = max(planned or alike, key=lambda name: count(lists[name].parameters()))
+    found: str = max(planned or lists, key=lambda name: count(lists[name].parameters()))
     return found
 
 
 def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
-    """The outline of a model on meta; `inputs` are those of a small microbatch.
+    """The outline of a model on meta; `inputs` are those of a small microbatch, on meta too.
 
     Raises ExecutionError, which names what stands in the way, for a model that can't be cut.
     """
     blocks = blocks_of(model, kind)
+    model = on_meta(model)  # a run may leave something behind
     tracer = _Tracer(model, blocks, kind)
     try:
-        with _values(model, inputs) as (tensors, given), tracer.watching():
+        with _values(model.eval(), inputs) as (tensors, given), tracer.watching():
             output = torch.func.functional_call(model, tensors, kwargs=given)
             return tracer.outline(tensors, output)
     except ExecutionError:
@@ -108,8 +112,7 @@ def _values(
     model: nn.Module, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Fake tensors for all of a model's, and for its inputs."""
-    training = model.training
-    model.eval()
+    disabled, _LOG.disabled = _LOG.disabled, True  # the error alone says what fails
     try:
         with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             tensors = {
@@ -120,7 +123,7 @@ def _values(
             given = {name: torch.empty_like(x, device="cpu") for name, x in inputs.items()}
             yield tensors | buffers, given
     finally:
-        model.train(training)
+        _LOG.disabled = disabled
 
 
 class _Tracer:
@@ -154,7 +157,10 @@ class _Tracer:
     def _entering(self, i: int) -> Any:
         def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._entered != list(range(i)) or self._left != i:
-                raise self._refusal(f"its blocks do not run one after the other, each once ({i})")
+                raise self._refusal(
+                    f"the {len(self._blocks)} blocks of {self._name} do not run one after the "
+                    "other, each once"
+                )
             self._entered.append(i)
             name = self._hidden_of(i, args, kwargs)
             self._keywords.append(name)
@@ -293,11 +299,3 @@ def _single_parameters(model: nn.Module, blocks: str) -> Iterator[str]:
         above = ".".join(parts[:depth])
         for name, _ in model.get_submodule(above).named_parameters(recurse=False):
             yield joined(above, name)
-
-
-def tied(model: nn.Module) -> list[list[str]]:
-    """The parameters that a model has under several names, by these."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return [group for group in names.values() if len(group) > 1]

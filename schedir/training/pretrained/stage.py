@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.training.pretrained.configs import without_values
+from schedir.training.pretrained.copies import shallow, with_parameter
 from schedir.training.pretrained.outline import Call, Outline, joined
-from schedir.training.pretrained.weights import shallow, with_parameter
 
 HIDDEN, GIVEN = "hidden_states", "inputs"
 
@@ -57,9 +57,15 @@ class Elsewhere(nn.Module):
             return getattr(self.__dict__["_real"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """NaN in the hidden states' shape."""
+        """NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
         hidden = self._received.hidden
-        return None if hidden is None else hidden.new_full((), math.nan).expand_as(hidden)
+        if hidden is None:
+            kind = type(self._real[0]).__name__
+            raise ExecutionError(
+                f"with these inputs {kind} runs before the blocks, which the last stage has; the "
+                "model can be cut for its main input alone"
+            )
+        return hidden.new_full((), math.nan).expand_as(hidden)
 
 
 class BlockElsewhere(Elsewhere):

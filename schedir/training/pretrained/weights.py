@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import Counter
 from collections.abc import Collection
@@ -13,25 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.outline import tied
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without memory for its tensors, and without hooks."""
-    tensors = [*model.parameters(), *model.buffers()]
-    like = copy.deepcopy(model, {id(t): _empty(t, torch.device("meta")) for t in tensors})
-    for module in like.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            getattr(module, name).clear()
-    return like
-
-
-def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    like = torch.empty_like(tensor, device=device, requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        like = nn.Parameter(like, tensor.requires_grad)
-    like.__dict__.update(tensor.__dict__)  # marks that models put on parameters
-    return like
+from schedir.training.pretrained.copies import empty_like, tied
 
 
 def materialise(
@@ -71,7 +52,7 @@ def materialise(
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for a tensor, of which one sees whether it was written."""
-    like = _empty(tensor, device)
+    like = empty_like(tensor, device)
     if like.is_floating_point():
         torch.nn.init.constant_(like, torch.nan)
     return like
@@ -98,24 +79,3 @@ class _Seeds(TorchDispatchMode):
             self._draws[name] += 1
             torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
         return func(*args, **(kwargs or {}))
-
-
-def with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
-    """A module's like with another parameter of that name; it shares all else."""
-    like = shallow(module)
-    child, _, rest = name.partition(".")
-    if rest:
-        like._modules[child] = with_parameter(module.get_submodule(child), rest, parameter)
-    else:
-        like._parameters[name] = parameter
-    return like
-
-
-def shallow(module: nn.Module) -> nn.Module:
-    """A module's like that has the same children, parameters and settings."""
-    like = module.__new__(type(module))
-    like.__dict__ = {
-        name: value.copy() if isinstance(value, dict) else value
-        for name, value in module.__dict__.items()
-    }
-    return like
