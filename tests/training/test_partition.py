@@ -213,12 +213,11 @@ def test_training_in_one_process_equals_that_of_the_uncut_model(name: str) -> No
 
 @on_ranks(2)
 def test_training_on_ranks_equals_that_of_the_uncut_model(rank: int) -> None:
-    for name in ("1f1b", "interleaved-1f1b"):
-        for way in WAYS:
-            sched = schedir.build(name, ranks=2, microbatches=4)
-            stages = partition(layers(), sched, **way)
-            assert list(stages) == list(sched.stages_of(rank))
-            _train(sched, stages)
+    for name, way in zip(("1f1b", "interleaved-1f1b"), WAYS[2:], strict=True):
+        sched = schedir.build(name, ranks=2, microbatches=4)
+        stages = partition(layers(), sched, **way)
+        assert list(stages) == list(sched.stages_of(rank))
+        _train(sched, stages)
 
 
 def _train(sched: schedir.Schedule, stages: Stages, **options: Any) -> None:
