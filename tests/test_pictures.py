@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from write_pictures import MEASURED, PICTURES, pictures, zero_bubble
+from write_pictures import LOSSES, MEASURED, PICTURES, pictures, zero_bubble
 
 import schedir
 from schedir.passes import strip_communication
@@ -15,6 +15,7 @@ NAMES = (
     "both-ways.svg",
     "interleaved-1f1b.svg",
     "memory.svg",
+    "pipedream.svg",
     "predicted-and-measured.svg",
     "train-alexnet.svg",
     "train-images.svg",
@@ -29,7 +30,7 @@ def test_a_picture_is_current(name: str, request: pytest.FixtureRequest) -> None
 
 
 def test_there_is_no_other_picture() -> None:
-    assert {path.name for path in PICTURES.iterdir()} == {*NAMES, MEASURED.name}
+    assert {path.name for path in PICTURES.iterdir()} == {*NAMES, MEASURED.name, LOSSES.name}
     assert set(pictures()) == set(NAMES)
 
 

@@ -5,12 +5,15 @@
 
 What is predicted above what is measured comes from `docs/pictures/measured.json`, which `--measure`
 makes anew, in half a minute on four processes: stages that sleep for fixed, unequal times, with
-costs from a run of 1F1B, foretell and then run interleaved 1F1B.
+costs from a run of 1F1B, foretell and then run interleaved 1F1B. The losses of PipeDream and 1F1B
+come from `docs/pictures/pipedream.json`, which `examples/compare_pipedream.py` writes beside its
+picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,8 +35,13 @@ from schedir.render.svg import svg_blocks
 from schedir.simulator import load_timelines, save_timelines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+
+import curves  # noqa: E402
+
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 MEASURED = PICTURES / "measured.json"
+LOSSES = PICTURES / "pipedream.json"
 
 # Hundreds of millions of multiplications in a forward of AlexNet's two stages, image by image: cut
 # behind the first of the large linear layers, and behind the third convolution.
@@ -79,6 +87,7 @@ def pictures() -> dict[str, str]:
             svg_blocks(_on_two("1f1b", *BY_PARAMETERS), _on_two("1f1b", *BY_COST))
         ),
         "train-masked.svg": plain(svg_blocks(_on_two("1f1b", 1, 1))),
+        "pipedream.svg": curves.picture(*curves.load(LOSSES)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The examples that are about schedules, and what their texts print."""
+"""The examples about schedules and about transformers, and what their texts print."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from curves import Curve, load, picture
 
 import schedir
 from schedir.cli import main
@@ -17,7 +19,8 @@ from tests.runtime.on_ranks import on_ranks
 
 OWN = ROOT / "examples" / "own_schedule"
 TUTORIAL = (OWN / "README.md").read_text()
-SMALL = "--width 16 --heads 2 --context 16 --verify"
+SMALL = "--layers 2 --width 16 --heads 2 --context 16 --verify"
+EQUAL = r"all {} losses and \d+ tensors equal, bit for bit$"
 
 
 def run(
@@ -25,7 +28,7 @@ def run(
 ) -> str:
     """What the example prints on rank 0; it ends well, and says nothing elsewhere."""
     path = str(ROOT / "examples" / script)
-    monkeypatch.setattr(sys, "argv", [path, *f"{options} {SMALL}".split()])
+    monkeypatch.setattr(sys, "argv", [path, *f"{SMALL} {options}".split()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(path, run_name="__main__")
     out, err = capsys.readouterr()
@@ -41,7 +44,7 @@ def test_a_schedule_of_ones_own_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where it writes its page
-    options = f"--schedule {OWN / name}.py --layers 2 --batch 9 --steps 3 --dropout 0.1"
+    options = f"--schedule {OWN / name}.py --batch 9 --steps 3 --dropout 0.1"
     out = run("train_gpt.py", options, monkeypatch, capsys)
     assert os.environ["RANK"] != "0" or "tensors equal, bit for bit" in out
 
@@ -55,7 +58,53 @@ def test_replicas_that_take_turns_equal_one_process(
     if os.environ["RANK"] == "0":
         assert re.search("^stage 0: .* block0 to block1 .*; 10,912 parameters$", out, re.MULTILINE)
         assert re.search(r"^rank 1  F1--- F3---", out, re.MULTILINE)
-        assert re.search(r"all 3 losses and \d+ tensors equal, bit for bit\n$", out)
+        assert re.search(EQUAL.format(3), out, re.MULTILINE)
+
+
+@on_ranks(2)
+def test_pipedream_is_compared_and_equals_its_recurrence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it draws
+    options = "--batch 8 --microbatches 4 --batches 2 --rounds 2 --test-rows 8 --until 0.1"
+    out = run("compare_pipedream.py", options, monkeypatch, capsys)
+    if os.environ["RANK"] != "0":
+        return
+    for calls in (16, 4, 2, 2):  # of one, four and, of PipeDream, eight minibatches
+        _, found, out = out.partition(f"all {calls} losses and ")
+        assert found
+    assert out.startswith("29 tensors equal, bit for bit\n")
+    rows = re.findall(r"^([a-z0-9 ]+?)  +([\d]+)  +([\d]+)  .*, not reached$", out, re.MULTILINE)
+    updates = {"one by one": "16", "1f1b": "4", "pipedream": "16", "vertical sync": "16"}
+    assert {name: (many, samples) for name, many, samples in rows} == {
+        name: (many, "32") for name, many in updates.items()
+    }
+    curves, until, title = load(Path("compare_pipedream.json"))
+    assert [len(curve.losses) for curve in curves] == [3] * 4
+    assert Path("compare_pipedream.svg").read_text() == picture(curves, until, title)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@on_ranks(2)
+def test_models_of_transformers_equal_themselves_uncut(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = f"--model {model} --batch 9 --steps 2 --epochs 2 --warmup 1"
+    out = run("train_transformers.py", options, monkeypatch, capsys)
+    if os.environ["RANK"] == "0":
+        assert re.search(r"^stage 1: .*lm_head; [\d,]+ parameters$", out, re.MULTILINE)
+        assert re.search(EQUAL.format(4), out, re.MULTILINE)
+
+
+def test_a_curve_is_drawn_where_its_losses_are() -> None:
+    curves = [Curve("a & b", (3.0, 2.0), (0, 100), (0.0, 1.5)), Curve("c", (3.0,), (0,), (0.0,))]
+    drawn = ElementTree.fromstring(picture(curves, 2.5, "x < y"))
+    texts = [element.text for element in drawn.iter() if element.text and element.text.strip()]
+    assert {"a & b", "c", "x < y", "samples", "seconds", "held-out loss 2.5", "100", "1.5"} <= set(
+        texts
+    )
+    lines = [element.get("d") for element in drawn.iter() if element.get("stroke-width")]
+    assert "M52 96L452 336" in lines  # from the top of the left panel to its bottom on the right
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
