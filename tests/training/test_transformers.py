@@ -194,10 +194,11 @@ def test_weights_are_drawn_as_transformers_draws_them(name: str) -> None:
             assert float(value.std()) == pytest.approx(spread, rel=0.2), key
 
 
-def test_another_seed_gives_other_weights() -> None:
+def test_another_seed_or_block_has_other_weights() -> None:
     one, other = (stages_of(config_of("gpt2"), 1, seed=seed)[0] for seed in (0, 1))
     name = "transformer.h.0.attn.c_attn.weight"
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+    assert not torch.equal(one.get_parameter(name), one.get_parameter(name.replace("0", "1")))
 
 
 @on_ranks(2)

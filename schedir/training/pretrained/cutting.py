@@ -73,9 +73,11 @@ def stages_of(
         real = on_meta(model.skeleton)
         owned = {name for stage in held for name in layout.owned(stage)}
         materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
-    elif device is not None:
-        real.to(device)
-    return layout.stages(real, held)
+    stages = layout.stages(real, held)
+    if device is not None:
+        for stage in stages.values():  # of an instance, what this process owns alone
+            stage.to(device)
+    return stages
 
 
 def _spans(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.copies import empty_like, tied
+from schedir.training.pretrained.copies import empty_like
 
 
 def materialise(
@@ -26,10 +26,8 @@ def materialise(
 
     Raises ExecutionError for a model whose code leaves some as they are.
     """
-    names = {id(p): group[0] for group in tied(model) for p in [model.get_parameter(group[0])]}
     real: dict[int, Tensor] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), name)
         if any(name == o or name.startswith(f"{o}.") for o in owned) and id(p) not in real:
             real[id(p)] = _filled(p, device)
     for module in model.modules():
