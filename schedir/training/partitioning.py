@@ -61,7 +61,11 @@ def partition(
     parameters across stages of this process the later ones are copied. Such parameters, and those
     of layers tied by key, are the result's `ties`.
 
-    Every rank must cut the same list in the same way.
+    A layer is called with what the one before returns, as the executor calls stages: a tuple by
+    position and a mapping by keyword where it takes it so. What `stage_inputs=` of a step gives to
+    a stage by name goes to each of its layers that has a parameter of that name.
+
+    Every rank must cut the same list in the same way, which the executor compares.
 
     Raises ExecutionError for what can't be cut so, naming the layer.
     """
