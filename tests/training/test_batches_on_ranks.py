@@ -74,6 +74,9 @@ def test_one_rank_reads_for_all_what_all_would_read(rank: int, target: Any, own:
         resumed.load_state_dict(batches.state_dict())
         assert trained(executor, resumed) == expected[1][2:]
         assert trained(executor, resumed) == expected[2]
+        next(iter(batches))  # after an epoch that was left: only the rank that reads has drawn
+        states = everyone(str(batches.state_dict()))
+        assert states == states[:1] * 3
 
 
 @on_ranks(2)
