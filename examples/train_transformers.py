@@ -28,6 +28,8 @@ def config_of(args: argparse.Namespace) -> Any:
     if args.model == "gpt2":
         return GPT2Config(
             vocab_size=BYTES,
+            eos_token_id=None,
+            bos_token_id=None,
             n_positions=args.context,
             n_embd=args.width,
             n_layer=args.layers,
@@ -38,6 +40,8 @@ def config_of(args: argparse.Namespace) -> Any:
         )
     return LlamaConfig(
         vocab_size=BYTES,
+        eos_token_id=None,
+        bos_token_id=None,
         max_position_embeddings=args.context,
         hidden_size=args.width,
         intermediate_size=8 * args.width // 3,
