@@ -212,6 +212,11 @@ class _Tracer:
                 raise self._refusal(
                     f"block {i} of {self._name} returns {type(output).__name__}, no hidden states"
                 )
+            beside = pytree.tree_leaves(output[1:]) if is_tuple else []
+            if not all(value is None or isinstance(value, Tensor) for value in beside):
+                raise self._refusal(
+                    f"block {i} of {self._name} returns more than hidden states and attentions"
+                )
             self._values.append(len(output) if is_tuple else None)
             self._left = i + 1
 
