@@ -14,7 +14,7 @@ import torch
 from common import Losses, Parser, build, fail, run, show, verify
 from images import CLASSES, Images, cifar, digits
 from reference import Reference
-from resnet import resnet
+from resnet import BLOCKS, resnet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 from torch.optim import Optimizer
@@ -30,7 +30,8 @@ def train(args: argparse.Namespace) -> bool:
     """Train, and print what came of it. False where --verify found a difference."""
     data = args.cifar or digits()
     loader = DataLoader(data.train, args.batch, shuffle=True, drop_last=True)
-    steps = args.epochs * len(loader)
+    if not (steps := args.epochs * len(loader)):
+        fail(f"--batch {args.batch} is more than the {len(data.train)} images to train on")
 
     sched = build(args)
     cut = partial(partition, model(args, data), by=args.partition, seed=args.seed)
@@ -75,6 +76,8 @@ def model(args: argparse.Namespace, data: Images) -> Mapping[str, object]:
         return interpolate(pixels, (size, size), mode="bilinear") if args.size else pixels
 
     if args.model == "resnet":
+        if (args.depth or 50) not in BLOCKS:
+            fail(f"--depth {args.depth}: a ResNet has {', '.join(map(str, BLOCKS))} layers here")
         return {"images": resize, **resnet(args.depth or 50, args.width or 16, *shape)}
     width = args.width or 64
     if width % args.heads or size % args.patch:
@@ -91,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         chunks=2,
         lr=2e-3,
         batch=(64, "images per step, over all microbatches"),
-        epochs=(15, "times to go through the images"),
+        epochs=(10, "times to go through the images"),
         size=(None, "rows and columns that images are stretched to (their own)"),
         width=(None, "channels of ResNet's first blocks, values of ViT's vectors (16, 64)"),
         depth=(None, "layers of ResNet: 14, 26, 50 or 101; blocks of ViT (50, 4)"),

@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
         heads=(4, "attention heads per block"),
         context=(48, "bytes of the longest line; shorter ones are padded"),
         batch=(32, "lines per step, over all microbatches"),
-        lines=(8192, "lines to train on; a tenth as many are held out"),
+        lines=(4096, "lines to train on; a tenth as many are held out"),
         epochs=(4, "times to go through them"),
     )
     add = parser.add_argument
