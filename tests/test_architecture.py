@@ -54,6 +54,21 @@ RUNTIME = (
     "executor",
 )
 
+# And those of training.
+TRAINING = (
+    "cutting",
+    "pretrained",
+    "data",
+    "checkpoints",
+    "losses",
+    "rates",
+    "history",
+    "evaluation",
+    "callbacks",
+    "resuming",
+    "trainer",
+)
+
 
 def imports(path: Path) -> Iterator[str]:
     """The modules that a file imports: anywhere in it, for types alone, and in functions too."""
@@ -107,21 +122,26 @@ def test_imports_go_one_way(name: str) -> None:
             assert part in ("runtime", "training"), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize("part", RUNTIME)
-def test_the_wings_of_the_runtime_import_one_way(part: str) -> None:
-    package = ROOT / "schedir" / "runtime" / part
+@pytest.mark.parametrize(
+    ("floor", "part"),
+    [("runtime", part) for part in RUNTIME] + [("training", part) for part in TRAINING],
+)
+def test_the_wings_of_a_floor_import_one_way(floor: str, part: str) -> None:
+    parts = RUNTIME if floor == "runtime" else TRAINING
+    package = ROOT / "schedir" / floor / part
     files = sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
     assert files
-    before = RUNTIME[: RUNTIME.index(part) + 1]
+    before = parts[: parts.index(part) + 1]
     for file in files:
         for name in imports(file):
-            if name.startswith("schedir.runtime."):
+            if name.startswith(f"schedir.{floor}."):
                 assert name.split(".")[2] in before, f"{file} imports {name}"
 
 
-def test_the_runtime_has_no_other_part() -> None:
-    found = {path.stem for path in (ROOT / "schedir" / "runtime").iterdir()}
-    assert found - {"__init__", "__pycache__"} == set(RUNTIME)
+@pytest.mark.parametrize(("floor", "parts"), [("runtime", RUNTIME), ("training", TRAINING)])
+def test_a_floor_has_no_other_wing(floor: str, parts: tuple[str, ...]) -> None:
+    found = {path.stem for path in (ROOT / "schedir" / floor).iterdir()}
+    assert found - {"__init__", "__pycache__"} == set(parts)
 
 
 def test_schedules_import_only_schedir() -> None:

@@ -9,9 +9,9 @@ import attrs
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.training.checkpoint import Checkpoint
+from schedir.training.checkpoints.checkpoint import Checkpoint
+from schedir.training.checkpoints.subject import Stateful
 from schedir.training.history import Epoch, History
-from schedir.training.subject import Stateful
 
 
 class Kept:

@@ -13,8 +13,8 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
-from schedir.training.batches import Batches
 from schedir.training.callbacks import AfterEpoch, Callback, as_callback, shown
+from schedir.training.data.batches import Batches
 from schedir.training.evaluation import MeanLoss, Metric, evaluate, pairs
 from schedir.training.history import Evaluation, History
 from schedir.training.resuming import Kept

@@ -18,15 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import schedir
 from schedir import Schedule
 from schedir.runtime import Executor
-from schedir.training import (
-    Batches,
-    Checkpoint,
-    deferred,
-    gathered_state,
-    names,
-    partition,
-    storage,
-)
+from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
+from schedir.training.checkpoints import names, storage
 from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks

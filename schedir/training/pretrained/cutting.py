@@ -12,13 +12,13 @@ from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.training.cuts import Span, balanced, spans_of
+from schedir.training.cutting.cuts import Span, balanced, spans_of
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages
 from schedir.training.pretrained.copies import on_meta, tied
 from schedir.training.pretrained.models import model_of, small_inputs
 from schedir.training.pretrained.outline import Outline, joined, outline_of
 from schedir.training.pretrained.stage import assembled
 from schedir.training.pretrained.weights import materialise
-from schedir.training.stages import Stages, StageSummary, held_stages
 
 
 def stages_of(

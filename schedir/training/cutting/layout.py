@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from schedir.errors import ExecutionError
-from schedir.training.cuts import Span
-from schedir.training.deferred import type_name
-from schedir.training.layers import Layer
+from schedir.training.cutting.cuts import Span
+from schedir.training.cutting.deferred import type_name
+from schedir.training.cutting.layers import Layer
 
 _LETTERS = "EtmL|"
 _MOST = 100_000  # letters that a layout is written out to

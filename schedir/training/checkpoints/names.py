@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.claims import digest
-from schedir.training.agreeing import Gather, everywhere
+from schedir.training.checkpoints.agreeing import Gather, everywhere
 
 LOSS = "loss_fn"
 """What precedes the names of a loss's parameters, where it is a module."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ExecutionError
-from schedir.training.drawing import read
+from schedir.training.data.drawing import read
 
 Pair: TypeAlias = tuple[Any, Any]
 """The inputs and the target of one step."""

@@ -9,14 +9,14 @@ from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.training.chain import Chain, Link
-from schedir.training.choosing import Cut, cut_of
-from schedir.training.cuts import Span
-from schedir.training.deferred import Deferred, Making, type_name
-from schedir.training.layers import Layer, Layers, layers_of
-from schedir.training.sharing import Copier, Inventory, inventory_of
-from schedir.training.skips import Pop, Stash, kept_before
-from schedir.training.stages import Stages, StageSummary, held_stages
+from schedir.training.cutting.chain import Chain, Link
+from schedir.training.cutting.choosing import Cut, cut_of
+from schedir.training.cutting.cuts import Span
+from schedir.training.cutting.deferred import Deferred, Making, type_name
+from schedir.training.cutting.layers import Layer, Layers, layers_of
+from schedir.training.cutting.sharing import Copier, Inventory, inventory_of
+from schedir.training.cutting.skips import Pop, Stash, kept_before
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages
 
 
 def partition(

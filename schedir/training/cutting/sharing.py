@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import TieOf
-from schedir.training.cuts import Span
-from schedir.training.deferred import Deferred, skeleton
-from schedir.training.layers import Layer
+from schedir.training.cutting.cuts import Span
+from schedir.training.cutting.deferred import Deferred, skeleton
+from schedir.training.cutting.layers import Layer
 
 
 @attrs.frozen

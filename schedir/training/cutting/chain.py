@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.boundaries.calling import convention_of
-from schedir.training.skips import Pop, Stash
+from schedir.training.cutting.skips import Pop, Stash
 
 _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What layers raise of an input that they do not take."""

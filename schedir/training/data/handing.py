@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.failure import describe
-from schedir.training.reading import Pair, Reader, Split
+from schedir.training.data.reading import Pair, Reader, Split
 
 
 @attrs.frozen(eq=False)

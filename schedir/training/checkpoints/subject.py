@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.training.agreeing import Gather, alone
-from schedir.training.names import Held, held_by
-from schedir.training.optimizer_state import Optimizers
+from schedir.training.checkpoints.agreeing import Gather, alone
+from schedir.training.checkpoints.names import Held, held_by
+from schedir.training.checkpoints.optimizer_state import Optimizers
 
 VERSION = 1
 """Of what a checkpoint has beside tensors of the model and of optimisers."""

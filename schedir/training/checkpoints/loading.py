@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.failure import describe
-from schedir.training.agreeing import everywhere
-from schedir.training.names import LOSS, Names, names_of
-from schedir.training.optimizer_state import Kept, Record, give, state_tensors
-from schedir.training.packing import unpacked
-from schedir.training.rng_state import set_rng_state
-from schedir.training.storage import Stored
-from schedir.training.subject import VERSION, Stateful, Subject
+from schedir.training.checkpoints.agreeing import everywhere
+from schedir.training.checkpoints.names import LOSS, Names, names_of
+from schedir.training.checkpoints.optimizer_state import Kept, Record, give, state_tensors
+from schedir.training.checkpoints.packing import unpacked
+from schedir.training.checkpoints.rng_state import set_rng_state
+from schedir.training.checkpoints.storage import Stored
+from schedir.training.checkpoints.subject import VERSION, Stateful, Subject
 
 _SHOWN = 5
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.training.handing import HandedOut
-from schedir.training.reading import Pair, Reader, Split
+from schedir.training.data.handing import HandedOut
+from schedir.training.data.reading import Pair, Reader, Split
 
 
 class Batches:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from schedir.errors import ExecutionError
-from schedir.training.agreeing import Gather, everywhere
+from schedir.training.checkpoints.agreeing import Gather, everywhere
 
 _METADATA = ".metadata"
 

@@ -19,11 +19,11 @@ from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
-from schedir.training.deferred import Making
-from schedir.training.layers import Layer, Layers, layers_of
-from schedir.training.partitioning import chain_of
-from schedir.training.sharing import Copier
-from schedir.training.skips import kept_before
+from schedir.training.cutting.deferred import Making
+from schedir.training.cutting.layers import Layer, Layers, layers_of
+from schedir.training.cutting.partitioning import chain_of
+from schedir.training.cutting.sharing import Copier
+from schedir.training.cutting.skips import kept_before
 
 
 def measured_costs(

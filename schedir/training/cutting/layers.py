@@ -11,8 +11,8 @@ import attrs
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.training.deferred import Deferred, type_name
-from schedir.training.skips import Pop, Stash
+from schedir.training.cutting.deferred import Deferred, type_name
+from schedir.training.cutting.skips import Pop, Stash
 
 Layers: TypeAlias = nn.Sequential | Sequence[Any] | Mapping[str, Any]
 """Modules, functions and deferred layers, in the order in which they run."""

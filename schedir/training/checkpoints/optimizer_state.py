@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
-from schedir.training.names import Aliases
-from schedir.training.storage import Stored
+from schedir.training.checkpoints.names import Aliases
+from schedir.training.checkpoints.storage import Stored
 
 SECTION = "optimizer"
 

@@ -11,13 +11,19 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import accelerator_of
-from schedir.training.agreeing import everywhere
-from schedir.training.names import Names, names_of
-from schedir.training.optimizer_state import SECTION, Record, joined, records_of, states_of
-from schedir.training.packing import packed
-from schedir.training.rng_state import rng_state
-from schedir.training.storage import write
-from schedir.training.subject import VERSION, Stateful, Subject
+from schedir.training.checkpoints.agreeing import everywhere
+from schedir.training.checkpoints.names import Names, names_of
+from schedir.training.checkpoints.optimizer_state import (
+    SECTION,
+    Record,
+    joined,
+    records_of,
+    states_of,
+)
+from schedir.training.checkpoints.packing import packed
+from schedir.training.checkpoints.rng_state import rng_state
+from schedir.training.checkpoints.storage import write
+from schedir.training.checkpoints.subject import VERSION, Stateful, Subject
 
 
 @attrs.frozen(eq=False)

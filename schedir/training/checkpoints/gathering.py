@@ -8,7 +8,7 @@ from torch import Tensor
 
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
-from schedir.training.names import held_by, names_of
+from schedir.training.checkpoints.names import held_by, names_of
 
 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:

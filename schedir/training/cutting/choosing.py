@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import attrs
 
 from schedir.errors import ExecutionError
-from schedir.training.cuts import Span, balanced, check_costs, check_number, spans_of
-from schedir.training.deferred import type_name
-from schedir.training.layers import Layer
-from schedir.training.layout import is_layout, layout_spans
-from schedir.training.sharing import Inventory
+from schedir.training.cutting.cuts import Span, balanced, check_costs, check_number, spans_of
+from schedir.training.cutting.deferred import type_name
+from schedir.training.cutting.layers import Layer
+from schedir.training.cutting.layout import is_layout, layout_spans
+from schedir.training.cutting.sharing import Inventory
 
 _WAYS = (
     'by= is "parameters", "uniform", "type:REGEX" of the layers\' classes, or a layout such as '

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
-from schedir.training.loading import Loading
-from schedir.training.saving import save
-from schedir.training.storage import is_complete
-from schedir.training.subject import Stateful, subject_of
+from schedir.training.checkpoints.loading import Loading
+from schedir.training.checkpoints.saving import save
+from schedir.training.checkpoints.storage import is_complete
+from schedir.training.checkpoints.subject import Stateful, subject_of
 
 
 class Checkpoint:

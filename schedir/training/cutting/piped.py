@@ -15,7 +15,7 @@ from torch import fx
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.training.stages import Stages, StageSummary, held_stages
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe

@@ -1,0 +1,1 @@
+"""A training kept under the whole model's names, and gone on with."""

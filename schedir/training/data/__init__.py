@@ -1,0 +1,1 @@
+"""From a loader to the batches of every step."""
