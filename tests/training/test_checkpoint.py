@@ -426,6 +426,40 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     assert torch.equal(moments["exp_avg"], optimizer.state[weight]["exp_avg"])
 
 
+def test_gradients_are_neither_kept_nor_left_behind(tmp_path: Path) -> None:
+    """Those of a step that failed, or that waits for its update, are of no weights any more."""
+    fails = False
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and bool(target[0, 0] == 7):
+            raise RuntimeError("no loss")
+        return MSE(output, target)
+
+    (x, y), *_ = random_batches(1)
+    y[-2:] = 7  # its last microbatch, after the backwards of the first
+    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    stages = partition(layers(), schedule)
+    with Executor(schedule, stages, loss, momentum, in_process=True) as executor:
+        checkpoint = Checkpoint(executor)
+        checkpoint.save(tmp_path)
+        executor.step(x, target=y)
+        expected = gathered_state(executor)
+        fails = True
+        with pytest.raises(ExecutionError, match="no loss"):
+            executor.step(x, target=y)
+        fails = False
+        checkpoint.load(tmp_path)
+        executor.step(x, target=y)
+        found = gathered_state(executor)
+        assert found is not None and expected is not None
+        assert_same(found, expected)
+        executor.step(x, target=y, update=False)
+        with pytest.raises(ExecutionError, match="gradients of stage 0 wait for an update"):
+            checkpoint.save(tmp_path)
+        executor.step(x, target=y)
+        checkpoint.save(tmp_path)
+
+
 def test_what_can_not_be_kept_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ExecutionError, match="scheduler must have state_dict and load_state_dict"):

@@ -35,7 +35,8 @@ class Checkpoint:
     the state of `scheduler`, of `batches`, and of `others`, by name; the number of the next step;
     and the generators of torch, the device, Python and numpy. A training that goes on from it
     equals one that was never interrupted, bit for bit and dropout included, if its executor has the
-    same `seed`. Gradients that wait for an update are not kept: save after a step that updates.
+    same `seed`. Gradients are not kept: save after a step that updates. To load drops those that
+    are there.
 
     What several processes have is written once, by the first of them: replicas' weights and
     statistics. A tied parameter has all its names, its optimiser state the first one. `scheduler`
@@ -90,7 +91,8 @@ class Checkpoint:
         interrupted, the folder has the old one or the new one.
 
         Raises ExecutionError, on all ranks, where it fails on any, and the old one stays: where a
-        name stands for different things in two stages, say, or a state can't be kept.
+        name stands for different things in two stages, say, a state can't be kept, or gradients of
+        `step(…, update=False)` wait for an update.
         """
         save(self._subject, self.step, Path(path))
 

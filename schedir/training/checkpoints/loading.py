@@ -125,6 +125,8 @@ class Loading:
                 target = targets[held.key(name)]
                 state[name] = target if isinstance(value, Tensor) else unpacked(target, name)
             held.take(state)
+            for parameter in held.module.parameters():
+                parameter.grad = None  # of other weights, as a step that failed leaves them
 
     def _take_rest(self) -> None:
         aliases = self._names.aliases

@@ -10,6 +10,7 @@ import attrs
 from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
 from schedir.training.checkpoints.agreeing import everywhere
 from schedir.training.checkpoints.names import Names, names_of
@@ -44,6 +45,8 @@ def save(subject: Subject, step: int, folder: Path) -> None:
     state: dict[str, Any] = {}
 
     def prepared() -> _Part:
+        if isinstance(subject.model, Executor):
+            _check_updated(subject.model)
         states = _states(subject, names)
         tensors = {name: _tensors(own) for name, own in states.items()}
         state.update(_modules(subject))
@@ -91,6 +94,18 @@ def save(subject: Subject, step: int, folder: Path) -> None:
 
     everywhere(subject.gather, completed)
     write(folder, state, subject.gather, number)
+
+
+def _check_updated(executor: Executor) -> None:
+    """Raise ExecutionError where a step was left without its update; an OPTIM_STEP drops what it
+    has applied."""
+    for stage, optimizer in executor.optimizers.items():
+        for group in optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                raise ExecutionError(
+                    f"gradients of stage {stage} wait for an update, and a checkpoint keeps none: "
+                    "save after a step with update=True"
+                )
 
 
 def _modules(subject: Subject) -> dict[str, dict[str, Tensor]]:
