@@ -451,7 +451,8 @@ def test_gradients_are_neither_kept_nor_left_behind(tmp_path: Path) -> None:
         checkpoint.load(tmp_path)
         executor.step(x, target=y)
         found = gathered_state(executor)
-        assert found is not None and expected is not None
+        assert found is not None
+        assert expected is not None
         assert_same(found, expected)
         executor.step(x, target=y, update=False)
         with pytest.raises(ExecutionError, match="gradients of stage 0 wait for an update"):

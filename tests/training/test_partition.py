@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
-from schedir.training import Stages, deferred, partition
+from schedir.training import Stages, deferred, partition, pop, stash
 from tests.runtime.kit import MSE, adamw, differing, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import accumulate
@@ -322,6 +322,13 @@ def using(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: x @ module.get_parameter("weight").T
 
 
+TABLE = nn.Embedding(4, 4)
+
+
+def through_the_table(x: Tensor) -> Tensor:
+    return x @ TABLE.weight.T
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "more stages than layers": (lambda: partition(sequential(), 6), "6 stages .* of 5 layers"),
     "no stage": (lambda: partition(sequential(), 0), "1 stage or more, not 0"),
@@ -333,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "makes nothing": (lambda: deferred(3), "not int"),  # type: ignore[arg-type]
     "a function of a module": (
         lambda: partition([using(nn.Linear(4, 4))], 1),
-        r"layer 0 is a function that uses the module Linear, whose .*tied",
+        r"layer 0 is a function that uses the module Linear, which .*tied",
     ),
     "a method of a module": (
         lambda: partition([nn.ReLU(), nn.Linear(4, 4).forward], 1),
@@ -342,6 +349,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a function with a module": (
         lambda: partition([functools.partial(torch.multiply, nn.Linear(4, 4))], 1),
         "layer 0 is a function that uses the module Linear",
+    ),
+    "a function of a global module": (
+        lambda: partition([nn.ReLU(), through_the_table], 1),
+        "layer 1 is a function that uses the module Embedding",
+    ),
+    "a function of a parameter": (
+        lambda: partition([functools.partial(torch.multiply, TABLE.weight)], 1),
+        "layer 0 is a function that uses a parameter, which its stage would neither",
+    ),
+    "the use of another module": (
+        lambda: partition([deferred(nn.ReLU).tied("key", using(nn.Linear(4, 4)))], 1),
+        "layer 0 is a function that uses the module Linear",
+    ),
+    "a join with parameters": (
+        lambda: partition([stash("in"), pop("in", nn.Bilinear(4, 4, 4))], 1),
+        "layer 1 is a function that uses the module Bilinear",
     ),
     "no layer made": (lambda: partition([deferred(int)], 1), "layer 0: int has made no layer"),
     "not on meta": (
@@ -361,6 +384,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "cost nan": (
         lambda: partition(sequential(), 2, costs=[1, 2, 3, float("nan"), 2]),
         "layer 3 must be finite",
+    ),
+    "costs by layer": (
+        lambda: partition(sequential(), 2, costs={0: 1}),  # type: ignore[arg-type]
+        "costs: a list of numbers, one per layer, not dict",
     ),
     "cost a string": (
         lambda: partition(sequential(), 2, costs=[1, "2", 3, 4, 5]),  # type: ignore[list-item]

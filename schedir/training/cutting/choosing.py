@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.cuts import Span, balanced, check_costs, check_number, spans_of
@@ -67,6 +68,8 @@ def cut_of(
 
 
 def _by_costs(costs: Sequence[float], layers: Sequence[Layer], stages: int) -> Cut:
+    if not isinstance(costs, (Sequence, np.ndarray)):
+        raise ExecutionError(f"costs: a list of numbers, one per layer, not {type(costs).__name__}")
     if len(costs) != len(layers):
         raise ExecutionError(
             f"costs: {len(costs)} numbers for {len(layers)} layers; give one for each"
@@ -88,7 +91,11 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
     starts: list[int] = []
     for boundary in boundaries:
         start = names.get(boundary) if isinstance(boundary, str) else boundary
-        if isinstance(start, bool) or not isinstance(start, int) or start not in range(len(layers)):
+        if (
+            isinstance(start, bool)
+            or not isinstance(start, int)
+            or start not in range(len(layers))
+        ):
             raise ExecutionError(
                 f"boundaries: there is no layer {boundary!r}, only {layers[0].name} to "
                 f"{layers[-1].name}, or numbers below {len(layers)}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dis import get_instructions
 from functools import partial
 from types import CellType
 from typing import Any, TypeAlias
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.deferred import Deferred, type_name
@@ -70,28 +71,48 @@ def _check(layer: Layer) -> None:
             f"layer {layer.name} is no module, function or deferred layer, but "
             f"{type(layer.given).__name__}"
         )
-    if not isinstance(layer.given, (nn.Module, Deferred, Stash, Pop)):
-        held = _held_module(layer.given)
-        if held is not None:
-            raise ExecutionError(
-                f"layer {layer.name} is a function that uses the module {type(held).__name__}, "
-                "whose parameters its stage would neither hold nor train; list a module that has "
-                "it, or, where it is a layer of its own as well, deferred(…).tied(key, use)"
-            )
+    function = _function(layer.given)
+    held = None if function is None else _brought_along(function)
+    if held is not None:
+        what = f"the module {type(held).__name__}" if isinstance(held, nn.Module) else "a parameter"
+        raise ExecutionError(
+            f"layer {layer.name} is a function that uses {what}, which its stage would neither "
+            "hold nor train; list a module that has it, or, where it is a layer of its own as "
+            "well, deferred(…).tied(key, use)"
+        )
 
 
-def _held_module(function: Any) -> nn.Module | None:
-    """A module with parameters that a function brings along, if that can be seen."""
+def _function(given: object) -> Any:
+    """What is called in a layer that is no module, if anything is."""
+    if isinstance(given, Pop):
+        return given.join
+    if isinstance(given, Deferred):
+        return given.use
+    return None if isinstance(given, (nn.Module, Stash)) else given
+
+
+def _brought_along(function: Any) -> nn.Module | Tensor | None:
+    """What has parameters and is brought along by a function, if that can be seen."""
     if isinstance(function, partial):
         inside = [function.func, *function.args, *function.keywords.values()]
     else:
         cells = getattr(function, "__closure__", None) or ()
         inside = [cell.cell_contents for cell in cells if cell != CellType()]
-        inside.append(getattr(function, "__self__", None))
+        inside += [function, getattr(function, "__self__", None), *_of_globals(function)]
     for held in inside:
+        if isinstance(held, Tensor) and held.requires_grad:
+            return held
         if isinstance(held, nn.Module) and next(held.parameters(), None) is not None:
             return held
     return None
+
+
+def _of_globals(function: Any) -> list[object]:
+    """The globals that a function reads: in a script most of what it brings along are such."""
+    if not hasattr(function, "__code__"):
+        return []
+    read = (step.argval for step in get_instructions(function) if step.opname == "LOAD_GLOBAL")
+    return [function.__globals__[name] for name in read if name in function.__globals__]
 
 
 def _check_names(names: Sequence[str]) -> None:
