@@ -46,6 +46,17 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+class ScaledLoss(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output * self.scale, target)
+
+
 def linear_stages(number: int = 2, width: int = 4) -> list[nn.Module]:
     torch.manual_seed(5)
     return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(number)]

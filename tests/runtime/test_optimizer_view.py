@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, adamw, momentum, numbered, random_batches, sgd
+from tests.runtime.kit import MSE, ScaledLoss, adamw, momentum, numbered, random_batches, sgd
 from tests.runtime.on_ranks import on_ranks
 
 STEPS = 7
@@ -72,15 +72,6 @@ def stages_of_model(number: int = 4) -> dict[int, nn.Module]:
     torch.manual_seed(5)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(number)]
     return numbered([nn.Tanh() if stage == 1 else layer for stage, layer in enumerate(layers)])
-
-
-class ScaledLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return MSE(output * self.scale, target)
 
 
 def advance(scheduler: Any, loss: float) -> None:

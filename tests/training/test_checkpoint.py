@@ -20,7 +20,7 @@ import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, gathered_state, partition
-from tests.runtime.kit import MSE, adamw, momentum, random_batches
+from tests.runtime.kit import MSE, ScaledLoss, adamw, momentum, random_batches
 from tests.runtime.test_optimizer_view import advance
 
 MICROBATCHES = 4
@@ -121,15 +121,6 @@ WAYS: dict[str, Callable[..., Training]] = {
     "interleaved on 2": in_process("interleaved-1f1b", 2, chunks=3),
     "pipedream on 3": in_process("pipedream", 3),
 }
-
-
-class ScaledLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return MSE(output * self.scale, target)
 
 
 @contextmanager

@@ -91,11 +91,7 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
     starts: list[int] = []
     for boundary in boundaries:
         start = names.get(boundary) if isinstance(boundary, str) else boundary
-        if (
-            isinstance(start, bool)
-            or not isinstance(start, int)
-            or start not in range(len(layers))
-        ):
+        if isinstance(start, bool) or not isinstance(start, int) or start not in range(len(layers)):
             raise ExecutionError(
                 f"boundaries: there is no layer {boundary!r}, only {layers[0].name} to "
                 f"{layers[-1].name}, or numbers below {len(layers)}"
