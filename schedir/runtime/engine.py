@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +19,9 @@ from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import CLOSE, Call, Keep, Request
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.courier import Courier
-from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
 from schedir.runtime.result import CallLosses, StepResult
@@ -194,33 +195,44 @@ class Engine:
             self._leave.detach()  # what is under way will not arrive
         return failure
 
+    @contextmanager
+    def _message(self, what: str) -> Iterator[Control]:
+        """Beside the pipeline's traffic. Where it fails here, nobody else waits for it."""
+        self._world.check_usable()
+        try:
+            yield self._world.control
+        except WaitError as error:
+            raise self._world.failure(error, what) from None
+        except Exception as error:
+            rank = self._plan.grid.rank
+            named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
+            raise self._world.failure(named, what) from error
+
     def gather(self, value: Any) -> list[Any]:
         """What all processes give, by number, on each of them."""
-        self._world.check_usable()
-        with self._world.together("gather"):
-            return self._world.control.gather(value)
+        with self._message("gather") as control:
+            return control.gather(value)
 
     def collect(self, value: Any) -> list[Any] | None:
         """What all processes give, by number, on the first one alone."""
-        self._world.check_usable()
-        with self._world.together("collect"):
-            return self._world.control.collect(value)
+        with self._message("collect") as control:
+            return control.collect(value)
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
-        self._world.check_usable()
-        grid, control = self._plan.grid, self._world.control
+        grid = self._plan.grid
         speaker = self._plan.schedule.placement[0][0]
-        with self._world.together("hand_out"):
-            if grid.rank != speaker:
+        number = grid.number(speaker)
+        with self._message("hand_out") as control:
+            if grid.number(grid.rank) != number:
                 return control.receive(speaker)
             if values is None or len(values) != grid.ranks:
                 raise ExecutionError(
-                    f"hand_out: rank {speaker}, which runs the first stage, gives one value for "
-                    f"each of the {grid.ranks} ranks"
+                    f"rank {speaker}, which runs the first stage, gives one value for each of the "
+                    f"{grid.ranks} ranks"
                 )
             for rank in range(grid.ranks):
-                if rank != speaker:
+                if grid.number(rank) != number:
                     control.send(values[rank], rank)
             return values[speaker]
 

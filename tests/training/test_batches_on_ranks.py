@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -27,6 +28,11 @@ BACKWARDS = listed(
     "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3 1OPTIM_STEP",
     "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0OPTIM_STEP",
 )
+
+
+_REST = "0REDUCE_GRAD 0OPTIM_STEP"
+# Each rank has all stages, and no rank all microbatches.
+REPLICATED = listed(4, "0,1", f"0F0 0B0 0F2 0B2 {_REST}", f"0F1 0B1 0F3 0B3 {_REST}")
 
 
 def shuffled(own_generator: bool = False) -> DataLoader[Any]:
@@ -90,10 +96,11 @@ def test_one_rank_reads_for_all_what_all_would_read(rank: int, target: Any, own:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("shape", ["V", "backwards"])
-def test_the_target_goes_where_the_loss_is(rank: int, shape: str) -> None:
+@pytest.mark.parametrize(
+    "schedule", [bidirectional_v(2, 4), BACKWARDS, REPLICATED], ids=["V", "backwards", "replicated"]
+)
+def test_the_target_goes_where_the_loss_is(rank: int, schedule: schedir.Schedule) -> None:
     """Which is the rank that reads, in a schedule in the shape of a V."""
-    schedule = bidirectional_v(2, 4) if shape == "V" else BACKWARDS
     with executor_of(rank, schedule) as executor:
         expected = trained(executor, Batches(shuffled()))
     with executor_of(rank, schedule) as executor:
@@ -131,6 +138,17 @@ def test_all_ranks_fail_where_the_one_that_reads_does(rank: int) -> None:
                 trained(executor, batches_of(loader))
         # Nothing has moved: the executor goes on.
         assert len(trained(executor, batches_of(shuffled()))) == 3
+        began = monotonic()
+        found = message_of(trained, executor, batches_of([(torch.ones(8, 4), Unsendable())]))
+        assert "rank 0: hand_out: TypeError: it stays here" in found
+        assert monotonic() - began < 30  # nobody waits until the time is up
+
+
+class Unsendable:
+    """A target that can't be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it stays here")
 
 
 @on_ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def save(subject: Subject, step: int, folder: Path) -> None:
         state["rng"] = {process: packed(rng_state(subject.device), "the RNG state")}
         if subject.feeds and subject.batches is not None:
             state["batches"] = {str(subject.pipeline): _state(subject.batches, "batches")}
-        return _Part(
+        part = _Part(
             subject.place,
             records_of(subject.optimizers, names.aliases),
             {len(optimizer.param_groups) for optimizer in subject.optimizers.values()},
@@ -64,6 +64,8 @@ def save(subject: Subject, step: int, folder: Path) -> None:
                 for name, own in states.items()
             },
         )
+        packed(_merged([part]), "the optimizer's state")  # else it would fail on its way
+        return part
 
     parts = everywhere(subject.gather, prepared)
     number = [part.place for part in parts].index(subject.place)
@@ -78,14 +80,7 @@ def save(subject: Subject, step: int, folder: Path) -> None:
             )
         if number:
             return
-        optimizer = {
-            "records": [
-                attrs.asdict(record, recurse=False)
-                for record in joined(r for part in parts for r in part.records)
-            ],
-            "values": {name: own for part in parts for name, own in part.values.items() if own},
-        }
-        beside = {"version": VERSION, "step": step, "optimizer": optimizer}
+        beside = {"version": VERSION, "step": step, "optimizer": _merged(parts)}
         if subject.scheduler is not None:
             beside["scheduler"] = type(subject.scheduler).__name__
             state["scheduler"] = _state(subject.scheduler, "scheduler")
@@ -94,6 +89,15 @@ def save(subject: Subject, step: int, folder: Path) -> None:
 
     everywhere(subject.gather, completed)
     write(folder, state, subject.gather, number)
+
+
+def _merged(parts: Sequence[_Part]) -> dict[str, Any]:
+    """What is no tensor of the optimisers of some processes."""
+    records = joined(record for part in parts for record in part.records)
+    return {
+        "records": [attrs.asdict(record, recurse=False) for record in records],
+        "values": {name: own for part in parts for name, own in part.values.items() if own},
+    }
 
 
 def _check_updated(executor: Executor) -> None:

@@ -62,7 +62,7 @@ class Batches:
             raise ExecutionError(
                 'reader="first" needs the executor that takes the batches: executor='
             )
-        elif len(executor.stages) == executor.schedule.stages:  # there is nobody else
+        elif executor.schedule.ranks == 1 or len(executor.gather(None)) == 1:  # nobody else
             self._source = Reader(loader, split)
         else:
             self._source = HandedOut(executor, loader, split)
