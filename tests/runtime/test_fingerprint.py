@@ -81,6 +81,9 @@ def test_any_element_counts(size: int, dtype: torch.dtype, data: st.DataObject) 
 def test_equal_values_are_equal_in_any_layout() -> None:
     images = torch.rand(4, 3, 64, 64)
     assert of_batch(images) == of_batch(images.to(memory_format=torch.channels_last))
+    images = torch.rand(32, 4, 128, 129)  # more than is looked at
+    assert of_batch(images) == of_batch(images.to(memory_format=torch.channels_last))
+    assert of_batch(torch.ones(1).expand(10**6, 10**6)) != of_batch(torch.ones(10**6))  # no copy
     tokens = torch.randint(9, (8, 1025))
     assert of_batch(tokens[:, 1:]) == of_batch(tokens[:, 1:].clone())
     sums = torch.frombuffer(bytearray(40001), dtype=torch.uint8)[1:]  # at an odd address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -196,6 +197,27 @@ def test_what_a_stage_is_given_beside_goes_to_the_layers_that_take_it() -> None:
         with run as executor:
             losses.append(executor.step(x, stage_inputs=given).loss)
     assert losses == [losses[0]] * 3
+
+
+def test_how_a_layer_is_called_is_found_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than many a layer."""
+    asked = []
+
+    def counted(function: Any) -> inspect.Signature:
+        asked.append(function)
+        return signature(function)
+
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", counted)
+    stage = partition([lambda x, y: (x, y), lambda x, y, mask: x + y + mask], 1)[0]
+    x = torch.ones(2)
+    forms: list[Any] = [(x, x), {"x": x, "y": x}, [x, x]]
+    for form in forms:
+        for _ in range(3):
+            copied = copy.deepcopy(stage)
+            assert torch.equal(stage(form, mask=x), 3 * x)
+    assert torch.equal(copied(forms[0], mask=x), 3 * x)
+    assert len(asked) <= 2 * (1 + len(forms))
 
 
 def test_what_no_layer_takes_is_said() -> None:

@@ -93,13 +93,16 @@ def _sample(tensor: Tensor) -> bytes:
     tensor = tensor.detach()
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:  # numpy lacks most of these
         tensor = tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.uint8)
-    values = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
-    size = _BLOCK * _WEIGHTS.itemsize
-    number = len(values) // size
-    if not number:
-        return values.tobytes()
-    summed = values[: number * size].view(np.int64).reshape(number, _BLOCK)
-    if number > _BLOCKS:  # one somewhere in each stretch: none at the same place of every image
+    values = tensor.numpy()
+    size = _BLOCK * _WEIGHTS.itemsize // values.itemsize  # of a block, in elements
+    number = values.size // size
+    if number <= _BLOCKS:
+        flat: Any = np.ascontiguousarray(values).reshape(-1)
+        blocks = flat[: number * size]
+    else:  # one somewhere in each stretch: none at the same place of every image
         stretch = number // _BLOCKS
-        summed = summed[np.arange(_BLOCKS) * stretch + _WEIGHTS[:_BLOCKS] % stretch]
-    return (summed @ _WEIGHTS).tobytes() + values[number * size :].tobytes()
+        starts = (np.arange(_BLOCKS) * stretch + _WEIGHTS[:_BLOCKS] % stretch) * size
+        flat = values.reshape(-1) if values.flags.c_contiguous else values.flat  # never copied
+        blocks = np.concatenate([flat[start : start + size] for start in starts])
+    sums = blocks.view(np.int64).reshape(-1, _BLOCK) @ _WEIGHTS
+    return bytes(sums.tobytes() + flat[number * size :].tobytes())
