@@ -29,7 +29,9 @@ ACCUMULATE = Request("step(update=False)", trains=True)
 EVALUATE = Request("evaluate")
 INFER = Request("infer", has_loss=False)
 CLOSE = Request("close", has_loss=False)
-REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE)
+GATHER = Request("gather", has_loss=False)
+COLLECT = Request("collect", has_loss=False)
+REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE, GATHER, COLLECT)
 
 
 Keep: TypeAlias = Callable[[Any, Any], Any]

@@ -17,11 +17,12 @@ from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
-from schedir.runtime.call import CLOSE, Call, Keep, Request
+from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.courier import Courier
-from schedir.runtime.processes.failure import WaitError, describe
+from schedir.runtime.processes.failure import OneLineError, WaitError, describe
+from schedir.runtime.program.announcement import Announcement
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
 from schedir.runtime.result import CallLosses, StepResult
@@ -201,7 +202,7 @@ class Engine:
         self._world.check_usable()
         try:
             yield self._world.control
-        except WaitError as error:
+        except (WaitError, OneLineError) as error:
             raise self._world.failure(error, what) from None
         except Exception as error:
             rank = self._plan.grid.rank
@@ -211,12 +212,18 @@ class Engine:
     def gather(self, value: Any) -> list[Any]:
         """What all processes give, by number, on each of them."""
         with self._message("gather") as control:
+            self._announce(GATHER)
             return control.gather(value)
 
     def collect(self, value: Any) -> list[Any] | None:
         """What all processes give, by number, on the first one alone."""
         with self._message("collect") as control:
+            self._announce(COLLECT)
             return control.collect(value)
+
+    def _announce(self, request: Request) -> None:
+        """Raise OneLineError where another rank makes a call meanwhile."""
+        self.parts.announcements.exchange(Announcement(request, self._calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""

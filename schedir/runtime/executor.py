@@ -237,7 +237,7 @@ class Executor:
         In the order of their ranks in the default process group. Every rank has to call it, between
         two other calls; values are pickled.
 
-        Raises ExecutionError where other ranks do not call it in time.
+        Raises ExecutionError where other ranks make another call, or do not call it in time.
         """
         return self._engine.gather(value)
 

@@ -160,6 +160,15 @@ def test_metrics_are_those_of_all_pipelines(rank: int) -> None:
     assert found.loss == pytest.approx(LOSS(model(x), y).item(), rel=1e-6)
 
 
+@on_ranks(2)
+def test_ranks_that_evaluate_different_numbers_of_batches_are_refused(rank: int) -> None:
+    with an_executor(rank) as executor:
+        data = labelled(*[8] * (2 + rank))
+        said = message_of(evaluate, executor, data, {"accuracy": accuracy})
+    assert "its call 2 is evaluate" in said
+    assert "but call 2 of rank 0 is gather; every rank must make the same calls" in said
+
+
 class Getting(nn.Module):
     """A loss that is better in each training step, and in each evaluation the next of some."""
 
