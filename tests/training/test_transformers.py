@@ -27,6 +27,16 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
+_IMAGES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_SPARSE = _GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+_SPARSE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, _GROUPED),
     "llama-tied": (transformers.LlamaConfig, _GROUPED | {"tie_word_embeddings": True}),
@@ -46,16 +56,19 @@ CONFIGS: dict[str, Any] = {
     ),
     "phi": (transformers.PhiConfig, _SIZES),
     "mixtral": (transformers.MixtralConfig, _GROUPED | {"num_local_experts": 4}),
-    "vit": (
-        transformers.ViTConfig,
-        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-        | {"num_attention_heads": 4, "image_size": 8, "patch_size": 4},
+    # What stands for its embedding is multiplied in place.
+    "ctrl": (
+        transformers.CTRLConfig,
+        {"vocab_size": TOKENS, "n_embd": 32, "dff": 48, "n_layer": 4, "n_head": 4}
+        | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
+    "vit": (transformers.ViTConfig, _IMAGES),
 }
 TIED = {
     "llama-tied": ("model.embed_tokens.weight", "lm_head.weight"),
     "gemma": ("model.embed_tokens.weight", "lm_head.weight"),
     "gpt2": ("transformer.wte.weight", "lm_head.weight"),
+    "ctrl": ("transformer.w.weight", "lm_head.weight"),
     "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 }
 
@@ -297,6 +310,16 @@ REFUSED: dict[str, Any] = {
         lambda: transformers.DebertaV2Config(**_SIZES, relative_attention=True),
         transformers.DebertaV2ForMaskedLM,
         "DebertaV2ForMaskedLM can't be cut: block 0 of .* takes more .*rel_embeddings",
+    ),
+    "what a block hands the next one beside its output, without a gradient": (
+        lambda: transformers.HYV4Config(**_SPARSE),
+        None,
+        "HYV4ForCausalLM can't be cut: block 1 of model.layers takes more .*prev_topk_indices",
+    ),
+    "embeddings that are taken apart": (
+        lambda: transformers.Data2VecVisionConfig(**_IMAGES),
+        transformers.AutoModelForImageClassification,
+        "Data2VecVisionForImageClassification can't be cut: stage 1 of 2 does not run without",
     ),
     "the loss of routers": (
         lambda: transformers.MixtralConfig(**_GROUPED, output_router_logits=True),

@@ -18,6 +18,7 @@ from schedir.training.pretrained.copies import on_meta, tied
 from schedir.training.pretrained.models import model_of, small_inputs
 from schedir.training.pretrained.outline import Outline, joined, outline_of
 from schedir.training.pretrained.stage import assembled
+from schedir.training.pretrained.trial import try_out
 from schedir.training.pretrained.weights import materialise
 
 
@@ -57,7 +58,8 @@ def stages_of(
     than hidden states.
     """
     model = model_of(model_or_config, model_class)
-    outline = outline_of(model.skeleton, small_inputs(model), model.kind)
+    inputs = small_inputs(model)
+    outline = outline_of(model.skeleton, inputs, model.kind)
     number = schedule if isinstance(schedule, int) else schedule.stages
     if number > len(outline.calls):
         raise ExecutionError(
@@ -67,6 +69,9 @@ def stages_of(
     layout = _Layout(
         model.skeleton, outline, _spans(model.skeleton, outline, number, by, boundaries)
     )
+    like = on_meta(model.skeleton)
+    tried = [assembled(like, like, outline, range(*span), {}) for span in layout.spans]
+    try_out(tried, inputs, model.kind)
     held = range(number) if isinstance(schedule, int) else held_stages(schedule, rank)
     real = model.real
     if real is None:

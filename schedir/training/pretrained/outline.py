@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.training.pretrained.configs import without_values
 from schedir.training.pretrained.copies import on_meta, tied
+from schedir.training.pretrained.derived import Derived
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 
@@ -92,7 +93,8 @@ def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Out
     model = on_meta(model)  # a run may leave something behind
     tracer = _Tracer(model, blocks, kind)
     try:
-        with _values(model.eval(), inputs) as (tensors, given), tracer.watching():
+        with faking(model.eval()), tracer.watching():
+            tensors, given = fake_values(model), fakes_of(inputs)
             output = torch.func.functional_call(model, tensors, kwargs=given)
             return tracer.outline(tensors, output)
     except ExecutionError:
@@ -108,22 +110,29 @@ def _shapes(inputs: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def _values(
-    model: nn.Module, inputs: Mapping[str, Tensor]
-) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Fake tensors for all of a model's, and for its inputs."""
+def faking(model: nn.Module) -> Iterator[None]:
+    """Have new tensors be fake ones, and a model run on them."""
     disabled, _LOG.disabled = _LOG.disabled, True  # the error alone says what fails
     try:
         with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            tensors = {
-                name: torch.empty_like(p, device="cpu").requires_grad_(p.is_floating_point())
-                for name, p in model.named_parameters()
-            }
-            buffers = {name: torch.empty_like(b, device="cpu") for name, b in model.named_buffers()}
-            given = {name: torch.empty_like(x, device="cpu") for name, x in inputs.items()}
-            yield tensors | buffers, given
+            yield
     finally:
         _LOG.disabled = disabled
+
+
+def fake_values(model: nn.Module) -> dict[str, Tensor]:
+    """Fake tensors for all of a model's."""
+    tensors = fakes_of(dict(model.named_parameters()))
+    for p in tensors.values():
+        p.requires_grad_(p.is_floating_point())
+    return tensors | fakes_of(dict(model.named_buffers()))
+
+
+def fakes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fake tensors on the CPU, such as others."""
+    return {
+        name: torch.empty_like(x, device="cpu", requires_grad=False) for name, x in tensors.items()
+    }
 
 
 class _Tracer:
@@ -140,6 +149,7 @@ class _Tracer:
         self._units = dict(_units(model, blocks))
         self._called: dict[str, set[str]] = {name: set() for name in self._units}
         self._carries: set[str] = set()
+        self._computed = Derived()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -152,6 +162,7 @@ class _Tracer:
                     stack.callback(handle.remove)
             for name, unit in self._units.items():
                 stack.callback(unit.register_forward_hook(self._calling(name)).remove)
+            stack.enter_context(self._computed)
             yield
 
     def _entering(self, i: int) -> Any:
@@ -187,14 +198,10 @@ class _Tracer:
             f"argument {at}" if at else None: value for at, value in enumerate(args)
         }
         given.update(kwargs)
-        trained = [
-            name
-            for name, value in given.items()
-            if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(value))
-        ]
-        hidden = trained[0] if trained else None
-        if len(trained) > 1:
-            names = ", ".join("the first argument" if n is None else n for n in trained)
+        computed = [name for name, value in given.items() if self._computed.any_in(value)]
+        hidden = computed[0] if computed else None
+        if len(computed) > 1:
+            names = ", ".join("the first argument" if n is None else n for n in computed)
             raise self._refusal(
                 f"block {i} of {self._name} takes more than the hidden states of what other stages "
                 f"compute: {names}"
@@ -208,6 +215,7 @@ class _Tracer:
         def leaving(_: nn.Module, args: object, output: Any) -> None:
             is_tuple = isinstance(output, tuple)
             self._hidden = output[0] if is_tuple else output
+            self._computed.add(output)
             if not isinstance(self._hidden, Tensor):
                 raise self._refusal(
                     f"block {i} of {self._name} returns {type(output).__name__}, no hidden states"
@@ -233,6 +241,7 @@ class _Tracer:
             leaves = pytree.tree_leaves(output)
             if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
                 self._carries.add(name)
+                self._computed.add(output)
 
         return calling
 

@@ -65,7 +65,7 @@ class Elsewhere(nn.Module):
                 f"with these inputs {kind} runs before the blocks, which the last stage has; the "
                 "model can be cut for its main input alone"
             )
-        return hidden.new_full((), math.nan).expand_as(hidden)
+        return hidden.new_full(hidden.shape, math.nan)  # in full: it may be changed in place
 
 
 class BlockElsewhere(Elsewhere):
