@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from alexnet import alexnet
 from common import RANKS, Losses, Parser, build, run, show, verify
 from images import CLASSES, Pair, cifar, digits
@@ -39,7 +40,7 @@ def train(args: argparse.Namespace) -> bool:
     data = args.cifar or digits()
     pipelines = RANKS // args.ranks or 1
     mesh = None
-    if not args.in_process:
+    if pipelines > 1:
         mesh = init_device_mesh("cpu", (pipelines, args.ranks), mesh_dim_names=("dp", "pp"))
     pipeline = mesh.get_local_rank("dp") if mesh else 0
 
@@ -83,6 +84,9 @@ def train(args: argparse.Namespace) -> bool:
         )
         trainer.fit()
         weights = gathered_state(executor)
+    if mesh:  # it has made the process group, which ends with it, once all are done
+        dist.barrier()
+        dist.destroy_process_group()
 
     if not args.verify:
         return True

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from alexnet import alexnet
 from common import verify
 from images import cifar, digits
@@ -43,6 +44,7 @@ def run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(path, run_name="__main__")
     assert ended.value.code == 0
+    assert not dist.is_initialized()  # a process group that is left would be in others' way
 
 
 @pytest.mark.parametrize("example", SMALL)
