@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
+from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
-from schedir.training import Stages, stages_of_pipe
+from schedir.training import Checkpoint, Stages, gathered_state, stages_of_pipe
+from schedir.training.cutting.stages import whole_name
 from tests.runtime.kit import MSE, adamw, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import accumulate
@@ -65,7 +67,7 @@ def skipping() -> Skipping:
 
 def pipe_of(model: nn.Module, given: Any, *splits: str) -> Pipe:
     split_spec = dict.fromkeys(splits, SplitPoint.BEGINNING)
-    return pipeline(copy.deepcopy(model), given, split_spec=split_spec)
+    return pipeline(copy.deepcopy(model), given, split_spec=split_spec or None)
 
 
 def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ def compare(sched: schedir.Schedule, stages: Stages, model: nn.Module, **options
     state = model.state_dict()
     for stage in stages.values():
         for name, value in stage.state_dict().items():
-            torch.testing.assert_close(value, state[name])
+            torch.testing.assert_close(value, state[whole_name(name)])
 
 
 SPLITS = ("blocks.1", "blocks.2")
@@ -106,6 +108,56 @@ def test_values_that_skip_stages_are_carried_along() -> None:
         ("blocks.2", "head"),
     ]
     compare(sched, stages, model, in_process=True)
+
+
+class Again(nn.Module):
+    """One layer is called in both stages, and twice in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.again = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.again(self.embedding(ids)))
+        pipe_split()
+        return self.head(self.again(torch.tanh(self.again(x)))), mask
+
+
+def test_a_module_that_is_called_again_is_one(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = Again()
+    (ids, mask), _ = batch()
+    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    stages = stages_of_pipe(pipe_of(model, (ids[:2], mask[:2])), sched)
+    assert len(stages.ties) == 2
+    compare(sched, stages, model, in_process=True)
+    with Executor(sched, stages, loss_fn, adamw, ties=stages.ties, in_process=True) as executor:
+        whole = gathered_state(executor)
+        Checkpoint(executor).save(tmp_path)
+    assert whole is not None
+    assert whole.keys() == model.state_dict().keys()
+    Checkpoint(model).load_weights(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, whole[name])
+
+
+class AgainNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        pipe_split()
+        return torch.relu(self.norm(x))
+
+
+def test_statistics_can_not_be_shared_by_stages() -> None:
+    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    with pytest.raises(ExecutionError, match="norm is called in stages 0 and 1"):
+        stages_of_pipe(pipe_of(AgainNormed(), (torch.randn(4, 4),)), sched)
 
 
 @on_ranks(2)

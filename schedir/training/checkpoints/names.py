@@ -12,6 +12,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.claims import digest
 from schedir.training.checkpoints.agreeing import Gather, everywhere
+from schedir.training.cutting.stages import whole_name
 
 LOSS = "loss_fn"
 """What precedes the names of a loss's parameters, where it is a module."""
@@ -36,14 +37,14 @@ class Held:
     saves: bool = True
 
     def state(self) -> dict[str, Any]:
-        """Its state dict, under whole names; torch.compile's prefix is no part of them."""
-        return {_whole(name): value for name, value in self.module.state_dict().items()}
+        """Its state dict, under whole names."""
+        return {whole_name(name): value for name, value in self.module.state_dict().items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Load what `state` is, changed in place or not."""
         found = self.module.state_dict()
         for name in found:
-            found[name] = state[_whole(name)]
+            found[name] = state[whole_name(name)]
         self.module.load_state_dict(found)
 
     def key(self, name: str) -> str:
@@ -54,12 +55,8 @@ class Held:
         """Its parameters under all their names, by which an optimiser's state is kept."""
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter):
-                whole = _whole(name)
+                whole = whole_name(name)
                 yield (self.key(whole) if self.section == LOSS else whole), value
-
-
-def _whole(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
@@ -110,7 +107,7 @@ def entries(held: Iterable[Held]) -> list[Entry]:
                 size = tuple(value.shape)
                 if not isinstance(value, nn.Parameter):
                     content = digest(value)
-            found.append(Entry(one.key(_whole(name)), one.place, one.stage, size, content))
+            found.append(Entry(one.key(whole_name(name)), one.place, one.stage, size, content))
     return found
 
 

@@ -11,11 +11,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import fx
+from torch import fx, nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.training.cutting.stages import Stages, StageSummary, held_stages
+from schedir.runtime.arguments import TieOf
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages, whole_name
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -> Stages:
     """The stages of a model that torch's `pipeline(…)` has traced and split.
 
-    They have the names of the whole model, and compute what `pipe` does on the inputs that the
-    model takes, in their order or by name. A value that skips stages is carried along through them;
-    parameters that stages share are the result's `ties`. `rank` is as for `held_stages`.
+    They have the names of the whole model, but for an @1 behind a module that is called again, and
+    compute what `pipe` does on the inputs that the model takes, in their order or by name: dropout
+    and statistics of a batch in `evaluate` too, if the model was in training mode when it was
+    traced. A value that skips stages is carried along through them; parameters that stages share
+    are the result's `ties`. `rank` is as for `held_stages`.
 
-    Raises ExecutionError where the schedule has another number of stages, or the model returns
-    what its last stage has not.
+    Raises ExecutionError where the schedule has another number of stages, the model returns what
+    its last stage has not, or stages share running statistics.
     """
     if not isinstance(getattr(pipe, "split_gm", None), fx.GraphModule):
         raise ExecutionError(
@@ -45,12 +48,12 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
         _module(_part(pipe, str(call.target)), call, before, after)
         for call, before, after in zip(calls, entering, entering[1:], strict=False)
     ]
-    names = {str(call.target): stage for stage, call in enumerate(calls)}
-    ties = tuple(
-        tie
-        for shared in pipe.replicated_params
-        if len(tie := _tie(pipe, shared, names, modules)) > 1
-    )
+    numbers = {str(call.target): stage for stage, call in enumerate(calls)}
+    told = [_tie(pipe, shared, numbers, modules) for shared in pipe.replicated_params]
+    for module in modules:
+        _share(module)
+    _check_statistics(modules)
+    ties = _ties(told, modules)
     summaries = tuple(
         StageSummary(_called(pipe, call), sum(p.numel() for p in module.parameters()))
         for call, module in zip(calls, modules, strict=True)
@@ -115,6 +118,45 @@ def _called(pipe: Pipe, call: fx.Node) -> tuple[str, ...]:
 
 def _part(pipe: Pipe, name: str) -> fx.GraphModule:
     return cast(fx.GraphModule, pipe.split_gm.get_submodule(name))
+
+
+def _share(module: nn.Module) -> None:
+    """Give a module that is called again in a stage what it has at its first call: torch.export
+    lists it as another one, which torch's split may give parameters of its own."""
+    first: dict[str, nn.Module] = {}
+    for name, part in [*module.named_modules(remove_duplicate=False)]:
+        own = first.setdefault(whole_name(name), part)
+        part._parameters.update(own._parameters)
+        part._buffers.update(own._buffers)
+
+
+def _check_statistics(modules: Sequence[nn.Module]) -> None:
+    """Raise ExecutionError where stages would keep running statistics of their own for one."""
+    kept: dict[str, int] = {}
+    for stage, module in enumerate(modules):
+        for name, _ in module.named_buffers():
+            whole = whole_name(name)
+            if whole.endswith("running_mean") and kept.setdefault(whole, stage) != stage:
+                raise ExecutionError(
+                    f"{whole.rpartition('.')[0]} is called in stages {kept[whole]} and {stage}, "
+                    "which would keep running statistics of their own; put them on one stage"
+                )
+
+
+def _ties(
+    told: Sequence[Sequence[tuple[int, str]]], modules: Sequence[nn.Module]
+) -> tuple[TieOf, ...]:
+    """The parameters that stages share: those of one name, and those that torch has `told` of."""
+    groups: dict[str, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, _ in module.named_parameters():
+            groups.setdefault(whole_name(name), {}).setdefault(stage, name)
+    for tie in told:
+        names = [whole_name(name) for _, name in tie]
+        one = {stage: name for known in names for stage, name in groups[known].items()}
+        groups.update(dict.fromkeys(names, one))
+    found = {id(group): sorted(group.items()) for group in groups.values() if len(group) > 1}
+    return tuple(found.values())
 
 
 def _tie(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -75,6 +76,12 @@ def _line(stage: int, of: StageSummary) -> str:
 def _run(names: Sequence[str], kind: str) -> str:
     """Neighbours of one kind."""
     return f"{names[0]} {kind}" if len(names) == 1 else f"{names[0]} to {names[-1]} {kind}"
+
+
+def whole_name(name: str) -> str:
+    """The name in the whole model: without what torch.compile puts before it, and torch.export
+    behind a module that is called again."""
+    return re.sub(r"@\d+(?=\.|$)", "", name.replace("_orig_mod.", ""))
 
 
 def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:
