@@ -158,6 +158,13 @@ def _launch(ranks: int, tests: Sequence[str], root: Path) -> _Launch:
         return _Launch([_read(Path(folder, str(rank))) for rank in range(ranks)], result)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """On a rank: a script that made a process group, for a mesh, leaves it to the process's end."""
+    if _REPORTS in os.environ and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """On a rank: write how a phase of a test has ended."""
     if folder := os.environ.get(_REPORTS):
