@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from schedir.errors import ExecutionError
 from schedir.runtime import StepResult
 from schedir.training.history import History
 
@@ -37,9 +38,17 @@ class _Function(Callback):
         self._function(history)
 
 
-def as_callback(given: Callback | AfterEpoch) -> Callback:
-    """A callback, whichever it was given as."""
-    return given if isinstance(given, Callback) else _Function(given)
+def callbacks_of(given: object) -> list[Callback]:
+    """Callbacks, whichever they were given as. Raises ExecutionError for what is none."""
+    if not isinstance(given, (list, tuple)):
+        raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
+    for one in given:
+        if not (isinstance(one, Callback) or (callable(one) and not isinstance(one, type))):
+            raise ExecutionError(
+                "a callback is a Callback or a function of the history, not "
+                + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
+            )
+    return [one if isinstance(one, Callback) else _Function(one) for one in given]
 
 
 class _Shown(Callback):

@@ -35,24 +35,37 @@ def evaluate(
 
     Raises ExecutionError where there is no batch, or a metric gives no pair of numbers.
     """
-    measures = metrics or {}
+    known = measures(metrics)
     loss = MeanLoss()
-    sums: dict[str, tuple[Number, Number]] = dict.fromkeys(measures, (0.0, 0.0))
+    sums: dict[str, tuple[Number, Number]] = dict.fromkeys(known, (0.0, 0.0))
 
     def measured(output: Any, target: Any) -> dict[str, tuple[Number, Number]]:
-        return {name: _pair(name, metric(output, target)) for name, metric in measures.items()}
+        return {name: _pair(name, metric(output, target)) for name, metric in known.items()}
 
     for inputs, target in pairs(batches, "evaluation"):
-        result = executor.evaluate(inputs, target=target, outputs=measured if measures else False)
+        result = executor.evaluate(inputs, target=target, outputs=measured if known else False)
         loss.add(result)
         for found in filter(None, result.outputs or ()):
             sums = {name: _added(sums[name], found[name]) for name in sums}
-    if not measures:
+    if not known:
         return Evaluation(loss.mean)
     here = {name: (float(found[0]), float(found[1])) for name, found in sums.items()}
     everywhere = executor.gather(here)
-    ratios = {name: _ratio([found[name] for found in everywhere]) for name in measures}
+    ratios = {name: _ratio([found[name] for found in everywhere]) for name in known}
     return Evaluation(loss.mean, ratios)
+
+
+def measures(metrics: object) -> Mapping[str, Metric]:
+    """Metrics by name. Raises ExecutionError for what is none."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
+    for name, metric in (metrics or {}).items():
+        if not callable(metric):
+            raise ExecutionError(
+                f"metric {name!r} must be a function (output, target) -> (sum, count), not "
+                f"{type(metric).__name__}"
+            )
+    return metrics or {}
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
-from schedir.training.callbacks import AfterEpoch, Callback, as_callback, shown
+from schedir.training.callbacks import AfterEpoch, Callback, callbacks_of, shown
 from schedir.training.data.batches import Batches
-from schedir.training.evaluation import MeanLoss, Metric, evaluate, pairs
+from schedir.training.evaluation import MeanLoss, Metric, evaluate, measures, pairs
 from schedir.training.history import Evaluation, History
 from schedir.training.resuming import Kept
 
@@ -60,15 +60,23 @@ class Trainer:
         for name, given in {"metrics": metrics, "patience": patience}.items():
             if given and evaluation is None:
                 raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
-        for name, data in {"batches": batches, "evaluation": evaluation}.items():
+        held_out = () if evaluation is None else evaluation
+        for name, data in {"batches": batches, "evaluation": held_out}.items():
+            if not isinstance(data, Iterable):
+                raise ExecutionError(
+                    f"{name} must be an iterable of pairs (inputs, target), not "
+                    f"{type(data).__name__}"
+                )
             if isinstance(data, Batches) and data.endless:
                 raise ExecutionError(f"{name} never ends, so no epoch does: leave out repeat=True")
         if autocast not in (None, torch.bfloat16):
             raise ExecutionError(f"autocast must be torch.bfloat16 or None, not {autocast}")
         self.executor, self.batches, self.epochs = executor, batches, epochs
-        self.scheduler, self.evaluation, self.metrics = scheduler, evaluation, metrics or {}
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise ExecutionError(f"scheduler must have step(), unlike {type(scheduler).__name__}")
+        self.scheduler, self.evaluation, self.metrics = scheduler, evaluation, measures(metrics)
         self.patience, self.autocast, self.progress = patience, autocast, progress
-        self.callbacks = [as_callback(given) for given in callbacks]
+        self.callbacks = callbacks_of(callbacks)
         self.optimizer = executor.optimizer  # refused at once where there is none
         self.history = History()
         self._kept = Kept(checkpoint, executor, scheduler, batches, evaluation)
