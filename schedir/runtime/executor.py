@@ -54,6 +54,10 @@ class Executor:
     `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, `trace`, and whether there is an
     optimizer, are compared.
 
+    What the executor is of can be read: `stages`, `loss_fn` and `ties` as they were given, the
+    `device` of the stages, the optimiser of each stage here in `optimizers`; and which process this
+    is, `rank` of the schedule in the `pipeline` of that number.
+
     With `trace` every rank records when each entry of its list runs in each call of `step`; see
     `timelines`. That costs about a microsecond an action. Of several pipelines the first one's
     ranks do.

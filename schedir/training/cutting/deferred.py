@@ -40,8 +40,8 @@ def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
 
     `make(*args, **kwargs)` gives the layer: `deferred(nn.Linear, 8, 8)`. Everywhere it is made on
     the device meta, one layer at a time, to count its parameters; where it is owned also for good,
-    from random numbers seeded by `partition(seed=…)` and its name, so that its weights do not
-    depend on the cut. DeepSpeed's LayerSpec; with `.tied("key")` its TiedLayerSpec.
+    from random numbers of torch seeded by `partition(seed=…)` and its name, so that its weights do
+    not depend on the cut. DeepSpeed's LayerSpec; with `.tied("key")` its TiedLayerSpec.
 
     Raises ExecutionError where `make` is not callable.
     """

@@ -53,8 +53,8 @@ def partition(
     - `costs`: one number per layer, of any unit; those of `measured_costs`, say.
     - `boundaries`: the first layer of each stage but the first, by number or name.
 
-    Deferred layers are made where they are owned, on `device`, from random numbers seeded by `seed`
-    and the layer's name, so that weights depend neither on the cut nor on what was drawn before.
+    Deferred layers are made where they are owned, on `device`, from random numbers of torch seeded
+    by `seed` and the layer's name, so that weights depend neither on the cut nor on what was drawn.
     With `init` they are made on the device meta, as modules that are given may be, and get memory
     there, and values by `init(module)` of every module in them: `lambda m: m.reset_parameters()`.
     Modules are used as they are, moved to `device` if that is given; only of layers that share
