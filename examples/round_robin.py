@@ -19,6 +19,8 @@ from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
 
 def replicated_first(pipe: Pipeline) -> Sequence[int | Sequence[int]]:
     """Stage 0 on all ranks but the last, stage 1 on that."""
+    if pipe.ranks < 2:
+        raise ValueError("two stages take 2 ranks or more")
     return [range(pipe.ranks - 1), pipe.ranks - 1]
 
 

@@ -128,6 +128,11 @@ def test_the_replicas_take_turns(ranks: int) -> None:
     assert line.ranks[-1].span == line.ranks[-1].busy
 
 
+def test_one_rank_holds_no_two_stages_in_turn() -> None:
+    with pytest.raises(schedir.SchedirError, match="two stages take 2 ranks or more"):
+        schedir.build(ROOT / "examples" / "round_robin.py", ranks=1, microbatches=4)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 12])
 def test_both_ways_is_proved_and_the_first_try_only_on_gloo(ranks: int, microbatches: int) -> None:
