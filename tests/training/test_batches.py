@@ -126,6 +126,16 @@ def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> No
     assert values(islice(resumed, 10 - before)) == whole[before:]
 
 
+def test_the_order_is_the_same_with_workers_and_without() -> None:
+    """A resumed run may have others."""
+    data = TensorDataset(*torch.arange(24.0).reshape(2, 12))
+    alone, helped = (
+        values(islice(Batches(DataLoader(data, 5, shuffle=True, num_workers=n), repeat=True), 5))
+        for n in (0, 1)
+    )
+    assert alone == helped
+
+
 def test_what_knows_of_epochs_is_told_theirs() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), num_replicas=2, rank=1)
     batches = Batches(DataLoader(Noisy(), 2, sampler=sampler))

@@ -24,12 +24,16 @@ _32_BITS = (1 << 32) - 1
 
 
 def read(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """What a loader yields in an epoch; it draws from torch, numpy and random as seeded."""
-    with _drawing(seed, epoch, 0):
-        source = iter(loader)
-    for number in count(1):
+    """What a loader yields in an epoch; it draws from torch, numpy and random as seeded.
+
+    It begins and gives its first batch under one seed: a sampler is asked in the one if DataLoader
+    has workers, in the other if it has none, and draws the same order.
+    """
+    for number in count():
         with _drawing(seed, epoch, number):
             try:
+                if number == 0:
+                    source = iter(loader)
                 found = next(source)
             except StopIteration:
                 return
