@@ -406,6 +406,10 @@ def once() -> Iterator[Batch]:
         ({"callbacks": [Callback]}, "not the class Callback"),
         ({"evaluation": HELD_OUT, "metrics": [accuracy]}, "metrics must be a dict .*, not list"),
         ({"evaluation": HELD_OUT, "metrics": {"a": 3}}, "metric 'a' must be a function .* not int"),
+        (
+            {"evaluation": HELD_OUT, "metrics": {"a": perplexity}},
+            "metric 'a' must be a function .* not perplexity",
+        ),
         ({"batches": []}, "training: there is no batch"),
         ({"batches": once()}, "a generator gives its batches once"),
         ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; Batches"),
