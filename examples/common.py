@@ -23,6 +23,7 @@ from schedir.training import Callback, Stages
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True)
 
@@ -66,6 +67,7 @@ class Parser(argparse.ArgumentParser):
             self._number(name.replace("_", "-"), default, text)
         add("--lr", type=float, default=lr, metavar="X", help=f"learning rate ({lr:g})")
         add("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout (0)")
+        add("--device", choices=("cpu", "cuda"), default="cpu", help="over gloo, or NCCL (cpu)")
         add("--in-process", type=positive, metavar="P", help="run P ranks in this process, in turn")
         add("--verify", action="store_true", help="train again in one process, and compare")
 
@@ -80,6 +82,10 @@ class Parser(argparse.ArgumentParser):
         legible(sys.stderr)
         args = self.parse_args()
         args.set = dict(args.set)
+        if args.device == "cuda":
+            if not torch.cuda.is_available():
+                self.error("--device cuda: torch sees no GPU")
+            args.device = f"cuda:{LOCAL_RANK}"
         args.ranks = args.in_process or getattr(args, "ranks", RANKS)
         args.verify &= RANK == 0  # it is the one that has all weights
         if args.in_process and RANKS > 1:
@@ -174,7 +180,7 @@ def _differences(
         if not abs(ours - theirs) <= max(tolerance, 1e-12) * max(1, abs(theirs)):
             yield f"the loss of step {step} is {ours!r}, not {theirs!r}"
             break
-    whole = {name: w for stage in reference.stages for name, w in stage.state_dict().items()}
+    whole = {name: w.cpu() for stage in reference.stages for name, w in stage.state_dict().items()}
     if missing := whole.keys() ^ weights.keys():
         yield f"only one of the two has {', '.join(sorted(missing))}"
         return

@@ -84,7 +84,7 @@ def train(
     """
     config = Config(args.layers, args.width, args.heads, args.context)
     here = range(sched.stages) if args.in_process else sched.stages_of(RANK)
-    stages = {i: build_stage(config, i, sched.stages, args.seed) for i in here}
+    stages = {i: build_stage(config, i, sched.stages, args.seed).to(args.device) for i in here}
     text, held_out = texts
     test_inputs, test_target = batch(held_out, args.test_rows, config.context, args.seed, 0)
     calls = args.batches * args.batch // (rows * sched.microbatches)
@@ -126,7 +126,9 @@ def train(
     console.print(f"{name}: held-out loss {tested[0]:.3f} → {tested[-1]:.3f}")
     if not args.verify:
         return curve, True
-    initial = [build_stage(config, i, sched.stages, args.seed) for i in range(sched.stages)]
+    initial = [
+        build_stage(config, i, sched.stages, args.seed).to(args.device) for i in range(sched.stages)
+    ]
     reference = Reference(sched, initial, loss_fn, optimizer, args.seed)
     return curve, verify(reference, batches(), losses, weights)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from schedir import Kind, Schedule
 from schedir.runtime import rng
@@ -124,7 +125,7 @@ class Reference:
 
     def step(self, inputs: Any, target: Any) -> float:
         """Train on one batch. Returns its mean loss."""
-        xs, ys = self._microbatches(inputs), self._microbatches(target)
+        xs, ys = self._microbatches(self._placed(inputs)), self._microbatches(self._placed(target))
         counts = [float(self.count(y)) for y in ys]
         # past[stage][v]: the stage's weights at version v; versions restart with every step.
         past: list[list[Weights]] = [[] for _ in self.stages]
@@ -152,6 +153,11 @@ class Reference:
             scheduler.step()
         self.steps += 1
         return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
+
+    def _placed(self, batch: Any) -> Any:
+        """Where the stages are."""
+        device = self._weights()[0].device
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
     def _microbatches(self, batch: Any) -> list[Any]:
         """Those of all pipelines, one after the other."""

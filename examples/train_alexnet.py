@@ -41,7 +41,9 @@ def train(args: argparse.Namespace) -> bool:
     pipelines = RANKS // args.ranks or 1
     mesh = None
     if pipelines > 1:
-        mesh = init_device_mesh("cpu", (pipelines, args.ranks), mesh_dim_names=("dp", "pp"))
+        mesh = init_device_mesh(
+            args.device.partition(":")[0], (pipelines, args.ranks), mesh_dim_names=("dp", "pp")
+        )
     pipeline = mesh.get_local_rank("dp") if mesh else 0
 
     sched = build(args)
@@ -52,7 +54,7 @@ def train(args: argparse.Namespace) -> bool:
         how = {"costs": measured_costs(layers, pixels, cross_entropy, classes)}
 
     def cut(stages: Schedule | int, rank: int | None = None) -> Stages:
-        return partition(layers, stages, rank=rank, seed=args.seed, **how)
+        return partition(layers, stages, rank=rank, seed=args.seed, device=args.device, **how)
 
     stages = cut(sched, rank=mesh.get_local_rank("pp") if mesh else None)
     show(sched, stages)

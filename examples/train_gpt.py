@@ -41,7 +41,7 @@ def train(args: argparse.Namespace) -> bool:
     # The model: the schedule says how many stages there are, and which of them this rank holds.
     config = Config(args.layers, args.width, args.heads, args.context, args.dropout)
     here = range(sched.stages) if args.in_process else sched.stages_of(RANK)
-    stages = {i: build_stage(config, i, sched.stages, args.seed) for i in here}
+    stages = {i: build_stage(config, i, sched.stages, args.seed).to(args.device) for i in here}
 
     def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(weights, lr=args.lr)
@@ -86,7 +86,10 @@ def train(args: argparse.Namespace) -> bool:
     console.print(f"held-out loss {before:.3f} → {after:.3f}, {meter.summary()}")
     equal = True
     if args.verify:
-        initial = [build_stage(config, i, sched.stages, args.seed) for i in range(sched.stages)]
+        initial = [
+            build_stage(config, i, sched.stages, args.seed).to(args.device)
+            for i in range(sched.stages)
+        ]
         reference = Reference(sched, initial, loss_fn, optimizer, args.seed)
         equal = verify(reference, batches, losses, weights)
     if measured:  # on rank 0

@@ -34,7 +34,9 @@ def train(args: argparse.Namespace) -> bool:
         fail(f"--batch {args.batch} is more than the {len(data.train)} images to train on")
 
     sched = build(args)
-    cut = partial(partition, model(args, data), by=args.partition, seed=args.seed)
+    cut = partial(
+        partition, model(args, data), by=args.partition, seed=args.seed, device=args.device
+    )
     stages = cut(sched)
     show(sched, stages)
 

@@ -30,7 +30,7 @@ def train(args: argparse.Namespace) -> bool:
 
     sched = build(args)
     layers = masked_model(Config(args.layers, args.width, args.heads, args.context))
-    cut = partial(partition, layers, by=args.partition, seed=args.seed)
+    cut = partial(partition, layers, by=args.partition, seed=args.seed, device=args.device)
     stages = cut(sched)
     show(sched, stages)
 

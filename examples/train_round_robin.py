@@ -38,7 +38,7 @@ def train(args: argparse.Namespace) -> bool:
         "head": deferred(Head, config),
     }
     cut = [f"block{i}" for i in first]
-    stages = partition(layers, sched, boundaries=cut, seed=args.seed)
+    stages = partition(layers, sched, boundaries=cut, seed=args.seed, device=args.device)
     console.print(f"{stages}\n")
 
     def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -54,7 +54,7 @@ def train(args: argparse.Namespace) -> bool:
     console.print(f"\nloss {losses[0]:.3f} → {losses[-1]:.3f}")
     if not args.verify:
         return True
-    whole = partition(layers, sched.stages, boundaries=cut, seed=args.seed)
+    whole = partition(layers, sched.stages, boundaries=cut, seed=args.seed, device=args.device)
     reference = Reference(sched, list(whole.values()), loss_fn, optimizer, args.seed)
     # Two sums of gradients make one; the order in which more are added up is the transport's.
     return verify(reference, batches, losses, weights, tolerance=0 if max(ranks) < 3 else 1e-3)

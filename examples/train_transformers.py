@@ -54,7 +54,7 @@ def train(args: argparse.Namespace) -> bool:
     """Train, and print what came of it. False where --verify found a difference."""
     sched = build(args)
     config = config_of(args)
-    stages = stages_of(config, sched, seed=args.seed)
+    stages = stages_of(config, sched, seed=args.seed, device=args.device)
     show(sched, stages)
 
     def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -92,6 +92,7 @@ def train(args: argparse.Namespace) -> bool:
     untied = type(config)(**{**config.to_dict(), "tie_word_embeddings": False})
     whole: Any = AutoModelForCausalLM.from_config(untied)  # type: ignore[no-untyped-call]
     whole.load_state_dict(stages_of(config, 1, seed=args.seed)[0].state_dict())
+    whole.to(args.device)
     ties = [[(0, name) for _, name in tie] for tie in stages.ties]
 
     def loss_of(output: Any, target: Tensor) -> Tensor:
