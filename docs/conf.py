@@ -17,7 +17,7 @@ import schedir
 MODULES = {
     "schedir": "schedules: written, built, proved, simulated, compared",
     "schedir.simulator": "timelines and costs",
-    "schedir.search": "comparisons",
+    "schedir.finder": "comparisons",
     "schedir.runtime": "the executor",
     "schedir.training": "what stands around a step",
 }

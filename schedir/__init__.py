@@ -9,6 +9,7 @@ from schedir.errors import (
     ScheduleError,
     UnsoundError,
 )
+from schedir.finder import Comparison, compare
 from schedir.ir import (
     Action,
     Kind,
@@ -37,7 +38,6 @@ from schedir.passes import (
     batch_communication,
     insert_communication,
 )
-from schedir.search import Comparison, compare
 from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"

@@ -23,7 +23,7 @@ FLOORS = (
     {"checker"},
     {"simulator"},
     {"library"},
-    {"search"},
+    {"finder"},
     {"render"},
     {"runtime"},
     {"training"},

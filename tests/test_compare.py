@@ -12,9 +12,9 @@ import pytest
 import schedir
 from schedir import CostModel, LoadError, SchedirError
 from schedir.checker import CHANNELS
+from schedir.finder import Comparison, Row
 from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
-from schedir.search import Comparison, Row
 from schedir.simulator import Measured, save_timelines, simulate
 from tests.command_line import DEADLOCK, Run, runner
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PUBLIC = ("schedir", "schedir.simulator", "schedir.search", "schedir.runtime", "schedir.training")
+PUBLIC = ("schedir", "schedir.simulator", "schedir.finder", "schedir.runtime", "schedir.training")
 
 
 def test_the_pages_are_made_without_a_warning_and_have_all_public_names(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import schedir
 from schedir import Action, LoadError, Pipeline, forward
+from schedir.cli import main
 from schedir.library import find, installed
 
 SOUND = """
@@ -152,3 +153,42 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     assert "entry point broken = no_such_module:x" in caplog.text
     with pytest.raises(LoadError, match="no_such_module"):
         schedir.build("broken")
+
+
+TUNED = """
+from schedir import backward, forward, schedule
+
+@schedule("tuned")
+def tuned(pipe, rank, *, costs, twice: bool = False):
+    '''Forwards first where they are quick.'''
+    (stage,) = pipe.stages_of(rank)
+    for m in range(pipe.microbatches):
+        yield forward(stage, m)
+        if costs.forward > 1:
+            yield backward(stage, m)
+    if costs.forward <= 1:
+        for m in range(pipe.microbatches):
+            yield backward(stage, m)
+"""
+
+
+def test_generator_sees_the_costs_that_it_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tuned.py"
+    path.write_text(TUNED)
+    assert find(path).parameters.keys() == {"twice"}
+    quick = schedir.build(path, ranks=1, microbatches=2)
+    slow = schedir.build(path, ranks=1, microbatches=2, costs=schedir.CostModel(forward=2))
+    assert [str(action) for action in quick.actions[0]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert [str(action) for action in slow.actions[0]] == ["0F0", "0B0", "0F1", "0B1"]
+    one = ["--ranks", "1", "--microbatches", "2", "--cost", "forward=2"]
+    for command, printed in (("show", "F0 B0 F1 B1"), ("check", ""), ("export", "0F0 0B0")):
+        assert main([command, str(path), *one]) == 0
+        assert printed in capsys.readouterr().out
+    # A cost that is one number is that of a whole rank: of a part of a stage it is less.
+    table = schedir.compare([path], ranks=1, microbatches=2, costs=schedir.CostModel(forward=2))
+    assert table.rows[0].peak_activations == 1
+    with pytest.raises(SystemExit):
+        main(["export", "1f1b", "--cost", "forward=2", "--format", "sched"])
+    assert "1f1b sees none" in capsys.readouterr().err

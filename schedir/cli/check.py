@@ -7,6 +7,7 @@ import re
 import sys
 
 from schedir.checker import CHANNELS, check
+from schedir.cli.costs import add_costs, costs_of
 from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
@@ -64,13 +65,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="exit with 1 on warnings and notes as well, except for S213",
     )
+    add_costs(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     with progress("checking"):
-        schedule = load_target(args)
+        schedule = load_target(args, costs=costs_of(args))
         try:
             ties = ties_of(schedule, args.tie)
         except ValueError as error:

@@ -13,9 +13,9 @@ from schedir.cli.progress import progress
 from schedir.cli.quantities import size
 from schedir.cli.target import TARGET_OR_RUN, add_shape, parameters_of
 from schedir.cli.terminal import fail, page_for, write
+from schedir.finder import SWEPT, compare
 from schedir.ir import DEFAULT_CHANNEL
 from schedir.render import outputs_of
-from schedir.search import SWEPT, compare
 
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from schedir.cli.costs import add_costs
+from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.progress import progress
 from schedir.cli.proving import proved
-from schedir.cli.target import TARGET_OR_RUN, add_target, subject_of
+from schedir.cli.target import TARGET_OR_RUN, add_target, sees_costs, subject_of
 from schedir.cli.terminal import fail
 from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.ir import Schedule
@@ -61,12 +61,16 @@ def run(args: argparse.Namespace) -> int:
     output = _output(args)
     if output.of == "timeline":
         return _write_timeline(output, args)
-    given = {"--memory": args.memory, "--against": args.against, "--costs": args.costs}
-    for option, value in (given | {"--cost": args.cost}).items():
+    for option, value in (("--memory", args.memory), ("--against", args.against)):
         if value:
             args.parser.error(f"{option} is for timelines: {output.name} holds none")
+    if costs_given(args) and not sees_costs(args.target):
+        args.parser.error(
+            f"--costs and --cost are for timelines, and for schedules that are made for given "
+            f"costs: {output.name} holds no times, and {args.target} sees none"
+        )
     with progress("proving"):
-        schedule = load_schedule(args)
+        schedule = load_schedule(args, costs_of(args))
         subject = subject_of(args.target, schedule)
         if args.compute_only or output.communication == "without":
             schedule = strip_communication(schedule)

@@ -10,8 +10,9 @@ from contextlib import redirect_stdout
 
 from schedir.errors import LoadError
 from schedir.ir import Schedule
-from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, load
+from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, find, is_list, load
 from schedir.passes import append_steps
+from schedir.simulator import CostModel
 
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
@@ -66,12 +67,15 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def load_target(
-    args: argparse.Namespace, target: str | None = None, shape: Schedule | None = None
+    args: argparse.Namespace,
+    target: str | None = None,
+    shape: Schedule | None = None,
+    costs: CostModel | None = None,
 ) -> Schedule:
     """The schedule of a `target`, by default TARGET, as it was written but for `--add-steps`.
 
-    What the options leave open of its ranks and microbatches is as in `shape`. Raises LoadError or
-    ParseError.
+    What the options leave open of its ranks and microbatches is as in `shape`; `costs` are for
+    generators that ask for them. Raises LoadError or ParseError.
     """
     parameters = parameters_of(args)
     # What a user's generator prints is no part of the artefact.
@@ -83,9 +87,18 @@ def load_target(
                 shape.microbatches if shape and args.microbatches is None else args.microbatches
             ),
             chunks=args.chunks,
+            costs=costs,
             **parameters,
         )
     return append_steps(found) if args.add_steps else found
+
+
+def sees_costs(target: str) -> bool:
+    """Whether a target is a generator that asks for the costs. Raises LoadError."""
+    if is_list(target) or target.endswith(".json"):
+        return False
+    with redirect_stdout(sys.stderr):
+        return find(target).sees_costs
 
 
 def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:

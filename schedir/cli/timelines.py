@@ -68,7 +68,7 @@ def drawn(args: argparse.Namespace) -> Drawn:
     return Drawn(first, against, subject_of(target, first.schedule))
 
 
-def load_schedule(args: argparse.Namespace) -> Schedule:
+def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
     """The schedule of TARGET, as it was written or as it ran. Raises LoadError or ParseError."""
     if is_measured(args.target):
         schedule = read_timeline(args.target, args.step).schedule
@@ -76,7 +76,7 @@ def load_schedule(args: argparse.Namespace) -> Schedule:
         return schedule
     if args.step is not None:
         args.parser.error("--step is for files of measured timelines")
-    return load_target(args)
+    return load_target(args, costs=costs)
 
 
 def _timelines(
@@ -90,7 +90,7 @@ def _timelines(
             found[number] = read_timeline(target, args.step)
             _expect_shape(args, target, found[number].schedule)
         else:
-            schedule = load_target(args, target, shape)
+            schedule = load_target(args, target, shape, costs)
             found[number] = simulate(proved(schedule, subject_of(target, schedule)), costs)
         shape = found[number].schedule
     return [found[number] for number in range(len(targets))]

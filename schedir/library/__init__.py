@@ -6,11 +6,13 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
+from schedir.library.driving import Costs
 from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [
     "DEFAULT_MICROBATCHES",
     "DEFAULT_RANKS",
+    "Costs",
     "Generator",
     "GeneratorFunction",
     "Parameter",

@@ -42,6 +42,8 @@ class Pipeline:
         return self._stages_by_rank.get(rank, ())
 
 
+_COSTS = "costs"
+
 PlacementFunction: TypeAlias = Callable[[Pipeline], Sequence[int | Sequence[int]]]
 """From a pipeline's shape to the rank, or ranks, of every stage."""
 
@@ -67,7 +69,7 @@ class Generator:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters of its own, beyond the pipeline and the rank.
+        """The parameters of its own, beyond the pipeline, the rank and the costs.
 
         Raises LoadError for a function that does not tell its parameters.
         """
@@ -75,7 +77,13 @@ class Generator:
             signature = inspect.signature(self.function)
         except ValueError as error:  # some built-in functions have none
             raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
-        return {parameter.name: parameter for parameter in [*signature.parameters.values()][2:]}
+        own = [*signature.parameters.values()][2:]
+        return {parameter.name: parameter for parameter in own if parameter.name != _COSTS}
+
+    @property
+    def sees_costs(self) -> bool:
+        """Whether the function has a parameter `costs`, for the CostModel that it is made for."""
+        return _COSTS in inspect.signature(self.function).parameters
 
     @property
     def takes_any_parameter(self) -> bool:
@@ -95,7 +103,8 @@ def schedule(
 
     `placement` maps a Pipeline of the asked-for shape to the rank (or ranks) of every stage; by
     default stage s lives on rank s mod P. `chunks` is the number of stages per rank where the
-    user names none.
+    user names none. A function with a parameter `costs` is given the CostModel that the schedule
+    is to be good under, by default the textbook's.
     """
 
     def declare(function: GeneratorFunction) -> Generator:

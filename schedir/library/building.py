@@ -8,7 +8,7 @@ from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter
-from schedir.library.driving import generate
+from schedir.library.driving import Costs, generate
 from schedir.library.targets import find, is_list, read_list
 
 DEFAULT_RANKS = 4
@@ -23,17 +23,21 @@ def build(
     ranks: int | None = None,
     microbatches: int | None = None,
     chunks: int | None = None,
+    costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
     **parameters: Parameter,
 ) -> Schedule:
     """The complete schedule that `target` describes, communication inserted.
 
     `target` is a name, a path or a callable. Defaults: 4 ranks, 8 microbatches, and the
-    generator's own number of chunks per rank; `parameters` are the generator's own.
+    generator's own number of chunks per rank; `parameters` are the generator's own. `costs` are
+    for generators that are made for given ones, by default the textbook's.
 
     Raises LoadError where the target can't be found or its generator fails, ParseError for a
     malformed file, ScheduleError where the actions can't be completed.
     """
-    found = load(target, ranks=ranks, microbatches=microbatches, chunks=chunks, **parameters)
+    found = load(
+        target, ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, **parameters
+    )
     if found.is_complete:
         return found
     # What runs anywhere can be completed; on which transports is for `check` to say.
@@ -47,12 +51,15 @@ def load(
     ranks: int | None = None,
     microbatches: int | None = None,
     chunks: int | None = None,
+    costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
     **parameters: Parameter,
 ) -> Schedule:
     """Like `build`, but the actions as they were written, neither checked nor completed."""
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number is not None and (type(number) is not int or number < 1):
             raise LoadError(f"{what} must be an int >= 1, not {number!r}")
+    if isinstance(costs, (str, int)):
+        raise LoadError(f"costs must be a CostModel, or a function to one, not {costs!r}")
     if isinstance(target, (str, Path)) and is_list(target):
         own = [*parameters, *(["chunks"] if chunks is not None else [])]
         return _load_list(Path(target), ranks, microbatches, own)
@@ -65,7 +72,7 @@ def load(
             f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
             f"their product may be at most {_MOST_PAIRS}"
         )
-    return generate(generator, ranks, microbatches, chunks, parameters)
+    return generate(generator, ranks, microbatches, chunks, parameters, costs)
 
 
 def _load_list(

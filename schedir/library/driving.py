@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -22,6 +23,11 @@ from schedir.library.blame import (
     yielding_frame,
 )
 from schedir.library.targets import built_in
+from schedir.simulator import CostModel
+
+Costs: TypeAlias = CostModel | Callable[[int], CostModel] | None
+"""Costs, or a function from a number of stages to those of the model cut into so many; None: the
+textbook's."""
 
 
 def generate(
@@ -30,20 +36,30 @@ def generate(
     microbatches: int,
     chunks: int,
     parameters: dict[str, Parameter],
+    costs: Costs,
 ) -> Schedule:
-    """The actions that a generator yields for a shape, as it yields them.
+    """The actions that a generator yields for a shape, as it yields them; one that asks for
+    `costs` sees them.
 
     Raises LoadError where it fails, or takes no such parameters.
     """
     pipe = _pipeline(generator, ranks, microbatches, chunks)
     _check_parameters(generator, parameters)
     lines = _Lines()
-    drive = _Drive(generator, pipe, parameters, lines)
+    seen = {"costs": costs_for(costs, pipe.stages)} if generator.sees_costs else {}
+    drive = _Drive(generator, pipe, {**parameters, **seen}, lines)
     try:
         columns = columns_of(drive.entries_of(rank) for rank in range(pipe.ranks))
         return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, lines.sources())
     except ValueError as error:
         raise LoadError(f"{generator.name}: {error}") from error
+
+
+def costs_for(costs: Costs, stages: int) -> CostModel:
+    """The costs of a schedule of so many stages."""
+    if costs is None:
+        return CostModel()
+    return costs if isinstance(costs, CostModel) else costs(stages)
 
 
 def _pipeline(generator: Generator, ranks: int, microbatches: int, chunks: int) -> Pipeline:
@@ -94,7 +110,7 @@ class _Drive:
 
     generator: Generator
     pipe: Pipeline
-    parameters: dict[str, Parameter]
+    parameters: dict[str, Any]
     lines: _Lines
 
     @property

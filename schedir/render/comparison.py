@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from schedir.finder import Comparison, Problem, Row
 from schedir.render.clock import unit_of
 from schedir.render.styled import Block, Piece, Table, count, fill, table
-from schedir.search import Comparison, Problem, Row
 
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 

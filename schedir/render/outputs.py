@@ -11,6 +11,7 @@ from typing import Any, Literal
 import attrs
 
 from schedir.checker import Report
+from schedir.finder import Comparison
 from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
 from schedir.render.clock import readable
 from schedir.render.comparison import comparison_blocks, comparison_json
@@ -18,7 +19,6 @@ from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
 from schedir.render.timeline import timeline_blocks, timeline_json
 from schedir.render.unknown import left_out
-from schedir.search import Comparison
 from schedir.simulator import Timeline
 
 

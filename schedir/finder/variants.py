@@ -14,6 +14,7 @@ from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library import (
     DEFAULT_MICROBATCHES,
+    Costs,
     Generator,
     GeneratorFunction,
     Parameter,
@@ -42,6 +43,7 @@ class Shapes:
     chunks: int | None
     swept: Mapping[str, Sequence[int]]
     parameters: Mapping[str, Parameter]
+    costs: Costs = None
 
     def __attrs_post_init__(self) -> None:
         for name, values in self.swept.items():
@@ -132,7 +134,13 @@ def _shaped(
     own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
     for microbatches, chunks in product(*map(shapes.several, SWEPT)):
         make = partial(
-            load, found, ranks=shapes.ranks, microbatches=microbatches, chunks=chunks, **own
+            load,
+            found,
+            ranks=shapes.ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            costs=shapes.costs,
+            **own,
         )
         many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
         yield Variant(named or found.name, many, chunks or found.chunks, make)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import attrs
 
 from schedir.checker import CHANNELS, delays, prove
 from schedir.errors import SchedirError
+from schedir.finder.comparison import Comparison, Problem, Row, ranked
+from schedir.finder.variants import Shapes, Target, Variant, variants
 from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
-from schedir.library import Parameter
+from schedir.library import DEFAULT_RANKS, Costs, Parameter
 from schedir.passes import append_steps
-from schedir.search.comparison import Comparison, Problem, Row, ranked
-from schedir.search.variants import Shapes, Target, Variant, variants
 from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
 from schedir.simulator.recut import OF_A_PART
-
-Costs: TypeAlias = CostModel | Callable[[int], CostModel]
-"""Costs, or a function from a number of stages to those of the model cut into so many."""
 
 
 def compare(
@@ -28,7 +24,7 @@ def compare(
     ranks: int | None = None,
     microbatches: int | None = None,
     chunks: int | None = None,
-    costs: Costs | None = None,
+    costs: Costs = None,
     memory_limit: float | None = None,
     channel: str = DEFAULT_CHANNEL,
     sweep: Mapping[str, Sequence[int]] | None = None,
@@ -63,8 +59,12 @@ def compare(
     sizes are known, or where schedules of unequal numbers of ranks have a cost that is one number,
     which is then of no known share of the model; TypeError or ValueError for a bad argument.
     """
-    job = _Job(costs or CostModel(), channel, memory_limit)
-    tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters))
+    costs = costs or CostModel()
+    job = _Job(costs, channel, memory_limit)
+    if isinstance(costs, CostModel):
+        # What generators see that are made for given costs.
+        costs = partial(recut, costs, of=ranks or DEFAULT_RANKS)
+    tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters, costs))
     if add_steps:
         tried = [attrs.evolve(each, make=partial(_with_steps, each)) for each in tried]
     rows = []
@@ -79,7 +79,7 @@ def compare(
 class _Job:
     """What all rows are made by."""
 
-    costs: Costs
+    costs: CostModel | Callable[[int], CostModel]
     channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
     memory_limit: float | None = attrs.field()
     _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
