@@ -31,7 +31,7 @@ from schedir.ir import (
     send_grad,
     together,
 )
-from schedir.library import Generator, Pipeline, build, schedule
+from schedir.library import Generator, Pipeline, build, mirrored, schedule, wave, wrapped
 from schedir.passes import (
     advance_receives,
     append_steps,
@@ -79,6 +79,7 @@ __all__ = [
     "forward",
     "insert_communication",
     "loads",
+    "mirrored",
     "optim_step",
     "recv_act",
     "recv_grad",
@@ -88,4 +89,6 @@ __all__ = [
     "send_grad",
     "simulate",
     "together",
+    "wave",
+    "wrapped",
 ]

@@ -1,4 +1,9 @@
-"""The built-in schedules, found as `schedir list` finds them: a new file is tested by existing."""
+"""The built-in schedules: all of them, found as `schedir list` finds them, and the core ones.
+
+What depends on the schedule alone is tested with each of them in `tests/schedules/`, where a new
+file is found by its being there. What multiplies schedules by features, devices and shapes takes
+the core ones: with a flush, interleaved, asynchronous.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,14 @@ import schedir
 from schedir import Kind
 from schedir.library import built_in
 
-GENERATORS = {generator.name: generator for generator in built_in()}
-NAMES = tuple(GENERATORS)
+EVERY = {generator.name: generator for generator in built_in()}
+NAMES = ("1f1b", "fill-drain", "interleaved-1f1b", "pipedream")
+GENERATORS = {name: EVERY[name] for name in NAMES}
 
 
 def variants(name: str) -> list[dict[str, Any]]:
     """The parameters to build it with: two and three chunks, and each switch on and off."""
-    generator = GENERATORS[name]
+    generator = EVERY[name]
     found: list[dict[str, Any]] = [{}]
     if generator.chunks > 1:
         found = [{"chunks": 2}, {"chunks": 3}]

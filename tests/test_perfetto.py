@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, SchedirError, Timeline
 from schedir.ir import COMMUNICATION
-from schedir.library import built_in
 from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
 from schedir.simulator import Measured
+from tests.built_in import NAMES
 from tests.command_line import runner
 
-SCHEDULES = [generator.name for generator in built_in()]
 TOGETHER = """schedir 1
 name together
 microbatches 3
@@ -114,7 +113,7 @@ costs = st.builds(
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 5),
     microbatches=st.integers(1, 12),
     costs=st.none() | costs,
@@ -191,7 +190,7 @@ def test_the_version_that_an_action_reads_is_said() -> None:
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 4),
     microbatches=st.integers(1, 8),
     costs=st.none() | costs,
@@ -220,7 +219,7 @@ def test_idle_time_has_its_cause(
                 assert event["args"][key] == f"rank {by} #{index} {columns.action(place)}"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_counters_say_what_is_held(name: str) -> None:
     sized = CostModel(activation_bytes=10, weight_bytes=7, latency=0.25, unit="ms")
     for line in (timeline(name, 3, 6), timeline(name, 3, 6, sized)):

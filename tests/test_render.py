@@ -1,6 +1,5 @@
 """What is drawn: timelines, reports and explanations."""
 
-import inspect
 import io
 import json
 import re
@@ -18,7 +17,6 @@ import schedir
 from schedir import CostModel, Diagnostic, Kind, Pipeline, Report, Source, Timeline
 from schedir.checker import RULES, Location
 from schedir.ir import COMPUTE, Sources
-from schedir.library import built_in, find
 from schedir.render import (
     Page,
     explanation,
@@ -31,9 +29,8 @@ from schedir.render.steady import Repeat, repeats
 from schedir.render.styled import coloured, plain
 from schedir.render.terminal import write_to_terminal
 from schedir.render.timeline import drawing_of
+from tests.built_in import NAMES
 from tests.findings import odd
-
-SCHEDULES = [generator.name for generator in built_in()]
 
 ONE_F_ONE_B = """\
 1f1b: 4 ranks, 4 stages, 4 microbatches
@@ -118,18 +115,6 @@ def test_timeline_text() -> None:
     assert timeline_text(timeline("1f1b", 4, 4)) == ONE_F_ONE_B
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_timeline_is_what_the_docstring_draws(name: str) -> None:
-    doc = inspect.cleandoc(find(name).function.__doc__ or "")
-    drawn = rows_of(doc.replace("    rank", "rank"))
-    shape = len(drawn), 1 + max(int(m) for (row,) in drawn for m in re.findall(r"F(\d+)", row))
-    for (row,), (picture,) in zip(
-        rows_of(timeline_text(timeline(name, *shape))), drawn, strict=True
-    ):
-        # A picture may end before its timeline does.
-        assert row.startswith(picture[:-3]) if picture.endswith("...") else row == picture
-
-
 costs = st.builds(
     CostModel,
     forward=st.floats(0.5, 4),
@@ -140,7 +125,7 @@ costs = st.builds(
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 9),
     microbatches=st.integers(1, 40),
     width=st.integers(40, 200),
@@ -160,7 +145,7 @@ def test_pages_fit_and_show_every_cell_once(
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 9),
     microbatches=st.integers(1, 40),
     width=st.integers(40, 200),
@@ -298,7 +283,7 @@ def later(
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 9),
     microbatches=st.integers(1, 60),
     backward=st.integers(1, 3),
@@ -342,7 +327,7 @@ def test_a_schedule_without_a_steady_state_has_none() -> None:
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 20),
     microbatches=st.integers(1, 40),
     width=st.integers(60, 200),

@@ -23,16 +23,15 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.ir import COMPUTE
-from schedir.library import built_in
 from schedir.render import Page, outputs_of
 from schedir.render.palette import WORDS, picture_fill
 from schedir.render.styled import plain
 from schedir.render.svg_memory import thinned
 from schedir.simulator import Measured, Unit
+from tests.built_in import NAMES
 from tests.command_line import runner
 from tests.test_golden import GOLDEN, compare
 
-SCHEDULES = [generator.name for generator in built_in()]
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 KIND_OF = {picture_fill(kind, turn).area: (kind, turn) for kind in WORDS for turn in range(4)}
 
@@ -138,7 +137,7 @@ costs = st.builds(
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 6),
     microbatches=st.integers(1, 12),
     costs=st.none() | costs,
@@ -209,7 +208,7 @@ def test_a_picture_does_not_grow_with_what_is_merged() -> None:
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(NAMES),
     ranks=st.integers(1, 4),
     microbatches=st.integers(1, 8),
     costs=st.none() | costs,

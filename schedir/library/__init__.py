@@ -7,6 +7,7 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
 from schedir.library.driving import Costs
+from schedir.library.placements import mirrored, wave, wrapped
 from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [
@@ -23,5 +24,8 @@ __all__ = [
     "installed",
     "is_list",
     "load",
+    "mirrored",
     "schedule",
+    "wave",
+    "wrapped",
 ]

@@ -22,6 +22,7 @@ from schedir.library.blame import (
     user_line,
     yielding_frame,
 )
+from schedir.library.placements import wrapped
 from schedir.library.targets import built_in
 from schedir.simulator import CostModel
 
@@ -64,9 +65,8 @@ def costs_for(costs: Costs, stages: int) -> CostModel:
 
 def _pipeline(generator: Generator, ranks: int, microbatches: int, chunks: int) -> Pipeline:
     """The shape that is asked for, its stages placed as the generator says."""
-    shape = Pipeline(
-        ranks, microbatches, chunks, tuple((stage % ranks,) for stage in range(ranks * chunks))
-    )
+    shape = Pipeline(ranks, microbatches, chunks, placement=())
+    shape = attrs.evolve(shape, placement=wrapped(shape))
     place = generator.placement
     if place is None:
         return shape
