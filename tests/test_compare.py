@@ -141,6 +141,7 @@ def test_the_json_has_these_keys(run: Run) -> None:
         "time_per_microbatch": 28.5 / 8,
         "ratio": 1,
         "bubble_fraction": pytest.approx(9 / 57),
+        "span_bubble_fraction": pytest.approx(9 / 57),
         "peak_activations": 11,
         "peak_bytes": None,
         "delay": 0,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Action, CostModel, Kind, Timeline
 from schedir.ir import COMPUTE, columns_of, weight_versions
+from schedir.render.timeline import timeline_text
 from tests.built_in import NAMES
 
 
@@ -162,6 +163,8 @@ def test_a_timeline_made_by_hand() -> None:
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(3, 7, 9.5), (4, 6, 4)]
     assert [(r.peak_activations, r.weight_versions) for r in line.ranks] == [(1, 1), (1, 1)]
     assert line.bubble_fraction == pytest.approx(1 - 7 / 20)
+    assert line.span_bubble_fraction == pytest.approx(1 - 7 / 19)
+    assert "bubble 65.0% (63.2% of the longest span)" in timeline_text(line)
     assert times(line, 1) == [("1F0", 3, 4.5), ("1B0", 4.5, 7)]
     assert [s.start for rank in line.spans for s in rank] == STARTS
 

@@ -122,6 +122,7 @@ class _Job:
             unit=line.unit,
             makespan=line.makespan,
             bubble_fraction=line.bubble_fraction,
+            span_bubble_fraction=line.span_bubble_fraction,
             peak_activations=max(rank.peak_activations for rank in line.ranks),
             peak_bytes=peak,
             delay=int(delays(schedule).max(initial=0)),

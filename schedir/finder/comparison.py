@@ -43,6 +43,7 @@ class Row:
     unit: Unit | None = None
     makespan: float | None = None
     bubble_fraction: float | None = None
+    span_bubble_fraction: float | None = None
     peak_activations: int | None = None
     peak_bytes: float | None = None
     delay: int | None = None

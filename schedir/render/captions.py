@@ -1,4 +1,4 @@
-"""What two timelines on one time axis are called, so that nobody takes one for the other."""
+"""What timelines are called, so that nobody takes one for the other, and what their bubbles are."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def caption(timeline: Timeline) -> str:
     if timeline.measured is None:
         return "predicted"
     return f"measured, step {timeline.measured.step}"
+
+
+def bubble(timeline: Timeline) -> str:
+    """The bubble of the makespan, and that of the longest span where it is another."""
+    whole, span = (
+        f"{fraction:.1%}" for fraction in (timeline.bubble_fraction, timeline.span_bubble_fraction)
+    )
+    return whole if whole == span else f"{whole} ({span} of the longest span)"

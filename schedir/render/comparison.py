@@ -109,6 +109,7 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
         "time_per_microbatch": row.time_per_microbatch,
         "ratio": comparison.ratio(row),
         "bubble_fraction": row.bubble_fraction,
+        "span_bubble_fraction": row.span_bubble_fraction,
         "peak_activations": row.peak_activations,
         "peak_bytes": row.peak_bytes,
         "delay": row.delay,
@@ -137,7 +138,9 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if each:
         yield _Column(f"makespan/M{unit}", ">", lambda row: _time(row.time_per_microbatch, factor))
     yield _Column("ratio", ">", lambda row: _shown(comparison.ratio(row), "{:.3f}"))
-    yield _Column("bubble", ">", lambda row: _shown(row.bubble_fraction, "{:.1%}"), spare=True)
+    yield _Column("bubble", ">", _bubble, spare=True)
+    if any(_bubble(row) != _bubble_of_span(row) for row in rows):
+        yield _Column("bubble of span", ">", _bubble_of_span, spare=True)
     yield _Column("peak activations", ">", _activations)
     if any(row.peak_bytes is not None for row in rows):
         yield _Column("peak bytes", ">", lambda row: _size(row.peak_bytes))
@@ -193,6 +196,14 @@ def _objection(comparison: Comparison, row: Row, why: Problem) -> str:
         return f"{row.target}: {why.message}"
     where = f" under {comparison.channel}" if row.makespan is not None else ""
     return f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
+
+
+def _bubble(row: Row) -> str:
+    return _shown(row.bubble_fraction, "{:.1%}")
+
+
+def _bubble_of_span(row: Row) -> str:
+    return _shown(row.span_bubble_fraction, "{:.1%}")
 
 
 def _size(many: float | None) -> str:

@@ -17,6 +17,7 @@ from typing import Self
 import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
+from schedir.render.captions import bubble
 from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
 from schedir.render.clock import with_unit
 from schedir.render.drawing import Drawing, Group, gap, stacked
@@ -81,7 +82,7 @@ def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterat
     first, makespan = several[0].makespan, with_unit(timeline.makespan, timeline.unit)
     if first and timeline.makespan != first:
         makespan += f" (× {timeline.makespan / first:.2f})"
-    found = [("makespan", makespan), ("bubble", f"{timeline.bubble_fraction:.1%}")]
+    found = [("makespan", makespan), ("bubble", bubble(timeline))]
     if len(several) == 1 or len({_peak(line) for line in several}) > 1:
         found.append(("peak activations", str(_peak(timeline))))
     if len(several) == 1:

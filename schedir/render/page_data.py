@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.ir import COMPUTE, KINDS, Kind
 from schedir.render import palette
-from schedir.render.captions import captions
+from schedir.render.captions import bubble, captions
 from schedir.render.cells import Labels
 from schedir.render.clock import readable, with_unit
 from schedir.render.kept import Curve, kept_by, most_of
@@ -45,7 +45,7 @@ class Part:
     def says(self) -> str:
         """What it costs, in a few words."""
         makespan = with_unit(self.timeline.makespan, self.timeline.unit)
-        return f"makespan {makespan}, bubble {self.timeline.bubble_fraction:.1%}"
+        return f"makespan {makespan}, bubble {bubble(self.timeline)}"
 
 
 def parts_of(timeline: Timeline, against: Timeline | None) -> list[Part]:

@@ -23,7 +23,7 @@ import attrs
 import numpy as np
 
 from schedir.render.axis import round_step
-from schedir.render.captions import captions
+from schedir.render.captions import bubble, captions
 from schedir.render.clock import clock_of
 from schedir.render.palette import (
     FAINT_INK,
@@ -108,7 +108,7 @@ def svg_blocks(
     panels = []
     for line, name, factor in zip(both, captions(timeline, against), clock.factors, strict=True):
         caption = f"makespan {clock.duration(line.makespan * factor)}, "
-        caption += f"bubble {line.bubble_fraction:.1%}"
+        caption += f"bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
         scale = per_unit * factor

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from schedir.ir import Schedule
 from schedir.render.axis import Axis
-from schedir.render.captions import caption
+from schedir.render.captions import bubble, caption
 from schedir.render.cells import Labels, rows_of
 from schedir.render.clock import clock_of, with_unit
 from schedir.render.drawing import Drawing, Group, stacked
@@ -121,7 +121,7 @@ def verdict(timeline: Timeline) -> str:
 
 def _costs(timeline: Timeline) -> str:
     makespan = with_unit(timeline.makespan, timeline.unit)
-    return f"makespan {makespan}, bubble {timeline.bubble_fraction:.1%}"
+    return f"makespan {makespan}, bubble {bubble(timeline)}"
 
 
 def statistics(timeline: Timeline) -> Table:

@@ -151,6 +151,15 @@ class Timeline:
         return 1 - busy / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
 
     @cached_property
+    def span_bubble_fraction(self) -> float:
+        """The part of all ranks' time in which they do not compute, where steps follow each other
+        without a flush: a step then takes no longer than the longest span of a rank, since ranks
+        that are done begin with the next one (zero bubble, arXiv 2401.10241, section 4)."""
+        busy = sum(rank.busy for rank in self.ranks)
+        span = max((rank.span for rank in self.ranks), default=0.0)
+        return 1 - busy / (self.schedule.ranks * span) if span else 0.0
+
+    @cached_property
     def ranks(self) -> tuple[RankStats, ...]:
         """What each rank does with its time, and the most that it holds."""
         columns = self.schedule.columns
