@@ -20,8 +20,8 @@ from schedir.render import outputs_of
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
     "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, "
-    "peak_activations, peak_bytes, delay, fits, problem: {code, message}}]}; best is the index of a row; what is not known is "
-    "null, and so is the problem of a schedule that has none."
+    "peak_activations, peak_bytes, delay, fits, problem: {code, message}}]}; best is the index of "
+    "a row; what is not known is null, and so is the problem of a schedule that has none."
 )
 
 

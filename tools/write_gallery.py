@@ -1,0 +1,98 @@
+"""Writes docs/gallery.md, and the pictures that it shows: every built-in schedule on 4 ranks.
+
+python tools/write_gallery.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import attrs
+
+import schedir
+from schedir import CostModel, Generator, Timeline
+from schedir.library import built_in
+from schedir.render.captions import bubble
+from schedir.render.styled import plain
+from schedir.render.svg import svg_blocks
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RANKS, MICROBATCHES = 4, 8
+HEAD = f"""# Gallery
+
+Every schedule that comes with schedir, on {RANKS} ranks with {MICROBATCHES} microbatches. All train
+the same model: the unit is the forward of a quarter of it; the gradient of the input takes as long,
+and so does that of the weights; communication and updates take nothing, and an overlapped pair the
+sum of its two. *Bubble* is the part of all ranks' time in which they do not compute; where another
+part is named, it is that of the longest span of a rank, which counts where steps follow each other
+without a flush. *Peak* is the most activations that a rank holds, of a quarter of the model each.
+Written by `tools/write_gallery.py`.
+"""
+
+
+@attrs.frozen
+class Exhibit:
+    """A schedule with its timeline, whose unit is `share` of the one that all have in common."""
+
+    generator: Generator
+    timeline: Timeline
+    share: Fraction
+
+    @property
+    def title(self) -> str:
+        """What it is and where it comes from: the first line of its file, without the stop."""
+        module = sys.modules[self.generator.function.__module__]
+        return (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
+
+    @property
+    def figures(self) -> tuple[str, str, str]:
+        """Makespan, bubble and peak activations."""
+        makespan = float(self.timeline.makespan * self.share)
+        peak = float(max(rank.peak_activations for rank in self.timeline.ranks) * self.share)
+        return f"{makespan:g}", bubble(self.timeline), f"{peak:g}"
+
+
+def exhibits() -> list[Exhibit]:
+    """All of them, by name."""
+    return [_exhibit(generator) for generator in built_in()]
+
+
+def _exhibit(generator: Generator) -> Exhibit:
+    built = schedir.build(generator, ranks=RANKS, microbatches=MICROBATCHES, costs=CostModel())
+    return Exhibit(generator, schedir.simulate(built), Fraction(RANKS, built.stages))
+
+
+def pages() -> dict[str, str]:
+    """The gallery and its pictures, by their paths in docs/."""
+    shown = exhibits()
+    pictures = {_picture(one): plain(svg_blocks(one.timeline)) for one in shown}
+    return {"gallery.md": "\n".join([HEAD, *_table(shown), *map(_section, shown)]), **pictures}
+
+
+def _picture(one: Exhibit) -> str:
+    return f"gallery/{one.generator.name}.svg"
+
+
+def _table(shown: list[Exhibit]) -> Iterator[str]:
+    yield "| schedule | makespan | bubble | peak |\n| --- | --- | --- | --- |"
+    for one in shown:
+        name = one.generator.name
+        yield f"| [{name}](#{name}) | {' | '.join(one.figures)} |"
+    yield ""
+
+
+def _section(one: Exhibit) -> str:
+    name, (makespan, idle, peak) = one.generator.name, one.figures
+    return (
+        f"## {name}\n\n{one.title}.\n\n![Timeline of {name}]({_picture(one)})\n\n"
+        f"Makespan {makespan}, bubble {idle}, peak {peak}. `schedir show {name}`\n"
+    )
+
+
+if __name__ == "__main__":
+    (DOCS / "gallery").mkdir(exist_ok=True)
+    for path, text in pages().items():
+        (DOCS / path).write_text(text, encoding="utf-8")
