@@ -11,6 +11,8 @@ say what was computed from what, so that wrong data shows.
 Stages that share parameters (`ties`) sum their gradients before any of them steps: an OPTIM_STEP
 waits until each rank has what it gives to that sum.
 
+A forward that the list runs again (R) keeps nothing that its backward can use; R does.
+
 An overlapped pair fires as one. The sends and receives of a batch fire one by one, in any order,
 but whoever waits for one of them waits for the whole batch, and it is not posted before each of
 them may be. Calls that block (`host`) know no batches: there it is one end after the other.
@@ -49,7 +51,12 @@ class Rank:
     accumulated: dict[int, list[Any]] = attrs.field(factory=dict)
     applied: dict[int, list[list[Any]]] = attrs.field(factory=dict)
     read: dict[tuple[int, int], int] = attrs.field(factory=dict)  # weight versions
+    kept: set[tuple[int, int]] = attrs.field(factory=set)  # whose activation is there
     faults: list[str] = attrs.field(factory=list)
+
+
+def own(action: Action) -> tuple[int, int | None]:
+    return action.stage, action.microbatch
 
 
 class Oracle:
@@ -349,6 +356,14 @@ class Oracle:
             local = self.runs.get((stage - 1, m)) == rank
             source = me.outputs.get((stage - 1, m)) if local else me.inputs.get((stage, m))
             me.outputs[stage, m] = (m if stage == 0 else source, f"F{stage}")
+            if not any(a.kind is Kind.RECOMPUTE and own(a) == own(action) for a in me.actions):
+                me.kept.add((stage, m))
+        elif action.kind is Kind.RECOMPUTE:
+            if (stage, m) not in me.read:
+                me.faults.append(f"{action} runs again what has not run here")
+            elif action.version not in (None, me.read[stage, m]):
+                me.faults.append(f"{action} runs again at another version")
+            me.kept.add((stage, m))
         elif action.kind is Kind.OPTIM_STEP:
             me.steps[stage] = me.steps.get(stage, 0) + 1
             me.applied.setdefault(stage, []).append(me.accumulated.pop(stage, []))
@@ -361,6 +376,8 @@ class Oracle:
             assert action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT), f"what does {action} do?"
             if (stage, m) in me.input_grads:
                 me.faults.append(f"{action} differentiates again")
+            if (stage, m) not in me.kept:
+                me.faults.append(f"{action} differentiates what is not kept")
             made = me.outputs.get((stage, m))
             if made != self.activation(stage, m):
                 me.faults.append(f"{action} differentiates {made}")

@@ -13,6 +13,7 @@ from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
     CONSUMES,
+    NAMES_VERSION,
     READS_WEIGHTS,
     RECEIVES,
     SENDS,
@@ -24,7 +25,7 @@ from schedir.runtime.program.compiler import _MAKERS
 
 def test_a_kind_is_its_token() -> None:
     tokens = " ".join(map(str, Kind))
-    assert tokens == "F B I W SEND_ACT RECV_ACT SEND_GRAD RECV_GRAD REDUCE_GRAD OPTIM_STEP"
+    assert tokens == "F B I W R SEND_ACT RECV_ACT SEND_GRAD RECV_GRAD REDUCE_GRAD OPTIM_STEP"
     assert Kind("SEND_ACT") is Kind.SEND_ACT
     assert pickle.loads(pickle.dumps(Kind.RECV_GRAD)) is Kind.RECV_GRAD
     with pytest.raises(ValueError, match="'X' is not a valid Kind"):
@@ -38,21 +39,23 @@ def test_every_kind_has_a_word_of_its_own() -> None:
 
 
 def test_the_sets_are_what_the_table_says() -> None:
-    forward, full, half, other = (
+    forward, full, half, other, again = (
         Kind.FORWARD,
         Kind.BACKWARD,
         Kind.BACKWARD_INPUT,
         Kind.BACKWARD_WEIGHT,
+        Kind.RECOMPUTE,
     )
     assert {full, half, other} == BACKWARDS
-    assert {forward, full, half, other} == READS_WEIGHTS
+    assert {forward, full, half, other, again} == READS_WEIGHTS
+    assert {forward, again} == NAMES_VERSION
     assert {full, other} == COMPLETES_GRADIENTS
-    assert {forward, full, half, other, Kind.OPTIM_STEP} == COMPUTE
+    assert {forward, full, half, other, again, Kind.OPTIM_STEP} == COMPUTE
     assert {Kind.SEND_ACT, Kind.SEND_GRAD} == SENDS
     assert {Kind.RECV_ACT, Kind.RECV_GRAD} == RECEIVES
     assert COMMUNICATION == SENDS | RECEIVES
     assert {forward: Kind.RECV_ACT, full: Kind.RECV_GRAD, half: Kind.RECV_GRAD} == CONSUMES
-    assert TEXTBOOK.tolist() == [1, 2, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert TEXTBOOK.tolist() == [1, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, ParseError, Schedule
-from schedir.ir import dumps_torch_csv, loads_torch_csv, parse_action
+from schedir.ir import NAMES_VERSION, dumps_torch_csv, loads_torch_csv, parse_action
 
 NUMBERS = st.integers(0, 999_999_999)
 
@@ -21,7 +21,7 @@ def actions(draw: st.DrawFn) -> Action:
         kind,
         draw(NUMBERS),
         None if stage_wide else draw(NUMBERS),
-        draw(st.none() | NUMBERS) if kind is Kind.FORWARD else None,
+        draw(st.none() | NUMBERS) if kind in NAMES_VERSION else None,
     )
 
 
@@ -82,7 +82,7 @@ def test_comments_and_continuation_lines() -> None:
         ("0F1 ", "0F1garbage ", 5, 24, "'0F1garbage' is not an action"),
         ("0F1 ", "0Q1 ", 5, 24, "unknown action kind 'Q'"),
         ("0F1 ", "0F ", 5, 24, "lacks its microbatch"),
-        ("0F1 ", "0B1@2 ", 5, 24, "only FORWARD names a weight version"),
+        ("0F1 ", "0B1@2 ", 5, 24, "only FORWARD and RECOMPUTE name a weight version"),
         ("0F1 ", "99999999999F1 ", 5, 24, "is not an action"),
         ("0B1 ", "00B1 ", 6, 32, "'00B1' is not an action"),
         ("0OPTIM_STEP", "0OPTIM_STEP3", 6, 36, "names no microbatch"),

@@ -61,7 +61,8 @@ def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
 
 
 def _once_each(schedule: Schedule, places: Ints) -> Iterator[Faults]:
-    """Each (stage, microbatch) has one F and one B, or I and W, all on the same rank."""
+    """Each (stage, microbatch) has one F and one B, or I and W, and at most one R, all on the same
+    rank."""
     columns = schedule.columns
     pairs = schedule.stages * schedule.microbatches
     pair = columns.stage[places] * schedule.microbatches + columns.microbatch[places]
@@ -77,7 +78,7 @@ def _once_each(schedule: Schedule, places: Ints) -> Iterator[Faults]:
     for half in split:
         both = (half >= 0) & (backward >= 0)
         yield _pairs(schedule, rules.MixedBackward, half[both], backward[both])
-    for some in (backward, *split):
+    for some in (backward, *split, table[KIND_INDEX[Kind.RECOMPUTE]]):
         apart = (some >= 0) & (forward >= 0) & (columns.rank[some] != columns.rank[forward])
         yield _pairs(schedule, rules.SplitMicrobatch, some[apart], forward[apart])
 

@@ -16,9 +16,9 @@ class Traits:
     names no microbatch. A rank runs what `computes` in list order. What `reads_weights` uses the
     version that its FORWARD reads; what `differentiates` is a backward, or a part of one, and what
     `completes_gradients` ends the microbatch's share of the parameters' gradients. The activation
-    of a (stage, microbatch) lives from what `holds_activation` to what `releases_activation`. A
-    send names the receive that it `meets`, and how many stages further on that stands; compute
-    names the receive that it `consumes`, where its input comes from another rank.
+    of a (stage, microbatch) lives until what `releases_activation`. A send names the receive that
+    it `meets`, and how many stages further on that stands; compute names the receive that it
+    `consumes`, where its input comes from another rank.
     """
 
     word: str
@@ -28,7 +28,6 @@ class Traits:
     reads_weights: bool = False
     differentiates: bool = False
     completes_gradients: bool = False
-    holds_activation: bool = False
     releases_activation: bool = False
     meets: tuple[str, int] | None = None
     consumes: str | None = None
@@ -57,7 +56,6 @@ class Kind(StrEnum):
             cost=1,
             computes=True,
             reads_weights=True,
-            holds_activation=True,
             consumes="RECV_ACT",
         ),
     )
@@ -97,6 +95,15 @@ class Kind(StrEnum):
             releases_activation=True,
         ),
     )
+    RECOMPUTE = (
+        "R",
+        Traits(
+            word="recomputation",
+            cost=1,
+            computes=True,
+            reads_weights=True,
+        ),
+    )
     SEND_ACT = "SEND_ACT", Traits(word="send of the output", meets=("RECV_ACT", 1))
     RECV_ACT = "RECV_ACT", Traits(word="receive of the input")
     SEND_GRAD = "SEND_GRAD", Traits(word="send of the input's gradient", meets=("RECV_GRAD", -1))
@@ -117,11 +124,12 @@ READS_WEIGHTS = _kinds(lambda traits: traits.reads_weights)
 """What uses the weight version that the FORWARD of its (stage, microbatch) reads."""
 BACKWARDS = _kinds(lambda traits: traits.differentiates)
 """The full backward, and the two parts of a split one."""
+NAMES_VERSION = READS_WEIGHTS - BACKWARDS
+"""What may say which version that is."""
 COMPLETES_GRADIENTS = _kinds(lambda traits: traits.completes_gradients)
 """After these a microbatch's gradients of the stage's parameters are complete."""
-HOLDS_ACTIVATION = _kinds(lambda traits: traits.holds_activation)
 RELEASES_ACTIVATION = _kinds(lambda traits: traits.releases_activation)
-"""An activation lives from one of the former to one of the latter."""
+"""An activation lives until one of these; `activations` says from when."""
 
 _ENDS = [(send, *send.traits.meets) for send in Kind if send.traits.meets]
 COUNTERPARTS = {send: (Kind(receive), further) for send, receive, further in _ENDS} | {
@@ -150,7 +158,8 @@ class Action:
     """One entry of a rank's list.
 
     `stage` is the global stage index. `microbatch` is None exactly for REDUCE_GRAD and OPTIM_STEP,
-    which are stage-wide. `version` is the weight version that a FORWARD reads, None for the newest.
+    which are stage-wide. `version` is the weight version that a FORWARD reads, None for the newest,
+    or that a RECOMPUTE reads, which is that of its FORWARD, None to leave it unsaid.
 
     Raises ValueError for fields that no token can hold.
     """
@@ -185,8 +194,10 @@ class Action:
                 f"microbatch must be an int in 0..{MAX_NUMBER}, not {self.microbatch!r}"
             )
         if self.version is not None:
-            if self.kind is not Kind.FORWARD:
-                raise ValueError(f"only FORWARD names a weight version, not {self.kind.name}")
+            if self.kind not in NAMES_VERSION:
+                raise ValueError(
+                    f"only FORWARD and RECOMPUTE name a weight version, not {self.kind.name}"
+                )
             if not is_number(self.version):
                 raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {self.version!r}")
 
@@ -227,6 +238,14 @@ def backward_input(stage: int, microbatch: int) -> Action:
 def backward_weight(stage: int, microbatch: int) -> Action:
     """Compute the gradient of the stage's parameters, after its `backward_input`."""
     return Action(Kind.BACKWARD_WEIGHT, stage, microbatch)
+
+
+def recompute_forward(stage: int, microbatch: int, version: int | None = None) -> Action:
+    """Run the forward again, before the backward: `forward` then keeps its input alone.
+
+    `version` may say which weight version that reads: the one of its `forward`, and no other.
+    """
+    return Action(Kind.RECOMPUTE, stage, microbatch, version)
 
 
 def send_act(stage: int, microbatch: int) -> Action:

@@ -1,22 +1,41 @@
 """How many activations a rank holds at once.
 
-An activation lives from its FORWARD to its BACKWARD, or to its BACKWARD_WEIGHT. In an overlapped
-pair both activations live at once, in whichever order the two are listed.
+An activation lives from its FORWARD, or from its RECOMPUTE where it has one, to its BACKWARD, or to
+its BACKWARD_WEIGHT. A forward that is run again keeps its input alone, which is no activation. In
+an overlapped pair both activations live at once, in whichever order the two are listed.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir.actions import HOLDS_ACTIVATION, RELEASES_ACTIVATION
-from schedir.ir.columns import Columns
+from schedir.ir.actions import RELEASES_ACTIVATION, Kind
+from schedir.ir.columns import Bools, Columns
+
+
+def run_again(columns: Columns) -> Bools:
+    """Where a FORWARD stands whose rank lists a RECOMPUTE of it."""
+    again, found = columns.where(Kind.RECOMPUTE), columns.is_kind(Kind.FORWARD)
+    if not len(again):
+        return np.zeros(len(columns), np.bool_)
+    forwards = np.flatnonzero(found)
+    both = np.append(forwards, again)
+    keys = np.stack((columns.rank[both], columns.stage[both], columns.microbatch[both]))
+    _, number = np.unique(keys, axis=1, return_inverse=True)
+    found[forwards] = np.isin(number[: len(forwards)], number[len(forwards) :])
+    return found
+
+
+def makes_activation(columns: Columns) -> Bools:
+    """Where an activation begins to live."""
+    return columns.is_kind(Kind.FORWARD, Kind.RECOMPUTE) & ~run_again(columns)
 
 
 def peak_activations(columns: Columns) -> list[tuple[int, int]]:
     """For each rank the most (stage, microbatch) activations that live at once in its list, and
-    how many actions stand in the list before the FORWARD that makes the last of them (0 where there
-    is none)."""
-    change = columns.is_kind(*HOLDS_ACTIVATION).astype(np.int64)
+    how many actions stand in the list before what makes the last of them (0 where there is none).
+    """
+    change = makes_activation(columns).astype(np.int64)
     change -= columns.is_kind(*RELEASES_ACTIVATION)
     # As if the FORWARD of a pair were listed first.
     order = np.arange(len(columns))
@@ -27,6 +46,6 @@ def peak_activations(columns: Columns) -> list[tuple[int, int]]:
     for start, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
         live = np.cumsum(change[start:end])
         most = int(live.argmax()) if end > start else 0
-        forward = int(order[start + most]) - start if end > start else 0
-        peaks.append((int(live.max(initial=0)), forward))
+        makes = int(order[start + most]) - start if end > start else 0
+        peaks.append((int(live.max(initial=0)), makes))
     return peaks

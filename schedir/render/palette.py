@@ -23,6 +23,7 @@ _SHADES = {
     Kind.BACKWARD: ("#87d787", "#afffaf", "#5faf5f", "#d7ffd7"),
     Kind.BACKWARD_INPUT: ("#5fd7d7", "#87ffff", "#00afaf", "#afffff"),
     Kind.BACKWARD_WEIGHT: ("#ffaf5f", "#ffd7af", "#d7875f", "#ffffd7"),
+    Kind.RECOMPUTE: ("#ff87af", "#ffafd7", "#d75f87", "#ffd7d7"),
 }
 _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
@@ -51,17 +52,19 @@ class Fill(NamedTuple):
 
 
 # The hues of Okabe and Ito (2008), which all kinds of colour blindness keep apart, and for the
-# gradient of the input, which stands beside the other two, a purple. Printed in grey the kinds are
-# still four: the lightness (CIE L*) of F is 79 to 87, of W 66 to 74, of B 52 to 61, of I 35 to 45.
-# The shades of a rank's stages stay within that.
+# gradient of the input, which stands beside the other two, a purple; for what is run again the
+# blue of night. Printed in grey the kinds are still five: the lightness (CIE L*) of F is 79 to 87,
+# of W 66 to 74, of B 52 to 61, of I 35 to 45, of R 13 to 25. The shades of a rank's stages stay
+# within that.
 _FILLS = {
     Kind.FORWARD: ("#86ccf2", "#abe0ff", "#8ed3fa", "#99daff"),
     Kind.BACKWARD: ("#058f68", "#17a67a", "#02966d", "#039f74"),
     Kind.BACKWARD_INPUT: ("#793783", "#94509e", "#82408d", "#8c4996"),
     Kind.BACKWARD_WEIGHT: ("#d69404", "#f1a815", "#e09b01", "#eaa30a"),
+    Kind.RECOMPUTE: ("#132536", "#263b50", "#192d40", "#20354a"),
 }
 _OTHER_FILLS = ("#bcbcbc", "#dadada", "#acacac", "#cccccc")
-_WHITE_LABELS = {Kind.BACKWARD_INPUT}
+_WHITE_LABELS = {Kind.BACKWARD_INPUT, Kind.RECOMPUTE}
 
 PAPER, INK, FAINT_INK, GRID = "#ffffff", "#1a1a1a", "#595959", "#d9d9d9"
 """A picture's background, its text and axes, its lesser text, and its grid."""

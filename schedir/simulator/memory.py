@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
-    HOLDS_ACTIVATION,
     READS_WEIGHTS,
     RELEASES_ACTIVATION,
     Columns,
@@ -39,6 +38,7 @@ from schedir.ir import (
     Schedule,
     StageVersions,
     Transfers,
+    makes_activation,
     weight_versions,
 )
 from schedir.simulator.needs import Needs
@@ -131,7 +131,8 @@ def _held(columns: Columns, base: Amounts, changes: Iterable[_Change]) -> Held:
 
 
 def _activations(columns: Columns, size: Amounts) -> list[_Change]:
-    taken, freed = (columns.where(*kinds) for kinds in (HOLDS_ACTIVATION, RELEASES_ACTIVATION))
+    taken = np.flatnonzero(makes_activation(columns))
+    freed = columns.where(*RELEASES_ACTIVATION)
     return [
         (taken, _TAKEN_FIRST, size[columns.stage[taken]]),
         (freed, _FREED_LAST, -size[columns.stage[freed]]),

@@ -132,6 +132,13 @@ class Compiler:
         cell = self._cell(place.action)
         yield kind(cell, place.poster, place.beside, _peer(place), device, make)
 
+    def _recompute(self, place: _Place) -> Iterator[Operation]:
+        raise ExecutionError(
+            f"{place.action}: a recomputation is not carried out yet",
+            rank=place.rank,
+            index=place.index,
+        )
+
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction
         if reduction is not None:
@@ -165,6 +172,7 @@ _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
     Kind.BACKWARD: partial(Compiler._compute, kind=Backward),
     Kind.BACKWARD_INPUT: partial(Compiler._compute, kind=BackwardInput),
     Kind.BACKWARD_WEIGHT: partial(Compiler._compute, kind=BackwardWeight),
+    Kind.RECOMPUTE: Compiler._recompute,
     Kind.SEND_ACT: partial(Compiler._send, kind=SendActivations),
     Kind.SEND_GRAD: partial(Compiler._send, kind=SendGradients),
     Kind.RECV_ACT: partial(Compiler._receive, kind=ReceiveActivations),
