@@ -83,3 +83,69 @@ def pipedream(
             optimizer.zero_grad(set_to_none=True)
     counts = [len(y) for _, y in minibatches]
     return sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
+
+
+def delayed(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatches: Sequence[tuple[Any, Any]],
+    size: Sequence[int],
+    version: Callable[[int, int], int],
+) -> float:
+    """Stage s updates after every `size[s]` microbatches, the rest at the end; it runs microbatch m
+    at its version `version(s, m)`.
+
+    With G the microbatches of an update, w_m the share of m in the update of the last stage that it
+    goes into, w_s^{k+1} = OPT(w_s^k, sum of w_m g_s(m) over G / sum of w_m over G). PipeDream-2BW
+    with equal sizes, 1F1B-RR with the replicas of each stage. The gradient is taken on copies of
+    the stages that hold those versions.
+    """
+    counts = [len(y) for _, y in microbatches]
+    losses = []
+    history = [[copy.deepcopy(stage.state_dict())] for stage in stages]
+    sums: list[list[Tensor | None]] = [[None] * len(list(stage.parameters())) for stage in stages]
+    weights = [0.0 for _ in stages]
+    for m, (x, y) in enumerate(microbatches):
+        first = m - m % size[-1]
+        weight = counts[m] / sum(counts[first : first + size[-1]])
+        at_version = []
+        for s, stage in enumerate(stages):
+            replica = copy.deepcopy(stage)
+            replica.load_state_dict(history[s][version(s, m)])
+            replica.zero_grad(set_to_none=True)
+            at_version.append(replica)
+        loss = loss_fn(run_stages(at_version, x), y)
+        (loss * weight).backward()
+        losses.append(float(loss.detach()))
+        for s, (stage, replica) in enumerate(zip(stages, at_version, strict=True)):
+            weights[s] += weight
+            found = [copied.grad for copied in replica.parameters()]
+            sums[s] = [
+                old if new is None else new if old is None else old + new
+                for old, new in zip(sums[s], found, strict=True)
+            ]
+            if (m + 1) % size[s] and m + 1 < len(microbatches):
+                continue
+            for own, total in zip(stage.parameters(), sums[s], strict=True):
+                same = size[s] == size[-1]  # the weights add up to one but for rounding
+                own.grad = total if same or total is None else total / weights[s]
+            optimizers[s].step()
+            optimizers[s].zero_grad(set_to_none=True)
+            history[s].append(copy.deepcopy(stage.state_dict()))
+            sums[s], weights[s] = [None] * len(sums[s]), 0.0
+    return sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
+
+
+def pipedream_2bw(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatches: Sequence[tuple[Any, Any]],
+    size: int,
+) -> float:
+    """2BW's recurrence: batch t of `size` microbatches runs at version max(0, t - 1) everywhere."""
+    sizes = [size] * len(stages)
+    return delayed(
+        stages, loss_fn, optimizers, microbatches, sizes, lambda _, m: max(0, m // size - 1)
+    )
