@@ -16,6 +16,7 @@ from schedir.checker import CHANNELS, RULES
 from schedir.checker.rules.ordering import UnevenSteps
 from schedir.ir import (
     COMMUNICATION,
+    NAMES_VERSION,
     RECEIVES,
     parse_action,
     recv_act,
@@ -279,6 +280,36 @@ def test_a_missing_backward_is_said_once() -> None:
     assert (finding.code, finding.locations[0].index) == ("S105", None)
 
 
+@pytest.mark.parametrize(
+    ("placement", "lists", "expected"),
+    [
+        ("0", ("0F0 0R0 0R0 0B0 0F1 0B1",), ("S104", "rank 0 #2 0R0")),
+        ("0", ("0R0 0F0 0B0 0F1 0B1",), ("S214", "rank 0 #0 0R0")),
+        ("0", ("0F0 0B0 0R0 0F1 0B1",), ("S215", "rank 0 #1 0B0")),
+        ("0", ("0F0 0I0 0R0 0W0 0F1 0B1",), ("S215", "rank 0 #1 0I0")),
+        ("0", ("0F0 0R0@1 0B0 0F1 0B1",), ("S408", "rank 0 #1 0R0@1")),
+        ("0", ("0F0 0R2 0B0 0F1 0B1",), ("S102", "rank 0 #1 0R2")),
+        ("0", ("0F0 0R1 0F1 0B1 0B0",), ("S214", "rank 0 #1 0R1")),
+        # One that stands elsewhere is missing where its forward counts on it.
+        ("0,1", ("0F0 0B0 0REDUCE_GRAD", "0R0 0F1 0B1 0REDUCE_GRAD"), ("S107", "rank 1 #0 0R0")),
+        # Without a backward it is for nothing, without a forward of nothing.
+        ("0", ("0F0 0R0 0F1 0B1",), ("S105", "rank 0 0B0")),
+        ("0", ("0R0 0B0 0F1 0B1",), ("S105", "rank 0 0F0")),
+    ],
+)
+def test_a_forward_that_runs_again(
+    placement: str, lists: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    wrong = schedule(2, placement, *lists)
+    assert found(wrong) == [expected]
+    assert happens(wrong, "edge") == "wrong"
+
+
+def test_a_version_to_come_is_said_of_the_forward_alone() -> None:
+    both = schedule(1, "0", "0F0@3 0R0@3 0B0 0OPTIM_STEP")
+    assert found(both) == [("S401", "rank 0 #0 0F0@3")]
+
+
 def test_a_list_without_steps_is_told_that_the_caller_steps() -> None:
     (finding,) = schedir.check(schedule(1, "0 1", "0F0 0B0", "1F0 1B0")).diagnostics
     assert (finding.code, finding.severity) == ("S213", "note")
@@ -318,12 +349,12 @@ def verdict(checked: Schedule, channel: str) -> bool:
 
 def mutate(base: Schedule, chance: random.Random) -> Schedule:
     """One small fault: swap, drop, double or move an action, retarget it, change its version, split
-    a backward."""
+    a backward, run a forward again."""
     rank = chance.choice([r for r, actions in enumerate(base.flat) if actions])
     actions = list(base.flat[rank])
     index = chance.randrange(len(actions))
     action = actions[index]
-    how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind", "split"])
+    how = chance.choice(["swap", "drop", "double", "move", "retarget", "kind", "split", "again"])
     if how == "swap":
         other = chance.randrange(len(actions))
         actions[index], actions[other] = actions[other], actions[index]
@@ -337,7 +368,7 @@ def mutate(base: Schedule, chance: random.Random) -> Schedule:
         actions[index] = Action(
             action.kind, action.stage, chance.randrange(base.microbatches), action.version
         )
-    elif how == "kind" and action.kind is Kind.FORWARD:
+    elif how == "kind" and action.kind in NAMES_VERSION:
         actions[index] = Action(
             action.kind, action.stage, action.microbatch, version=chance.randrange(3)
         )
@@ -345,6 +376,9 @@ def mutate(base: Schedule, chance: random.Random) -> Schedule:
         actions[index] = Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch)
         weight = Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch)
         actions.insert(chance.randint(index, len(actions)), weight)
+    elif how == "again" and action.microbatch is not None:
+        again = Action(Kind.RECOMPUTE, action.stage, action.microbatch)
+        actions.insert(chance.randint(0, len(actions)), again)
     return edit(base, rank, actions)
 
 
@@ -404,6 +438,27 @@ BASES.append(  # backwards in two parts, over two steps
         "0F2 0SEND_ACT2 0F3 0SEND_ACT3 0RECV_GRAD2 0I2 0RECV_GRAD3 0I3 0W2 0W3 0OPTIM_STEP",
         "1RECV_ACT0 1F0 1I0 1SEND_GRAD0 1RECV_ACT1 1F1 1I1 1SEND_GRAD1 1W0 1W1 1OPTIM_STEP "
         "1RECV_ACT2 1F2 1I2 1SEND_GRAD2 1RECV_ACT3 1F3 1I3 1SEND_GRAD3 1W2 1W3 1OPTIM_STEP",
+    )
+)
+BASES.append(  # forwards that run again: early, in a gap, at the version of their F
+    schedule(
+        3,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0R0 0RECV_GRAD0 0B0 0OPTIM_STEP 0F2 0SEND_ACT2 0R1@0 "
+        "0RECV_GRAD1 0B1 0OPTIM_STEP 0RECV_GRAD2 0B2 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1R0 1I0 1SEND_GRAD0 1W0 1OPTIM_STEP 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 "
+        "1OPTIM_STEP 1RECV_ACT2 1F2 1R2 1I2 1SEND_GRAD2 1W2 1OPTIM_STEP",
+    )
+)
+BASES.append(  # and on replicas
+    schedule(
+        3,
+        "0,1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0R1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0REDUCE_GRAD "
+        "0OPTIM_STEP",
+        "0F2 0SEND_ACT2 0R2 0RECV_GRAD2 0I2 0W2 0REDUCE_GRAD 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1RECV_ACT2 1F2 1R1 1R2 1B1 1SEND_GRAD1 1B2 "
+        "1SEND_GRAD2 1OPTIM_STEP",
     )
 )
 

@@ -35,6 +35,7 @@ class Limits:
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with versions and activations. Expects a sound structure."""
     yield _versions_exist(schedule)
+    yield _run_again_alike(schedule)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(schedule, ties)) or _versions_agree(schedule)
     if limits.max_delay is not None:
@@ -56,13 +57,35 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
 
 def _versions_exist(schedule: Schedule) -> Faults:
     columns, newest = schedule.columns, schedule.dataflow.steps_before
-    missing = np.flatnonzero(columns.version > newest)
+    missing = np.flatnonzero((columns.version > newest) & columns.is_kind(Kind.FORWARD))
     return Faults(
         rule=rules.VersionNotAvailable,
         keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
         findings=(
             Finding(rules.VersionNotAvailable.at(schedule, place, newest=int(newest[place])))
             for place in missing.tolist()
+        ),
+    )
+
+
+def _run_again_alike(schedule: Schedule) -> Faults:
+    """Every RECOMPUTE that names a version names that of its FORWARD."""
+    flow, named = schedule.dataflow, schedule.columns.version
+    again = flow.of(Kind.RECOMPUTE)
+    differ = (again >= 0) & (named[again] >= 0) & (named[again] != flow.reads)
+    numbers = np.flatnonzero(differ)
+    numbers = numbers[np.argsort(again.ravel()[numbers])]
+    forward, reads = flow.of(Kind.FORWARD).ravel(), flow.reads.ravel()
+    return Faults(
+        rule=rules.RecomputeAtAnotherVersion,
+        keys=numbers,
+        findings=(
+            Finding(
+                rules.RecomputeAtAnotherVersion.at(
+                    schedule, again.ravel()[n], forward[n], version=int(reads[n])
+                )
+            )
+            for n in numbers.tolist()
         ),
     )
 

@@ -36,7 +36,7 @@ def _compute_order(schedule: Schedule) -> Iterator[Faults]:
     """Every action stands after what it uses of its own rank."""
     flow = schedule.dataflow
     forward, gradient = flow.of(Kind.FORWARD), flow.gradients
-    weight = flow.of(Kind.BACKWARD_WEIGHT)
+    weight, again = flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.RECOMPUTE)
     rank = schedule.columns.rank
     for number, (rule, actions, used) in enumerate(
         (
@@ -45,6 +45,8 @@ def _compute_order(schedule: Schedule) -> Iterator[Faults]:
             (rules.BackwardBeforeForward, gradient, forward),
             (rules.BackwardBeforeForward, weight, forward),
             (rules.WeightBeforeInput, weight, flow.of(Kind.BACKWARD_INPUT)),
+            (rules.RecomputeBeforeForward, again, forward),
+            (rules.BackwardBeforeRecompute, gradient, again),
         )
     ):
         early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])

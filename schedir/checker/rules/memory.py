@@ -165,3 +165,22 @@ class TiedVersionsDisagree(Diagnostic):
     def older(self) -> int:
         """The version that exists on both."""
         return min(self.version, self.other_version)
+
+
+@attrs.frozen(kw_only=True)
+class RecomputeAtAnotherVersion(Diagnostic):
+    """An R names another weight version than the one that its forward reads."""
+
+    code = "S408"
+    name = "recompute-at-another-version"
+    why = (
+        "What is run again at other weights is another forward: its gradient belongs to no output "
+        "that the stage has handed on."
+    )
+    fix = "Leave the version out of the R: it reads that of its forward."
+    example = example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP")
+    message = "{action} reads version {action.version}, but {other.action} reads version {version}"
+    labels = ("reads one version", "reads another")
+    advice = "write {action.stage}R{action.microbatch}, which reads version {version}"
+
+    version: int

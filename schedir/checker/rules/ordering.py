@@ -259,3 +259,25 @@ class NoStep(Diagnostic):
         "end each list with the OPTIM_STEPs of its stages (--add-steps lists them), or step the "
         "optimizer yourself"
     )
+
+
+@attrs.frozen(kw_only=True)
+class RecomputeBeforeForward(ListedEarly):
+    """An R is listed before the forward of the same stage and microbatch."""
+
+    code = "S214"
+    name = "recompute-before-forward"
+    why = "R runs the forward again, on the input that F keeps."
+    fix = "Move the R after its forward, or leave it out: F then keeps its activation."
+    example = example(1, "0", "0R0 0F0 0B0")
+
+
+@attrs.frozen(kw_only=True)
+class BackwardBeforeRecompute(ListedEarly):
+    """A backward is listed before the recomputation of the same stage and microbatch."""
+
+    code = "S215"
+    name = "backward-before-recompute"
+    why = "Where there is an R, its forward keeps the input alone: R makes what the backward needs."
+    fix = "Move the R before its B or I, or leave it out: F then keeps its activation."
+    example = example(1, "0", "0F0 0B0 0R0")

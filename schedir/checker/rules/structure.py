@@ -6,7 +6,7 @@ import attrs
 
 from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
-from schedir.ir import Action
+from schedir.ir import Action, Kind
 
 
 @attrs.frozen(kw_only=True)
@@ -119,7 +119,8 @@ class MixedBackward(Diagnostic):
 
 @attrs.frozen(kw_only=True)
 class SplitMicrobatch(Diagnostic):
-    """The backward of a microbatch stands on another replica of the stage than its forward."""
+    """The backward, or the recomputation, of a microbatch stands on another replica of the stage
+    than its forward."""
 
     code = "S107"
     name = "split-microbatch"
@@ -128,7 +129,17 @@ class SplitMicrobatch(Diagnostic):
     example = example(1, "0,1", "0F0 0REDUCE_GRAD 0OPTIM_STEP", "0B0 0REDUCE_GRAD 0OPTIM_STEP")
     message = (
         "stage {action.stage} runs microbatch {action.microbatch} forward on rank {other.rank}, "
-        "but backward on rank {rank}"
+        "but {how} on rank {rank}"
     )
-    labels = ("the backward", "its forward")
+    labels = ("the {what}", "its forward")
     advice = "run both on the same rank"
+
+    @property
+    def how(self) -> str:
+        """How it is run elsewhere."""
+        return "once more" if self.action.kind is Kind.RECOMPUTE else "backward"
+
+    @property
+    def what(self) -> str:
+        """What stands elsewhere."""
+        return "recomputation" if self.action.kind is Kind.RECOMPUTE else "backward"
