@@ -55,8 +55,8 @@ class Verdict:
         return tuple(channel for channel in CHANNELS if self.reports[channel].ok)
 
 
-def dumped(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> str:
-    """torch's schedule with its communication, as torch's CSV."""
+def made(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool = False) -> Any:
+    """torch's schedule, of the class of that name."""
     last = ranks * chunks - 1
     if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):  # a V: down the ranks and back up
         placement = {stage: min(stage, last - stage) for stage in range(last + 1)}
@@ -81,12 +81,27 @@ def dumped(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool
     generator = getattr(torch_schedules, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of torch's schedules warn that they are new
-        built = generator(stages, microbatches, loss_fn=lambda *_: None, defer_pp_recv=deferred)
+        return generator(stages, microbatches, loss_fn=lambda *_: None, defer_pp_recv=deferred)
+
+
+def written(order: dict[int, list[Any]]) -> str:
+    """One of the two dicts of lists that torch's schedules hold, as torch's CSV."""
     rows = [
         ",".join("" if action is None else str(action) for action in actions)
-        for _, actions in sorted(built.pipeline_order_with_comms.items())
+        for _, actions in sorted(order.items())
     ]
     return "\n".join(rows) + "\n"
+
+
+def dumped(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> str:
+    """torch's schedule with its communication, as torch's CSV."""
+    return written(made(name, ranks, chunks, microbatches, deferred).pipeline_order_with_comms)
+
+
+def computed(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """What torch's schedule computes, without its communication, read back."""
+    text = written(made(name, ranks, chunks, microbatches).pipeline_order)
+    return loads_torch_csv(text, f"{name}.csv")
 
 
 def lowered(name: str, ranks: int, chunks: int, microbatches: int, deferred: bool) -> Schedule:

@@ -1,0 +1,54 @@
+"""Chimera: two pipelines, down and up the ranks (Li and Hoefler, SC 2021, arXiv 2107.06925)."""
+
+from collections.abc import Iterator
+
+from schedir import (
+    Action,
+    Pipeline,
+    backward,
+    forward,
+    mirrored,
+    optim_step,
+    reduce_grad,
+    schedule,
+)
+
+
+@schedule("chimera", placement=mirrored)
+def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """1F1B down the ranks and up at once, each in the gaps of the other: half the bubble of 1F1B.
+
+    4 microbatches on 4 ranks, a backward twice as long as a forward, `*` the optimiser's step:
+
+        rank 0  0F0 0F1     3F2 3B2---- 3F3 3B3----     0B0----         0B1----*
+        rank 1      1F0 2F2 1F1 2F3     2B2---- 1B0---- 2B3---- 1B1----*
+        rank 2      1F2 2F0 1F3 2F1     2B0---- 1B2---- 2B1---- 1B3----*
+        rank 3  0F2 0F3     3F0 3B0---- 3F1 3B1----     0B2----         0B3----*
+
+    Every stage is on two ranks, s and ranks - 1 - s (the middle one of an odd number on one). As
+    many microbatches as ranks are a unit, whose first half goes down the ranks, the second half
+    up. More are units one after the other (the paper's direct concatenation, section 3.5), whose
+    forwards fill the gaps at the end of the unit before; fewer at the end are a shorter unit. For
+    an even number of ranks and K whole units the bubble is (ranks - 2) (B + (K - 1) (B - F)).
+    """
+    if pipe.chunks > 1:
+        raise ValueError(f"chimera takes one chunk, not {pipe.chunks}")
+    last, microbatches = pipe.ranks - 1, pipe.microbatches
+    slots: list[tuple[int, Action]] = []
+    for start in range(0, microbatches, pipe.ranks):
+        unit = range(start, min(start + pipe.ranks, microbatches))
+        half = (len(unit) + 1) // 2
+        for m in unit:
+            down = m - start < half
+            stage = rank if down else last - rank
+            entered = 2 * start + 2 * (m - start if down else m - start - half)
+            slots.append((entered + stage, forward(stage, m)))
+            slots.append((entered + 2 * last + 1 - stage, backward(stage, m)))
+    for _, action in sorted(slots, key=lambda slot: slot[0]):
+        yield action
+    stages = pipe.stages_of(rank)
+    for stage in stages:
+        if len(pipe.placement[stage]) > 1:
+            yield reduce_grad(stage)
+    for stage in stages:
+        yield optim_step(stage)

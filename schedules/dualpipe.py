@@ -1,0 +1,138 @@
+"""DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1), and DualPipeV (deepseek-ai/DualPipe)."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from schedir import (
+    Action,
+    Pipeline,
+    Together,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    mirrored,
+    optim_step,
+    reduce_grad,
+    schedule,
+    together,
+    wave,
+)
+
+Entries: TypeAlias = Iterator[Action | Together]
+Chunk: TypeAlias = tuple[int, range]  # a stage, and the microbatches that it runs
+
+
+@schedule("dualpipe", placement=mirrored)
+def dualpipe(pipe: Pipeline, rank: int) -> Entries:
+    """Two pipelines, down and up the ranks: forwards of one run beside backwards of the other.
+
+    8 microbatches on 4 ranks, a backward (B, or I and W apart) twice as long as a forward:
+
+        rank 0  0F0 0F1 0F2 3F4 3I4 3W4 3F5 0F3;3B5----     3F6;0B0---- 3B6----     3F7;0B1---- ...
+        rank 1      1F0 2F4 1F1 2F5 1F2 2B4---- 2F6;1B0---- 1F3;2B5---- 2F7;1B1---- 2B6---- 1...
+        rank 2      1F4 2F0 1F5 2F1 1F6 2B0---- 2F2;1B4---- 1F7;2B1---- 2F3;1B5---- 2B2---- 1...
+        rank 3  0F4 0F5 0F6 3F0 3I0 3W0 3F1 0F7;3B1----     3F2;0B4---- 3B2----     3F3;0B5---- ...
+
+    Every stage is on two ranks, s and ranks - 1 - s; the first half of the microbatches goes down
+    the ranks, the second half up. Takes an even number of ranks, and two microbatches or more for
+    each rank; the upper half is one short where their number is odd. With F&B for an overlapped
+    pair the bubble is (ranks / 2 - 1) (F&B + B - 3 W).
+    """
+    ranks, microbatches = pipe.ranks, pipe.microbatches
+    if ranks % 2 or microbatches < 2 * ranks or pipe.chunks > 1:
+        raise ValueError(
+            "dualpipe takes an even number of ranks, one chunk and two or more microbatches for "
+            f"each rank; not {ranks} ranks, {pipe.chunks} chunks and {microbatches} microbatches"
+        )
+    half = (microbatches + 1) // 2
+    near = min(rank, ranks - 1 - rank)
+    far = ranks - 1 - near
+    down, up = range(half), range(half, 2 * half)
+    first, second = (down, up) if rank == near else (up, down)
+    entries = _eight_steps(ranks // 2, near, (near, first), (far, second))
+    yield from _without(microbatches, entries) if microbatches % 2 else entries
+    yield reduce_grad(near)
+    yield reduce_grad(far)
+    yield optim_step(near)
+    yield optim_step(far)
+
+
+@schedule("dualpipev", placement=wave, chunks=2)
+def dualpipev(pipe: Pipeline, rank: int) -> Entries:
+    """DualPipe folded to a V: each stage once, and what was the other direction is the way back.
+
+    4 microbatches on 2 ranks, stages 0 and 3 on the first, 1 and 2 on the second; a backward twice
+    as long as a forward, `;` between two that run as one:
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----     3F2;0B0---- 3B2----     3F3;0B1---- ...
+        rank 1      1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1...
+
+    Takes two chunks, and two microbatches or more for each rank.
+    """
+    ranks, microbatches = pipe.ranks, pipe.microbatches
+    if microbatches < 2 * ranks or pipe.chunks != 2:
+        raise ValueError(
+            "dualpipev takes two chunks and two or more microbatches for each rank; not "
+            f"{pipe.chunks} chunks, {ranks} ranks and {microbatches} microbatches"
+        )
+    near, far = pipe.stages_of(rank)
+    yield from _eight_steps(ranks, rank, (near, range(microbatches)), (far, range(microbatches)))
+    yield optim_step(near)
+    yield optim_step(far)
+
+
+def _eight_steps(ranks: int, rank: int, near: Chunk, far: Chunk) -> Entries:
+    """The list of a rank of DualPipeV, or of half of DualPipe's: 0 is its chunk nearer to the
+    input, 1 the farther one."""
+    microbatches, later = len(near[1]), ranks - rank - 1
+    forwards = [iter([forward(stage, m) for m in batch]) for stage, batch in (near, far)]
+    backwards = [iter([(stage, m) for m in batch]) for stage, batch in (near, far)]
+    split: deque[tuple[int, int]] = deque()  # whose gradient of the weights is to come
+
+    def ahead(chunk: int) -> Action:
+        return next(forwards[chunk])
+
+    def back(chunk: int) -> Action:
+        return backward(*next(backwards[chunk]))
+
+    def back_to_input(chunk: int) -> Action:
+        split.append(next(backwards[chunk]))
+        return backward_input(*split[-1])
+
+    for _ in range(2 * later):
+        yield ahead(0)
+    for _ in range(rank + 1):
+        yield ahead(0)
+        yield ahead(1)
+    for _ in range(later):
+        yield back_to_input(1)
+        yield backward_weight(*split.popleft())
+        yield ahead(1)
+    for step in range(microbatches - 2 * ranks + rank + 1):
+        if step == 0 and rank == ranks - 1:  # the turn: apart, so that the way back starts sooner
+            yield ahead(0)
+            yield back(1)
+        else:
+            yield together(ahead(0), back(1))
+        yield together(ahead(1), back(0))
+    for _ in range(later):
+        yield back(1)
+        yield together(ahead(1), back(0))
+    for step in range(2 * (rank + 1)):
+        yield (back if step <= rank else back_to_input)((step + 1) % 2)
+    for _ in range(later):
+        yield backward_weight(*split.popleft())
+        yield back_to_input(0)
+    while split:
+        yield backward_weight(*split.popleft())
+
+
+def _without(microbatch: int, entries: Iterable[Action | Together]) -> Entries:
+    """The entries, one microbatch left out."""
+    for entry in entries:
+        actions = entry.actions if isinstance(entry, Together) else (entry,)
+        kept = [action for action in actions if action.microbatch != microbatch]
+        if kept:
+            yield kept[0] if len(kept) == 1 else entry
