@@ -327,8 +327,8 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         *(
             (
                 [name, "--chunks", "2"],
-                f"{name} runs one stage per rank, not 2: leave chunks out, or take "
-                "interleaved-1f1b (",
+                f"{name} runs one stage per rank, not 2: leave chunks out, or take one "
+                "that `schedir list` has with --chunks (",
             )
             for name in ("1f1b", "fill-drain", "pipedream")
         ),
@@ -377,8 +377,8 @@ def test_a_generator_of_ones_own_with_one_stage_per_rank_says_so(run: Run) -> No
         "    (stage,) = pipe.stages_of(rank)\n    yield forward(stage, 0)\n"
     )
     assert run("show", "mine.py", "--chunks", "2")[2] == (
-        "error: mine runs one stage per rank, not 2: leave chunks out, or take interleaved-1f1b "
-        "(mine.py:4)\n"
+        "error: mine runs one stage per rank, not 2: leave chunks out, or take one that "
+        "`schedir list` has with --chunks (mine.py:4)\n"
     )
 
 

@@ -23,7 +23,6 @@ from schedir.library.blame import (
     yielding_frame,
 )
 from schedir.library.placements import wrapped
-from schedir.library.targets import built_in
 from schedir.simulator import CostModel
 
 Costs: TypeAlias = CostModel | Callable[[int], CostModel] | None
@@ -174,8 +173,7 @@ class _Drive:
         if self.pipe.chunks != chunks and self._runs_with_own_chunks(rank):
             stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
             if chunks == 1:
-                others = [other.name for other in built_in() if other.chunks > 1]
-                stages, instead = "one stage", f", or take {' or '.join(others)}"
+                stages, instead = "one stage", ", or take one that `schedir list` has with --chunks"
                 if isinstance(error, ValueError) and "too many values to unpack" in str(error):
                     cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
             return LoadError(
