@@ -38,6 +38,7 @@ from schedir.passes import (
     append_steps,
     batch_communication,
     insert_communication,
+    recompute,
 )
 from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
@@ -82,6 +83,7 @@ __all__ = [
     "loads",
     "mirrored",
     "optim_step",
+    "recompute",
     "recompute_forward",
     "recv_act",
     "recv_grad",

@@ -15,14 +15,11 @@ from schedir.ir.columns import Bools, Columns
 
 def run_again(columns: Columns) -> Bools:
     """Where a FORWARD stands whose rank lists a RECOMPUTE of it."""
-    again, found = columns.where(Kind.RECOMPUTE), columns.is_kind(Kind.FORWARD)
-    if not len(again):
-        return np.zeros(len(columns), np.bool_)
-    forwards = np.flatnonzero(found)
-    both = np.append(forwards, again)
-    keys = np.stack((columns.rank[both], columns.stage[both], columns.microbatch[both]))
-    _, number = np.unique(keys, axis=1, return_inverse=True)
-    found[forwards] = np.isin(number[: len(forwards)], number[len(forwards) :])
+    again = columns.where(Kind.RECOMPUTE)
+    found = np.zeros(len(columns), np.bool_)
+    if len(again):
+        forwards = columns.where(Kind.FORWARD)
+        found[forwards] = columns.alike(forwards, again)
     return found
 
 

@@ -111,6 +111,14 @@ class Columns:
         """The places of the actions of `kinds`, ascending."""
         return np.flatnonzero(self.is_kind(*kinds))
 
+    def alike(self, places: Ints, others: Ints) -> Bools:
+        """Which of the `places` have the rank, stage and microbatch of one of the `others`."""
+        both = np.append(places, others)
+        stages = 1 + int(self.stage.max(initial=0))
+        _, holding = np.unique(self.rank[both] * stages + self.stage[both], return_inverse=True)
+        keys = holding * (1 + int(self.microbatch.max(initial=0))) + self.microbatch[both]
+        return np.isin(keys[: len(places)], keys[len(places) :])
+
     def position(self, place: int) -> tuple[int, int]:
         """The rank of a place, and the index of its entry in the rank's list."""
         rank = int(np.searchsorted(self.starts, place, side="right")) - 1

@@ -1,0 +1,64 @@
+"""Any schedule → one whose stages run forwards again instead of keeping what these leave behind.
+
+    0F0 0F1 0B0 0F2 0I1 0W1          0F0 0F1 0R0 0B0 0F2 0R1 0I1 0W1
+
+Each forward then keeps its input alone (Chen et al. 2016, arXiv 1604.06174). An R may stand as far
+ahead as the author lists it, to fill a bubble; here it stands where it keeps its activation for the
+shortest time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import attrs
+import numpy as np
+
+from schedir.ir.actions import Kind, is_number
+from schedir.ir.columns import KIND_INDEX, Columns
+from schedir.ir.schedule import Schedule, expect_schedule, starts_of
+
+
+def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with an R directly before the B or I of every microbatch of these stages.
+
+    Before the entry of an overlapped pair. Where a microbatch has its R already it is left as it
+    is. Each R reads the weight version of its F, and has the line of Python of its B or I. Raises
+    TypeError for what is no Schedule or no collection of stages, ValueError for a stage that there
+    is none of.
+    """
+    expect_schedule(schedule)
+    _expect_stages(schedule, stages)
+    columns = schedule.columns
+    backwards = columns.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    backwards = backwards[np.isin(columns.stage[backwards], [*stages])]
+    known = columns.alike(backwards, columns.where(Kind.RECOMPUTE))
+    backwards = backwards[~known]
+    if not len(backwards):
+        return schedule
+    number = len(columns)
+    origin = np.concatenate((np.arange(number), backwards))
+    heads = columns.heads[columns.entry[backwards]]
+    order = np.argsort(np.concatenate((2 * np.arange(number) + 1, 2 * heads)), kind="stable")
+    new, origin = order >= number, origin[order]
+    taken = schedule.take(origin, starts_of(columns.rank[origin], schedule.ranks))
+    return attrs.evolve(
+        taken,
+        actions=Columns(
+            taken.columns.starts,
+            np.where(new, KIND_INDEX[Kind.RECOMPUTE], taken.columns.kind),
+            taken.columns.stage,
+            taken.columns.microbatch,
+            taken.columns.version,
+            taken.columns.joined & ~new,
+        ),
+    )
+
+
+def _expect_stages(schedule: Schedule, stages: Collection[int]) -> None:
+    if not isinstance(stages, Collection) or isinstance(stages, str | bytes):
+        raise TypeError(f"stages must be a collection of stage numbers, not {stages!r}")
+    last = schedule.stages - 1
+    for stage in stages:
+        if not is_number(stage) or stage > last:
+            raise ValueError(f"{schedule.name} has no stage {stage!r} to recompute, only 0..{last}")
