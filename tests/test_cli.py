@@ -553,9 +553,10 @@ def test_built_in_schedules_are_clean(run: Run, name: str, channel: str) -> None
     assert (code, err) == (0, "")
     *found, verdict = out.splitlines()
     assert verdict.startswith(f"{name}: clean under {channel} and every other channel model")
-    # PipeDream without vertical sync runs a microbatch at different versions, by design.
-    codes = [line.partition(":")[0] for line in found if line.startswith(("error", "warn", "note"))]
-    assert codes == (["note[S406]"] if name == "pipedream" else [])
+    # PipeDream without vertical sync runs a microbatch at different versions, by design; published
+    # orders split backwards that some ranks then run as one.
+    codes = {line.partition(":")[0] for line in found if line.startswith(("error", "warn", "note"))}
+    assert codes - {"note[S503]"} == ({"note[S406]"} if name == "pipedream" else set())
 
 
 def test_check_judges_by_channel(run: Run) -> None:
@@ -666,8 +667,8 @@ def test_export_sched_and_back(run: Run, name: str) -> None:
     code, out, err = run("export", name, "--format", "sched", "-o", "it.sched")
     assert (code, out, err) == (0, "", "")
     assert schedir.loads(Path("it.sched").read_text()) == schedir.build(name)
-    strict = run("check", "it.sched", "--channel", "host", "--strict")[0]
-    assert strict == (1 if name == "pipedream" else 0)  # whose versions disagree, which is a note
+    strict, out, _ = run("check", "it.sched", "--channel", "host", "--strict")
+    assert strict == ("note[" in out)
     # Without its communication it gets the same again.
     _, out, _ = run("export", "it.sched", "--format", "sched", "--compute-only")
     assert "SEND" not in out
