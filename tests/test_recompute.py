@@ -43,9 +43,9 @@ def test_each_r_stands_right_before_its_backward(seed: int) -> None:
     chance = random.Random(seed)
     base = drawn(chance)
     if chance.random() < 0.5:
-        base = joined(base, chance)
-    if chance.random() < 0.5:
         base = scattered(schedir.insert_communication(base), chance)
+    if chance.random() < 0.5:
+        base = joined(base, chance)
     stages = {s for s in range(base.stages) if chance.random() < 0.6}
     after = schedir.recompute(base, stages)
     assert [list(entries) for entries in after.actions] == [
