@@ -6,6 +6,10 @@ SEND_F/RECV_F/SEND_B/RECV_B, and it has no OPTIM_STEP and no weight versions. UN
 and leaves them out. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry of two actions; batches
 of sends and receives have no form. Around a cell there may be spaces and tabs, and a row ends in LF
 or CR LF.
+
+Older torch wrote the same words with another meaning: B was the gradient of the input alone, which
+is I now, BW was the full backward, which is B now, and `0SEND_F1_1RECV_B0` two in one. A file that
+shows itself to be such is refused; one that has no W says the same in both.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import PurePath
 from typing import TypeAlias
+
+import attrs
 
 from schedir.errors import ParseError
 from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, STAGE_WIDE, Action, Kind
@@ -39,9 +45,14 @@ _TO_TORCH = {
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
 _NOT_MODELLED = ("UNSHARD", "RESHARD")
+_OLD_BACKWARD = (
+    "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
+    "backward, which is B now: write them so"
+)
 
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_OLD_BATCH = re.compile(rf"{NUMBER}(SEND_[FB]){NUMBER}_{NUMBER}(RECV_[FB]){NUMBER}")
 _CELL = re.compile(r"[^, \t][^,]*")
 _BLANKS = " \t"
 _MOST_NAMED = 8  # in a warning
@@ -111,6 +122,7 @@ class _Reader:
         if microbatches == 0:
             raise self._error("the file holds no action of any microbatch", 0)
         stem = PurePath(self.file).stem
+        self._refuse_old(ranks)
         name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip() or "torch-csv"
         return Schedule(name, microbatches, self._placement(ranks), ranks)
 
@@ -181,6 +193,22 @@ class _Reader:
             more,
         )
 
+    def _refuse_old(self, ranks: list[tuple[Entry, ...]]) -> None:
+        """Raise ParseError where a B stands for the gradient of the input alone."""
+        actions = [action for row in ranks for action in flat(row)]
+        kinds = {action.kind for action in actions}
+        if Kind.BACKWARD_WEIGHT not in kinds or Kind.BACKWARD_INPUT in kinds:
+            return
+        weights = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.BACKWARD_WEIGHT}
+        for action in actions:
+            if action.kind is Kind.BACKWARD and (action.stage, action.microbatch) in weights:
+                found = re.search(rf"(?<![0-9]){action}(?![0-9])", self.text)
+                weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
+                raise self._error(
+                    f"'{action}' is no full backward, as there is '{weight}': {_OLD_BACKWARD}",
+                    found.start() if found else 0,
+                )
+
     def _placement(self, ranks: list[tuple[Entry, ...]]) -> list[_Held]:
         """The ranks that run each stage's FORWARD; those that name it, where none does."""
         highest = max(action.stage for entries in ranks for action in flat(entries))
@@ -216,12 +244,16 @@ class _Reader:
 def _action(token: str) -> Action | None:
     """The action of a token; None for one that schedir does not model. Raises ValueError."""
     match = _TOKEN.fullmatch(token)
+    if match is None and _OLD_BATCH.fullmatch(token):
+        raise ValueError(f"{clip(token)} is older torch's: write its send and receive as two cells")
     if match is None:
         raise ValueError(f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1")
     stage, name, microbatch = match.groups()
     if name in _NOT_MODELLED:
         return None
     kind = _FROM_TORCH.get(name)
+    if name == "BW":
+        raise ValueError(f"{clip(token)}: {_OLD_BACKWARD}")
     if kind is None:
         known = " ".join([*_FROM_TORCH, *_NOT_MODELLED])
         raise ValueError(f"unknown action {clip(name)}; known: {known}")
