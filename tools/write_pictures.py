@@ -14,22 +14,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import schedir
-from schedir import (
-    Action,
-    CostModel,
-    Pipeline,
-    Timeline,
-    backward_input,
-    backward_weight,
-    forward,
-    optim_step,
-    schedule,
-)
-from schedir.library import Generator
+from schedir import CostModel, Timeline
 from schedir.render.styled import plain
 from schedir.render.svg import svg_blocks
 from schedir.simulator import load_timelines, save_timelines
@@ -49,25 +37,6 @@ BY_PARAMETERS = 6.93, 0.21
 BY_COST = 4.06, 3.08
 
 
-@schedule("zb-h1")
-def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """ZB-H1 (Qi et al., arXiv 2401.10241): rank r keeps back r of its Ws, and fills its bubble."""
-    (stage,) = pipe.stages_of(rank)
-    warmup = min(pipe.ranks - 1 - rank, pipe.microbatches)
-    kept = min(rank, pipe.microbatches)
-    for m in range(warmup):
-        yield forward(stage, m)
-    for m in range(pipe.microbatches):
-        if m + warmup < pipe.microbatches:
-            yield forward(stage, m + warmup)
-        yield backward_input(stage, m)
-        if m >= kept:
-            yield backward_weight(stage, m - kept)
-    for m in range(pipe.microbatches - kept, pipe.microbatches):
-        yield backward_weight(stage, m)
-    yield optim_step(stage)
-
-
 def pictures() -> dict[str, str]:
     """Each picture by the name of its file."""
     one_f_one_b = _simulated("1f1b")
@@ -75,7 +44,7 @@ def pictures() -> dict[str, str]:
     return {
         "1f1b.svg": plain(svg_blocks(one_f_one_b)),
         "interleaved-1f1b.svg": plain(svg_blocks(_simulated("interleaved-1f1b", chunks=2))),
-        "zb-h1.svg": plain(svg_blocks(_simulated(zero_bubble))),
+        "zb-h1.svg": plain(svg_blocks(_simulated("zb-h1"))),
         "memory.svg": plain(svg_blocks(_simulated("fill-drain"), one_f_one_b, memory=True)),
         "predicted-and-measured.svg": plain(svg_blocks(predicted, measured)),
         "both-ways.svg": plain(svg_blocks(*_both_ways())),
@@ -111,7 +80,7 @@ def _round_robin() -> Timeline:
     return schedir.simulate(built, CostModel(forward=(2, 1), backward=(4, 2)))
 
 
-def _simulated(target: str | Generator, chunks: int | None = None) -> Timeline:
+def _simulated(target: str, chunks: int | None = None) -> Timeline:
     return schedir.simulate(schedir.build(target, ranks=4, microbatches=8, chunks=chunks))
 
 
