@@ -1,9 +1,18 @@
 """Interleaved 1F1B: several model chunks per rank (Megatron-LM, arXiv 2104.04473, section 2.2)."""
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from math import gcd
 
-from schedir import Action, Pipeline, backward, forward, optim_step, schedule
+from schedir import (
+    Action,
+    Pipeline,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    optim_step,
+    schedule,
+)
 
 
 @schedule("interleaved-1f1b", chunks=2)
@@ -21,40 +30,43 @@ def interleaved_1f1b(
     Forwards go group by group of `group_size` microbatches, within a group chunk by chunk;
     backwards likewise, the last chunk first. By default the microbatches are split into
     max(1, microbatches // ranks) equal groups; where that does not divide, into groups of `ranks`
-    microbatches with a shorter last one. Groups smaller than `ranks` deadlock for most shapes.
+    microbatches with a shorter last one.
+
+    Groups of fewer than `ranks` microbatches hold fewer activations, (chunks - 1) * group_size +
+    ranks at most. Their ranks run ahead by half as much, and split backwards, so that the rank
+    before need not wait for the gradient of the weights (grouped interleaving, in Qi et al.'s code
+    of arXiv 2405.15362). Groups below ranks / 2 save no more: a chunk then waits for several.
     """
-    microbatches = pipe.microbatches
+    ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
     if group_size is None:
-        rounds = max(1, microbatches // pipe.ranks)
-        group_size = pipe.ranks if microbatches % rounds else microbatches // rounds
+        rounds = max(1, microbatches // ranks)
+        group_size = ranks if microbatches % rounds else microbatches // rounds
     if not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
     group_size = min(group_size, microbatches)  # beyond, the lists stay the same
-    chunks = pipe.stages_of(rank)
 
-    # A short last group is laid out as if it were full, and what it lacks is left out at the end:
-    # pairing forwards with backwards across the gap would deadlock for some shapes.
-    padded = range(0, microbatches, group_size)
+    # Each forward and backward has a slot; those of what a short last group lacks stay empty. From
+    # chunk to chunk it is half the way around the ranks at least, which may take several groups:
+    # then a chunk's slots are moved on after every cycle, lest they be those of an earlier one.
+    small = group_size < min(ranks, microbatches)
+    stride = -(-((ranks + 1) // 2) // group_size) * group_size if small else group_size
+    cycle = len(chunks) // gcd(len(chunks), stride // group_size)
 
-    def in_order(stages: tuple[int, ...]) -> list[tuple[int, int]]:
-        return [
-            (stage, m)
-            for start in padded
-            for stage in stages
-            for m in range(start, start + group_size)
-        ]
+    def slot(chunk: int, m: int) -> int:
+        group, member = divmod(m, group_size)
+        return (group * len(chunks) + chunk // cycle) * group_size + chunk * stride + member
 
-    forwards = in_order(chunks)
-    backwards = in_order(chunks[::-1])
-    warmup = 2 * (pipe.ranks - rank - 1) + (len(chunks) - 1) * group_size
-    warmup = min(warmup, len(forwards))
-    for stage, m in forwards[:warmup]:
-        if m < microbatches:
+    ahead = slot(len(chunks) - 1, 0) + (ranks - rank - 1) * (1 if small else 2)
+    pairs = [(chunk, m) for m in range(microbatches) for chunk in range(len(chunks))]
+    forwards = [(slot(chunk, m), 0, chunks[chunk], m) for chunk, m in pairs]
+    backwards = [(ahead + slot(chunk, m), 1, chunks[-1 - chunk], m) for chunk, m in pairs]
+    for _, is_backward, stage, m in sorted(forwards + backwards):
+        if not is_backward:
             yield forward(stage, m)
-    for ahead, (stage, m) in zip_longest(forwards[warmup:], backwards):
-        if ahead is not None and ahead[1] < microbatches:
-            yield forward(*ahead)
-        if m < microbatches:
+        elif small and stage > 0:
+            yield backward_input(stage, m)
+            yield backward_weight(stage, m)
+        else:
             yield backward(stage, m)
     for stage in chunks:
         yield optim_step(stage)

@@ -1,0 +1,53 @@
+"""Interleaved zero bubble: ZB-H1 over several chunks (torch, after Qi et al., arXiv 2401.10241)."""
+
+from collections.abc import Iterator
+from math import gcd
+
+from schedir import Action, Pipeline, backward_input, backward_weight, forward, optim_step, schedule
+
+
+@schedule("interleaved-zb", aliases=("interleaved-zero-bubble",), chunks=2)
+def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) -> Iterator[Action]:
+    """Interleaved 1F1B with backwards split: rank r keeps r weight gradients back for its drain.
+
+    2 chunks on 2 ranks, stages 0 and 2 on the first, 1 and 3 on the second; 4 microbatches, I the
+    gradient of the input and W that of the weights:
+
+        rank 0  0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 ...
+        rank 1      1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 ...
+
+    `group_size` and its default are those of interleaved 1F1B, and torch's order where torch takes
+    the number of microbatches. Every rank holds (chunks - 1) * group_size + ranks activations at
+    most, for groups of at least ranks / 2; below, a chunk waits for several groups.
+    """
+    ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
+    if group_size is None:
+        rounds = max(1, microbatches // ranks)
+        group_size = ranks if microbatches % rounds else microbatches // rounds
+    if not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
+    group_size = min(group_size, microbatches)  # beyond, the lists stay the same
+
+    # Each F, I and W has a slot. From chunk to chunk it is half the way around the ranks at least,
+    # which may take several groups: then a chunk's slots are moved on after every cycle, lest they
+    # be those of an earlier one.
+    half = group_size if group_size == microbatches else (ranks + 1) // 2
+    stride = -(-half // group_size) * group_size
+    cycle = len(chunks) // gcd(len(chunks), stride // group_size)
+
+    def slot(chunk: int, m: int) -> int:
+        group, member = divmod(m, group_size)
+        return (group * len(chunks) + chunk // cycle) * group_size + chunk * stride + member
+
+    ahead = slot(len(chunks) - 1, 0) + ranks - rank - 1
+    listed = []
+    for m in range(microbatches):
+        for chunk, stage in enumerate(chunks):
+            listed.append((slot(chunk, m), 0, forward(stage, m)))
+            done = ahead + slot(len(chunks) - 1 - chunk, m)
+            listed.append((done, 1, backward_input(stage, m)))
+            listed.append((done + rank, 2, backward_weight(stage, m)))
+    for _, _, action in sorted(listed, key=lambda one: one[:2]):
+        yield action
+    for stage in chunks:
+        yield optim_step(stage)

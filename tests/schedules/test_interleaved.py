@@ -1,0 +1,118 @@
+"""Schedules of several chunks per rank: torch's own generators, and published figures of groups."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+
+import schedir
+from schedir import Kind, Schedule
+from schedir.passes import strip_communication
+
+
+def compute(schedule: Schedule) -> list[list[str]]:
+    """The tokens of every rank, without the steps."""
+    return [
+        [str(action) for action in actions if action.kind is not Kind.OPTIM_STEP]
+        for actions in strip_communication(schedule).flat
+    ]
+
+
+def torchs_order(generator: Any, ranks: int) -> list[list[str]]:
+    lists = (generator._calculate_single_rank_operations(rank) for rank in range(ranks))
+    return [[str(action) for action in actions if action is not None] for actions in lists]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_interleaved_zb_is_torchs_order(ranks: int) -> None:
+    accepted = [m for m in range(1, 20) if m % max(1, m // ranks) == 0]
+    for chunks, microbatches in product((1, 2, 3), accepted):
+        torchs = ScheduleInterleavedZeroBubble.__new__(ScheduleInterleavedZeroBubble)
+        torchs.pp_group_size, torchs.n_local_stages = ranks, chunks
+        torchs._n_microbatches = microbatches
+        torchs.microbatches_per_round = microbatches // max(1, microbatches // ranks)
+        ours = schedir.build(
+            "interleaved-zb", ranks=ranks, microbatches=microbatches, chunks=chunks
+        )
+        assert compute(ours) == torchs_order(torchs, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_looped_bfs_is_torchs_order(ranks: int) -> None:
+    for chunks, microbatches in product((1, 2, 3), (1, 2, 3, 8, 13)):
+        torchs: Any = ScheduleLoopedBFS.__new__(ScheduleLoopedBFS)
+        torchs.pp_group_size, torchs._n_microbatches = ranks, microbatches
+        torchs._stages = [None] * chunks
+        ours = schedir.build("looped-bfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
+        assert compute(ours) == torchs_order(torchs, ranks)
+        line = schedir.simulate(ours)
+        assert [of.peak_activations for of in line.ranks] == [chunks * microbatches] * ranks
+        if microbatches >= ranks:
+            assert line.makespan == 3 * (chunks * microbatches + ranks - 1)
+
+
+# Grouped interleaving of Qi et al. (the code of arXiv 2405.15362): makespan and the most chunks
+# that a rank holds, 4 ranks, 8 microbatches, by number of chunks and group size.
+GROUPED = {
+    (2, 2): (56, 6),
+    (2, 3): (55, 7),
+    (2, 4): (54, 8),
+    (4, 2): (108, 10),
+    (4, 3): (105, 13),
+    (4, 4): (102, 16),
+}
+
+
+def figures(name: str, ranks: int, microbatches: int, chunks: int, size: int) -> tuple[float, int]:
+    built = schedir.build(
+        name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size
+    )
+    line = schedir.simulate(built)
+    return line.makespan, max(of.peak_activations for of in line.ranks)
+
+
+@pytest.mark.parametrize(("chunks", "size"), GROUPED)
+def test_grouped_interleaving_is_as_published(chunks: int, size: int) -> None:
+    makespan, peak = GROUPED[chunks, size]
+    if size < 4:  # from there on Megatron's order, whose backwards are whole
+        assert figures("interleaved-1f1b", 4, 8, chunks, size) == (makespan, peak)
+    ours, held = figures("interleaved-zb", 4, 8, chunks, size)
+    assert ours < makespan
+    assert held == peak
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
+def test_small_groups_run_and_hold_less(name: str) -> None:
+    for ranks, microbatches, chunks in product((2, 3, 5, 8), (4, 7, 9), (1, 2, 3)):
+        for size in range(1, min(ranks, microbatches)):
+            built = schedir.build(
+                name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size
+            )
+            assert schedir.check(built).ok, (ranks, microbatches, chunks, size)
+            if size >= ranks / 2:
+                most = (chunks - 1) * size + ranks
+                line = schedir.simulate(built)
+                assert max(of.peak_activations for of in line.ranks) <= most
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+def test_no_such_group(name: str, size: Any) -> None:
+    with pytest.raises(schedir.LoadError, match="group_size must be an int >= 1"):
+        schedir.build(name, group_size=size)
+
+
+def test_interleaved_zb_drains_without_a_bubble_of_its_own() -> None:
+    """Where F, I and W cost the same only the fill is idle, as in ZB-H1, `chunks` times smaller."""
+    for ranks, rounds, chunks in product((1, 2, 3, 4, 6), (1, 2, 3), (2, 3, 4)):
+        line = schedir.simulate(
+            schedir.build("interleaved-zb", ranks=ranks, microbatches=ranks * rounds, chunks=chunks)
+        )
+        assert [of.idle for of in line.ranks] == [ranks - 1] * ranks
+        assert [of.peak_activations for of in line.ranks] == [chunks * ranks] * ranks
