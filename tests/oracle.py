@@ -442,8 +442,9 @@ class Oracle:
                 faults.append(f"stages {tie} share parameters, but read versions {read}")
         if self.summed and self.not_summed:
             faults.append(f"stages {self.summed} are summed, {self.not_summed} are not")
-        if any(group != groups[0] for group in groups):
-            faults.append(f"stages group differently: {groups}")
+        for tie in self.ties if any_step else ():
+            if any(groups[stage] != groups[tie[0]] for stage in tie):
+                faults.append(f"stages {tie} share parameters, but group differently: {groups}")
         return faults
 
 

@@ -268,10 +268,13 @@ def test_what_is_wrong_too_often_is_said_four_thousand_times_by_place() -> None:
     ],
 )
 def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str) -> None:
-    place = schedir.check(schedir.loads(RULES["S207"].example)).diagnostics[0].locations
+    rule = RULES["S207"]
+    report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
+    place = report.diagnostics[0].locations
     finding = UnevenSteps(locations=place, step=0, applied=tuple(microbatches), expected=(0,))
     assert finding.message == (
-        f"OPTIM_STEP 0 of stage 0 applies microbatches {said}; that of the loss stage 0"
+        f"OPTIM_STEP 0 of stage 1 applies microbatches {said}; that of stage 0, which shares "
+        "parameters with it, 0"
     )
 
 

@@ -258,9 +258,26 @@ def test_the_steps_of_overlapping_ties_and_of_replicas_are_one() -> None:
 
 # The verdict against what happens.
 
+APART = schedule(  # stages that step after different microbatches, which tied ones may not
+    3,
+    "0 0",
+    "0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0OPTIM_STEP 1OPTIM_STEP 1B2 0B1 0B2 0OPTIM_STEP "
+    "1OPTIM_STEP",
+)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_stages_may_step_after_different_microbatches_but_not_tied_ones(channel: str) -> None:
+    report = schedir.check(APART, channel)
+    assert report.ok
+    assert [d.code for d in report.diagnostics] == ["S216"]
+    assert happens(APART, channel) == "completes"
+    assert [d.code for d in schedir.check(APART, channel, ties=[(0, 1)]).diagnostics] == ["S207"]
+    assert happens(APART, channel, ties=[(0, 1)]) == "wrong"
+
 
 @given(
-    base=st.sampled_from(BASES),
+    base=st.sampled_from([*BASES, APART, APART]),
     faults=st.integers(0, 2),
     seed=st.integers(0, 1 << 32),
     channel=st.sampled_from(CHANNELS),

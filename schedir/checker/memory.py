@@ -93,7 +93,10 @@ def _run_again_alike(schedule: Schedule) -> Faults:
 def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
     """One note for the whole schedule: where its stages run a microbatch at different versions."""
     flow = schedule.dataflow
-    differ = flow.reads != flow.reads[-1]
+    if not flow.reads.any():
+        return
+    known = _applied_in_versions(schedule)
+    differ = known != known[-1]
     microbatches = np.flatnonzero(differ.any(axis=0))
     if len(microbatches):
         first = int(microbatches[0])
@@ -111,6 +114,19 @@ def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
             ),
             extent=len(microbatches),
         )
+
+
+def _applied_in_versions(schedule: Schedule) -> Ints:
+    """How many microbatches the version that each forward reads has seen, [stages, microbatches].
+
+    Stages that step at different rates have other numbers for the same version of the model.
+    """
+    flow = schedule.dataflow
+    turns = flow.steps_before[flow.weight_gradients]
+    seen = np.zeros((schedule.stages, int(max(turns.max(), flow.reads.max())) + 2), np.int64)
+    np.add.at(seen, (np.arange(schedule.stages)[:, None], turns + 1), 1)
+    applied: Ints = np.take_along_axis(seen.cumsum(axis=1), flow.reads, axis=1)
+    return applied
 
 
 def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:

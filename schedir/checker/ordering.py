@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,10 +11,10 @@ from schedir.checker.changes import ahead, anywhere, back, in_turn
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.reductions import reductions
 from schedir.checker.rules import ordering as rules
-from schedir.ir import Ints, Kind, Schedule
+from schedir.ir import Ints, Kind, Schedule, Ties
 
 
-def ordering(schedule: Schedule) -> Iterator[Faults]:
+def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
     yield from _compute_order(schedule)
     columns = schedule.columns
@@ -22,7 +23,7 @@ def ordering(schedule: Schedule) -> Iterator[Faults]:
     if len(reduces) or any(len(held) > 1 for held in schedule.placement):
         yield from reductions(schedule)
     if len(steps):
-        yield from _applied_once(schedule, steps)
+        yield from _applied_once(schedule, steps, ties)
 
 
 def without_steps(schedule: Schedule) -> Iterator[Faults]:
@@ -69,7 +70,7 @@ def _too_early(
         yield Finding(rule.at(schedule, place, later), in_turn(slides))
 
 
-def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
+def _applied_once(schedule: Schedule, steps: Ints, ties: Ties) -> Iterator[Faults]:
     """Every gradient has an OPTIM_STEP after it, and every OPTIM_STEP has gradients."""
     turn, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients
     places = np.sort(gradients.ravel())
@@ -82,7 +83,7 @@ def _applied_once(schedule: Schedule, steps: Ints) -> Iterator[Faults]:
     yield _empty_steps(schedule, steps, places, holding, turn)
     yield from _equally_often(schedule, steps, holding, many)
     if not len(late):  # which this would only echo
-        yield _same_groups(schedule, steps, turn, turn[gradients])
+        yield from _tied_groups(schedule, ties)
 
 
 def _holdings(schedule: Schedule) -> Ints:
@@ -167,42 +168,68 @@ def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -
         first += len(held)
 
 
-def _same_groups(schedule: Schedule, steps: Ints, turn: Ints, turns: Ints) -> Faults:
-    """Every stage applies the same microbatches in its k-th OPTIM_STEP as the loss stage.
+def _tied_groups(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
+    """The stages of a tie apply the same microbatches in their k-th OPTIM_STEPs."""
+    turns = _turns(schedule)
+    for number, tie in enumerate(ties):
+        for stage in tie[1:]:
+            if (turns[stage] != turns[tie[0]]).any():
+                step, places, microbatches = _first_difference(schedule, stage, tie[0])
+                finding = rules.UnevenSteps.at(
+                    schedule,
+                    *places,
+                    step=step,
+                    applied=microbatches[0],
+                    expected=microbatches[1],
+                )
+                key = number * schedule.stages + stage
+                extent = int((turns[stage] != turns[tie[0]]).sum())
+                yield fault(finding, anywhere(schedule, places), key=key, extent=extent)
 
-    `turns` says which step applies each gradient, shape [stages, microbatches].
-    """
-    differ = turns != turns[-1]
-    stages = np.flatnonzero(differ.any(axis=1))
-    return Faults(
-        rule=rules.UnevenSteps,
-        keys=stages,
-        extents=differ.sum(axis=1)[stages],
-        findings=_unequal_groups(schedule, steps, turn, turns, stages),
-    )
 
-
-def _unequal_groups(
-    schedule: Schedule, steps: Ints, turn: Ints, turns: Ints, stages: Ints
-) -> Iterator[Finding]:
-    columns = schedule.columns
-    loss = turns[-1]
-    for stage in stages.tolist():
-        applied = turns[stage]
-        # The first step that differs; those after it do as a consequence.
-        first = int(np.minimum(applied, loss)[applied != loss].min())
-        own, last = (
-            steps[(columns.stage[steps] == s) & (turn[steps] == first)]
-            for s in (stage, schedule.stages - 1)
+def different_rates(schedule: Schedule) -> Iterator[Faults]:
+    """One note for a schedule that is right, but whose stages don't step after the same
+    microbatches."""
+    if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
+        return
+    turns = _turns(schedule)
+    stages = np.flatnonzero((turns != turns[-1]).any(axis=1))
+    if len(stages):
+        step, places, microbatches = _first_difference(
+            schedule, int(stages[0]), schedule.stages - 1
         )
-        yield Finding(
-            rules.UnevenSteps.at(
+        yield fault(
+            rules.DifferentRates.at(
                 schedule,
-                own[0],
-                last[0],
-                step=first,
-                applied=tuple(np.flatnonzero(applied == first).tolist()),
-                expected=tuple(np.flatnonzero(loss == first).tolist()),
+                *places,
+                step=step,
+                applied=microbatches[0],
+                expected=microbatches[1],
+                differing=len(stages),
+                stages=schedule.stages,
             ),
-            anywhere(schedule, (int(own[0]), int(last[0]))),
+            extent=len(stages),
         )
+
+
+def _turns(schedule: Schedule) -> Ints:
+    """Which OPTIM_STEP of its stage applies each gradient, shape [stages, microbatches]."""
+    return schedule.dataflow.steps_before[schedule.dataflow.weight_gradients]
+
+
+_TwoSets: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _first_difference(
+    schedule: Schedule, stage: int, other: int
+) -> tuple[int, tuple[int, int], _TwoSets]:
+    """The first OPTIM_STEP for which two stages do not have the same microbatches; those after it
+    differ as a consequence. Its number, its places in both stages, and their microbatches."""
+    columns, turns, turn = schedule.columns, _turns(schedule), schedule.dataflow.steps_before
+    both = turns[[stage, other]]
+    step = int(both.min(axis=0)[both[0] != both[1]].min())
+    steps = columns.where(Kind.OPTIM_STEP)
+    steps = steps[turn[steps] == step]
+    one, two = (int(steps[columns.stage[steps] == s][0]) for s in (stage, other))
+    applied, expected = (tuple(np.flatnonzero(own == step).tolist()) for own in both)
+    return step, (one, two), (applied, expected)

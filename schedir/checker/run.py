@@ -15,7 +15,7 @@ from schedir.checker.diagnostics import Diagnostic, Location, Report
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
-from schedir.checker.ordering import ordering, without_steps
+from schedir.checker.ordering import different_rates, ordering, without_steps
 from schedir.checker.rules.communication import WaitCycle
 from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
 from schedir.checker.structure import structure
@@ -120,7 +120,11 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
         found += deadlock(complete, channel, clean, terms.ties, given=given)
     proved = None if _has_errors(found) else complete
     if proved is not None and advise:
-        found += (*without_steps(schedule), *_lints(schedule, proved, channel))
+        found += (
+            *without_steps(schedule),
+            *different_rates(schedule),
+            *_lints(schedule, proved, channel),
+        )
     diagnostics = _diagnostics(schedule, channel, terms, found)
     return Report(channel, diagnostics, clean, proved)
 
@@ -185,7 +189,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
     """What is wrong with the compute. No complete form where communication can't be inserted, or
     where what its check would find were an echo."""
     waits = True
-    for faults in _present(ordering(schedule)):
+    for faults in _present(ordering(schedule, terms.ties)):
         waits = waits and not issubclass(faults.rule, _OWN_LIST)
         yield faults
     yield from _present(memory(schedule, terms.limits, terms.ties))

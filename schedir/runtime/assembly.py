@@ -15,6 +15,7 @@ from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
 from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.gradients.sharing import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
@@ -47,6 +48,7 @@ class Parts:
     reductions: Mapping[int, Reduction]
     clipping: Clipping | None
     barriers: Barriers
+    scaling: Scaling
     drift: Drift
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
@@ -71,7 +73,7 @@ class Parts:
             beside = self.control.beside()
         trace = self.trace if trains else None
         clock = self.clock if trace is None else trace.recorder
-        compiler = Compiler(self.stages, cells, barriers, [clock, self.trail], beside)
+        compiler = Compiler(self.stages, cells, barriers, self.scaling, [clock, self.trail], beside)
         programs = Programs(plan, schedule, compiler, transports, self.control)
         newcomers = None if trace is None else trace.observers
         opening = Opening(self.announcements, agreements, programs, cells, newcomers)
@@ -97,6 +99,7 @@ def assemble(plan: Plan, world: World) -> Parts:
     reductions = shared.reductions()
     clipping = shared.clipping()
     barriers = shared.barriers(clipping)
+    scaling = Scaling(plan, world.control, world.groups)
     drift = shared.drift()
     optimizers = plan.optimizers()
     stages = _stages(plan, reductions, optimizers)
@@ -109,6 +112,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         reductions,
         clipping,
         barriers,
+        scaling,
         drift,
         optimizers,
         stages,

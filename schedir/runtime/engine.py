@@ -134,8 +134,10 @@ class Engine:
         self._look_back(wait=False)
         exchange = self._losses.expect() if request.has_loss else None
         opened = runner.opening.open(call, inputs, feed)
-        cells.share_loss(self._feeder.shares(feed.counts, request))
+        shares = self._feeder.shares(feed.counts, request)
+        cells.share_loss(shares)
         if request.trains:
+            self.parts.scaling.begin(shares, request)
             self._begin_training()
         with suspended(call.autocast):
             runner.run(opened, call)
@@ -158,6 +160,7 @@ class Engine:
         Raises ExecutionError where that was wrong.
         """
         self._feeder.look(wait)
+        self.parts.scaling.look(wait)
         if self.parts.clipping is not None:
             self.parts.clipping.look(wait)
 
@@ -190,6 +193,7 @@ class Engine:
             runner.reset()
         self.parts.barriers.reset()
         self.parts.shared.reset()
+        self.parts.scaling.reset()
         self.parts.trail.drop()
         failure = self._world.failure(error, where)
         if self._world.broken is not None:

@@ -30,8 +30,8 @@ from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
-_OTHERS = 2
-"""The groups on a device beside those of transfers and gradients: for norms, and for samples."""
+_OTHERS = 3
+"""The groups on a device beside those of transfers and gradients: for norms, samples and scales."""
 
 
 @attrs.frozen

@@ -33,7 +33,7 @@ from schedir.ir import COMPUTE
 from schedir.runtime import Executor, rng
 from tests.runtime.kit import MSE, momentum, split
 from tests.runtime.lists import bidirectional_v, megatron
-from tests.runtime.reference import pipedream
+from tests.runtime.reference import delayed, pipedream
 
 MICROBATCHES = 6
 RANKS = 2  # of a pipeline
@@ -62,14 +62,15 @@ class Feature:
     """A schedule, with what the executor is told to do beside it.
 
     `pipelines` run it, on ranks of their own, where there are several processes. The tied
-    parameters of the `tied` stages start equal.
+    parameters of the `tied` stages start equal. What updates oftener than once is held against its
+    `recurrence`.
     """
 
     schedule: schedir.Schedule
     options: dict[str, Any] = field(factory=dict)
     pipelines: int = 1
     tied: tuple[int, ...] = ()
-    asynchronous: bool = False
+    recurrence: Callable[..., float] | None = None
 
     @property
     def processes(self) -> int:
@@ -115,6 +116,22 @@ def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
     yield optim_step(stage)
 
 
+def two_rates(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """1F1B without a flush, whose first stage steps after every third microbatch, the others after
+    every second."""
+    (stage,) = pipe.stages_of(rank)
+    size = 2 if stage else 3
+    for m in range(pipe.microbatches):
+        yield forward(stage, m)
+        yield backward(stage, m)
+        if m % size == size - 1:
+            yield optim_step(stage)
+
+
+def _two_rates(whole: Any, loss_fn: Any, optimizers: Any, pieces: Any) -> float:
+    return delayed(whole, loss_fn, optimizers, pieces, (3, 2), lambda s, m: m // (2 if s else 3))
+
+
 def _built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
     return schedir.build(target, ranks=ranks, microbatches=MICROBATCHES, **parameters)
 
@@ -123,7 +140,8 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "fill-drain": lambda: Feature(_built("fill-drain")),
     "1f1b": lambda: Feature(_built("1f1b")),
     "interleaved": lambda: Feature(_built("interleaved-1f1b", chunks=2)),
-    "weight versions": lambda: Feature(_built("pipedream"), asynchronous=True),
+    "weight versions": lambda: Feature(_built("pipedream"), recurrence=pipedream),
+    "different rates": lambda: Feature(_built(two_rates), recurrence=_two_rates),
     "split backward": lambda: Feature(_built(zero_bubble)),
     "recompute": lambda: Feature(_built("1f1b"), {"recompute": True}),
     "clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}),
@@ -183,9 +201,9 @@ def check(name: str, setting: Setting) -> None:
             x, y = batches[line]
             with _no_host_read() if step and not setting.reads else nullcontext():
                 result = executor.step(x, target=y)
-            if feature.asynchronous:
+            if feature.recurrence is not None:
                 pieces = [*zip(split(x, MICROBATCHES), split(y, MICROBATCHES), strict=True)]
-                expected = pipedream(whole, MSE, optimizers, pieces)
+                expected = feature.recurrence(whole, MSE, optimizers, pieces)
             else:
                 expected = _plain_step(feature, whole, optimizers, batches, step, result.grad_norm)
             _assert_near("the loss", result.loss, expected)
@@ -209,7 +227,7 @@ def _no_host_read() -> Iterator[None]:
 
 def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
     torch.manual_seed(7)
-    dropout = 0.0 if feature.asynchronous else 0.25
+    dropout = 0.0 if feature.recurrence else 0.25
     width = setting.width
     stages: list[nn.Module] = [
         nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())

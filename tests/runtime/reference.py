@@ -127,9 +127,9 @@ def delayed(
             ]
             if (m + 1) % size[s] and m + 1 < len(microbatches):
                 continue
+            same = size[s] == size[-1]  # the weights add up to one but for rounding
             for own, total in zip(stage.parameters(), sums[s], strict=True):
-                same = size[s] == size[-1]  # the weights add up to one but for rounding
-                own.grad = total if same or total is None else total / weights[s]
+                own.grad = total if same or total is None else total * (1 / weights[s])
             optimizers[s].step()
             optimizers[s].zero_grad(set_to_none=True)
             history[s].append(copy.deepcopy(stage.state_dict()))

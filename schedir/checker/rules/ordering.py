@@ -102,27 +102,32 @@ class EmptyStep(Diagnostic):
 
 @attrs.frozen(kw_only=True)
 class UnevenSteps(Diagnostic):
-    """Two stages group the microbatches differently into their OPTIM_STEPs."""
+    """Two stages that share parameters group the microbatches differently into their
+    OPTIM_STEPs."""
 
     code = "S207"
     name = "uneven-steps"
     why = (
-        "A gradient is scaled by the microbatches of its step on the loss stage; elsewhere that "
-        "scale would be wrong."
+        "A tied parameter gets one gradient in each step, the sum over its stages; of different "
+        "microbatches that is the gradient of no loss."
     )
-    fix = "Give every stage its OPTIM_STEPs after the same sets of microbatches."
+    fix = "Give the tied stages their OPTIM_STEPs after the same sets of microbatches."
     example = example(
-        2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
+        3,
+        "0 0",
+        "0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0OPTIM_STEP 1OPTIM_STEP "
+        "1B2 0B1 0B2 0OPTIM_STEP 1OPTIM_STEP",
     )
+    options = (("ties", ((0, 1),)),)
     message = (
         "OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that of "
-        "the loss stage {expected:ranges}"
+        "stage {other.action.stage}, which shares parameters with it, {expected:ranges}"
     )
     advice = "give both stages their OPTIM_STEPs after the same microbatches"
 
     step: int  # which OPTIM_STEP of each stage, from 0
     applied: tuple[int, ...]  # its microbatches
-    expected: tuple[int, ...]  # those of the loss stage
+    expected: tuple[int, ...]  # those of the other stage
 
 
 @attrs.frozen(kw_only=True)
@@ -281,3 +286,39 @@ class BackwardBeforeRecompute(ListedEarly):
     why = "Where there is an R, its forward keeps the input alone: R makes what the backward needs."
     fix = "Move the R before its B or I, or leave it out: F then keeps its activation."
     example = example(1, "0", "0F0 0B0 0R0")
+
+
+@attrs.frozen(kw_only=True)
+class DifferentRates(Diagnostic):
+    """Stages step after different sets of microbatches: one of them oftener than another, say."""
+
+    code = "S216"
+    name = "different-rates"
+    severity = "note"
+    strict = False
+    why = (
+        "A step takes the mean over its own microbatches, so each stage trains; but no update is "
+        "one of the whole model. PipeDream's replicated stages work so by design, which is why "
+        "`--strict` allows it: they step once in a round of their replicas, the others after every "
+        "minibatch. Where it is not meant, an OPTIM_STEP is in the wrong place."
+    )
+    fix = "Give every stage its OPTIM_STEPs after the same sets of microbatches."
+    example = example(
+        2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
+    )
+    message = (
+        "OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that of "
+        "the loss stage {expected:ranges}"
+    )
+    labels = ("the mean over its own", "the loss stage's")
+    notes = (
+        "{differing} of the {stages} stages {differing:groups|group} the microbatches otherwise "
+        "than the loss stage",
+    )
+    advice = "give both stages their OPTIM_STEPs after the same microbatches, unless it is meant"
+
+    step: int  # which OPTIM_STEP of each stage, from 0
+    applied: tuple[int, ...]  # its microbatches
+    expected: tuple[int, ...]  # those of the loss stage
+    differing: int
+    stages: int

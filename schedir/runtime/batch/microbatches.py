@@ -200,7 +200,7 @@ def loss_shares(
     shares: list[Count] = [0.0] * len(counts)
     for together, total in zip(accumulated, totals, strict=True):
         if isinstance(total, Tensor):
-            total = total.clamp_min(_LEAST)  # of nothing, each has no share; it is said later
+            total = total.clamp_min(LEAST)  # of nothing, each has no share; it is said later
         else:
             check_total(total, together)
         for m in together:
@@ -208,4 +208,5 @@ def loss_shares(
     return shares
 
 
-_LEAST = 1e-300
+LEAST = 1e-300
+"""What stands for no samples at all, where only the device knows of them, lest it divides by 0."""

@@ -32,12 +32,14 @@ PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
+WEIGHTS_TAG = 10
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
     NORM_TAG: "the norms",
     _ROOM_TAG: "the buffers",
     DRIFT_TAG: "the weights' fingerprint",
+    WEIGHTS_TAG: "the weights of steps",
 }
 
 

@@ -13,6 +13,7 @@ from schedir.ir import Action, Kind, Schedule, StageVersions, Together, weight_v
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
+from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
     Backward,
@@ -59,14 +60,16 @@ class _Place:
 class Compiler:
     """What the lists' actions are resolved against.
 
-    `barriers` come before OPTIM_STEPs; None where these are left to the caller. `observers` watch
-    every run. `beside` takes from rank to rank what hosts have to know; None where the transport
-    of the payloads does that as well.
+    `barriers` come before OPTIM_STEPs; None where these are left to the caller. `scaling` is for
+    those that apply other microbatches than the loss stage's. `observers` watch every run. `beside`
+    takes from rank to rank what hosts have to know; None where the transport of the payloads does
+    that as well.
     """
 
     stages: Mapping[int, Stage]
     cells: Cells
     barriers: Barriers | None
+    scaling: Scaling
     observers: Sequence[Observer]
     beside: Poster | None
 
@@ -154,10 +157,21 @@ class Compiler:
             stages = [action.stage for action in following]
             reductions = [self.stages[stage].reduction for stage in stages]
             yield PassBarriers(
-                [r for r in reductions if r is not None], self.barriers.before(stages)
+                [r for r in reductions if r is not None],
+                [
+                    partial(self.scaling.scale, self.stages[stage].weights.newest, stage, step)
+                    for number, stage in enumerate(stages, turn)
+                    if self.scaling.scales(stage, step := _step(place, stage, number))
+                ],
+                self.barriers.before(stages),
             )
         stage = place.action.stage
-        yield OptimStep(self.stages[stage], makes=place.versions[stage].steps.index(turn) + 1)
+        yield OptimStep(self.stages[stage], makes=_step(place, stage, turn) + 1)
+
+
+def _step(place: _Place, stage: int, turn: int) -> int:
+    """Which of its stage's OPTIM_STEPs stands at a turn of the rank."""
+    return place.versions[stage].steps.index(turn)
 
 
 def _peer(place: _Place) -> int:

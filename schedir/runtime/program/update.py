@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from schedir.runtime.call import Call
@@ -26,12 +26,18 @@ class ReduceGrad(Operation):
 
 
 class PassBarriers(Operation):
-    """Before a rank's consecutive OPTIM_STEPs: its own sums end, and all barriers are passed."""
+    """Before a rank's consecutive OPTIM_STEPs: its own sums end, are scaled where that is due, and
+    all barriers are passed."""
 
     listed: ClassVar[bool] = False
 
-    def __init__(self, reductions: Sequence[Reduction], barriers: Sequence[Barrier]) -> None:
-        self.reductions, self.barriers = reductions, barriers
+    def __init__(
+        self,
+        reductions: Sequence[Reduction],
+        scales: Sequence[Callable[[], None]],
+        barriers: Sequence[Barrier],
+    ) -> None:
+        self.reductions, self.scales, self.barriers = reductions, scales, barriers
         self._turns: list[int] | None = None
 
     def is_blocked(self, call: Call) -> bool:
@@ -55,6 +61,8 @@ class PassBarriers(Operation):
         if self._turns is None:
             for reduction in self.reductions:
                 reduction.finish()
+            for scale in self.scales:
+                scale()
             self._turns = [barrier.arrive() for barrier in self.barriers]
         return self._turns
 

@@ -1,0 +1,182 @@
+"""The scale of gradients, where stages step after other microbatches than the loss stage.
+
+Every gradient is accumulated with the weight that the loss stage gave its microbatch, and those of
+each OPTIM_STEP of the loss stage add up to one. A stage that groups the microbatches otherwise
+takes the mean over its own group all the same: before it steps, its sum is scaled by one over the
+sum of the group's weights. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of
+stage 0:
+
+    stage 1   0 | 1 | 2 | 3     a step for each: all weights are 1
+    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale a half
+
+Whole groups of the loss stage add up to their number, which needs no counting. A part of one
+depends on the samples of the microbatches, which the process of the loss knows: it tells the others
+as the call begins, and they wait for that at their first step that is scaled. What was counted on a
+device stays there, and goes through a sum over the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from schedir.errors import ExecutionError
+from schedir.ir import Ints, Schedule
+from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
+from schedir.runtime.call import Request
+from schedir.runtime.late import Late, Unread
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import WEIGHTS_TAG, Control, Exchange
+from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
+
+_Step = tuple[int, int]
+"""A stage, and the number of one of its OPTIM_STEPs."""
+
+
+class Scaling:
+    """The scale of the gradients of each OPTIM_STEP."""
+
+    def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
+        self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        apart = steps_apart(plan.schedule) if plan.updates else {}
+        self._known = {step: float(whole) for step, (_, whole) in apart.items() if whole}
+        self._counted = {step: group for step, (group, whole) in apart.items() if not whole}
+        grid, placement = plan.grid, plan.schedule.placement
+        lines = range(grid.pipelines)
+        concerned = sorted({rank for stage, _ in self._counted for rank in placement[stage]})
+        # The first of a pipeline's processes that have the loss tells what its shares add up to.
+        self._tellers = [grid.number(placement[-1][0], line) for line in lines]
+        told = {grid.number(rank, line) for line in lines for rank in concerned}
+        own = grid.number(grid.rank)
+        self._tells, self._needs = own in self._tellers, own in told
+        self._told = sorted(told)
+        self._group: Group | None = None
+        on_device = self._accelerator.queues and plan.arguments.count is not rows
+        self._on_device = bool(self._counted) and on_device
+        if self._on_device and (self._tells or self._needs):
+            members = sorted({*told, *self._tellers})
+            processes = tuple(grid.everyone[number] for number in members)
+            if len(processes) > 1:
+                self._group = groups.make("weights of steps", processes, plan.device)
+        self._exchange: Exchange | None = None
+        self._weights: dict[_Step, Count] = {}
+        self._unread = Unread()
+
+    def begin(self, shares: Sequence[Count], request: Request) -> None:
+        """A call begins; `shares` are those of the microbatches of this pipeline, on a rank of the
+        loss.
+
+        Raises ExecutionError for gradients from before the call, which must not be scaled.
+        """
+        if not request.updates:
+            return
+        self._refuse_earlier()
+        if not self._counted or not (self._tells or self._needs):
+            return
+        own: list[Count] = []
+        if self._tells:
+            own = [sum(shares[m] for m in group) for group in self._counted.values()]
+        if self._on_device:
+            self._sum_on_device(own)
+            return
+        if self._needs:
+            sizes = dict.fromkeys(self._tellers, len(self._counted))
+            self._exchange = self._control.expect(sizes, WEIGHTS_TAG)
+        if self._tells:
+            vector = torch.tensor(own, dtype=torch.float64, device="cpu")
+            if self._exchange is not None:
+                self._exchange.give(vector, self._told)
+            else:
+                self._control.tell(vector, self._told, WEIGHTS_TAG)
+
+    def _sum_on_device(self, own: Sequence[Count]) -> None:
+        """Over the pipelines; who has nothing to tell puts in zeros."""
+        device = self._plan.device
+        sums = torch.zeros(len(self._counted), dtype=torch.float64, device=device)
+        for place, part in enumerate(own):
+            sums[place] = part
+        if self._group is not None:
+            wait_for_sum([self._group.allreduce([sums])], "the weights of steps")
+        # Of nothing there is no mean; it is said once the host sees it.
+        self._unread.add(Late(self._accelerator, sums, lambda copied: self._check(copied.tolist())))
+        self._weights = dict(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
+
+    def _check(self, weights: Sequence[float]) -> None:
+        for weight, group in zip(weights, self._counted.values(), strict=True):
+            check_total(weight, group)
+
+    def look(self, wait: bool = False) -> None:
+        """Look at the weights of earlier calls that the device has come to, or at all.
+
+        Raises ExecutionError where a step has no samples.
+        """
+        self._unread.look(wait)
+
+    def reset(self) -> None:
+        """A call has failed: nobody answers any more."""
+        self._exchange = None
+
+    def scales(self, stage: int, step: int) -> bool:
+        """Whether an OPTIM_STEP has another scale than the loss stage's."""
+        return (stage, step) in self._counted or (stage, step) in self._known
+
+    def scale(self, parameters: Sequence[nn.Parameter], stage: int, step: int) -> None:
+        """Scale what has been accumulated for an OPTIM_STEP, after all sums over replicas."""
+        weight = self._weight((stage, step))
+        scale = 1.0 / weight
+        for parameter in parameters:
+            if parameter.grad is not None:  # out of place: another's may share its memory
+                parameter.grad = parameter.grad * scale
+
+    def _weight(self, step: _Step) -> Count:
+        known = self._known.get(step)
+        if known is not None:
+            return known
+        if self._exchange is not None:
+            over_pipelines = torch.stack(self._exchange.result()).sum(0).tolist()
+            self._check(over_pipelines)
+            self._weights = dict(zip(self._counted, over_pipelines, strict=True))
+            self._exchange = None
+        return self._weights[step]
+
+    def _refuse_earlier(self) -> None:
+        """What earlier calls have accumulated has its scale already."""
+        for stage in self._plan.local_stages:
+            if self.scales(stage, 0) and any(
+                p.grad is not None for p in self._plan.trained[stage].parameters()
+            ):
+                raise ExecutionError(
+                    f"stage {stage} has gradients from before this call, but its first OPTIM_STEP "
+                    "scales what it has, as it steps after other microbatches than the loss "
+                    "stage; clear them (zero_grad), and leave update=False out"
+                )
+
+
+def steps_apart(schedule: Schedule) -> dict[_Step, tuple[list[int], int]]:
+    """The OPTIM_STEPs that apply other microbatches than those of the loss stage: these, and how
+    many whole groups of the loss stage they are, 0 where they hold a part of one."""
+    flow = schedule.dataflow
+    turns = flow.steps_before[flow.weight_gradients]
+    return dict(_apart(turns)) if (turns != turns[-1]).any() else {}
+
+
+def _apart(turns: Ints) -> Iterator[tuple[_Step, tuple[list[int], int]]]:
+    loss: Mapping[int, set[int]] = _groups(turns[-1].tolist())
+    of_microbatch = {m: group for group in loss.values() for m in group}
+    for stage, own in enumerate(turns.tolist()):
+        for step, group in sorted(_groups(own).items()):
+            within = {min(of_microbatch[m]): of_microbatch[m] for m in group}
+            if list(within.values()) == [group]:
+                continue
+            whole = all(part <= group for part in within.values())
+            yield (stage, step), (sorted(group), len(within) if whole else 0)
+
+
+def _groups(turns: Sequence[int]) -> dict[int, set[int]]:
+    """The microbatches of each step."""
+    found: dict[int, set[int]] = {}
+    for m, turn in enumerate(turns):
+        found.setdefault(turn, set()).add(m)
+    return found

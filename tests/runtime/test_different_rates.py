@@ -1,0 +1,196 @@
+"""Stages that step after other microbatches than the loss stage: each takes the mean over its own.
+
+The reference is a recurrence in plain torch; sizes of groups are how many microbatches each stage
+applies in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import schedir
+from schedir import Action, ExecutionError, backward, forward, optim_step
+from schedir.runtime import Executor
+from schedir.runtime.gradients.scaling import steps_apart
+from tests.runtime.far import FarDevice
+from tests.runtime.kit import (
+    MSE,
+    Twins,
+    linear_stages,
+    microbatches_of,
+    momentum,
+    numbered,
+    random_batch,
+    random_batches,
+    sgd,
+)
+from tests.runtime.on_ranks import on_ranks
+from tests.runtime.reference import delayed, run_stages
+
+SIZES = [(2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (7, 2), (1, 7), (2, 1, 3), (1, 3, 3), (2, 4)]
+
+
+def stepping(sizes: Sequence[int], microbatches: int) -> schedir.Schedule:
+    """One microbatch after the other; stage s on rank s steps after each `sizes[s]`, and last."""
+
+    def listed(pipe: schedir.Pipeline, rank: int) -> list[Action]:
+        found = []
+        for m in range(pipe.microbatches):
+            found += [forward(rank, m), backward(rank, m)]
+            if (m + 1) % sizes[rank] == 0 or m + 1 == pipe.microbatches:
+                found.append(optim_step(rank))
+        return found
+
+    return schedir.build(listed, ranks=len(sizes), microbatches=microbatches)
+
+
+def train(sizes: Sequence[int], microbatches: int, rank: int | None, **options: Any) -> None:
+    """On a rank, or all in this process."""
+    schedule = stepping(sizes, microbatches)
+    twins = Twins([s.double() for s in linear_stages(len(sizes))], schedule, rank, momentum)
+    with twins.executor(**options) as executor:
+        for x, y in random_batches(2, 2 * microbatches + 3):  # some microbatches are larger
+            batch = x.double(), y.double()
+            found = executor.step(batch[0], target=batch[1]).loss
+            pieces = microbatches_of(batch, microbatches)
+            assert found == delayed(
+                twins.whole, MSE, twins.optimizers, pieces, sizes, lambda s, m: m // sizes[s]
+            )
+    for s, module in twins.local.items():
+        for mine, theirs in zip(module.parameters(), twins.whole[s].parameters(), strict=True):
+            # Of whole groups the scale is exact, where the recurrence adds up rounded weights.
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_step_is_the_mean_over_its_own_microbatches(sizes: tuple[int, ...]) -> None:
+    train(sizes, 7, None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 2), (3, 2)])
+def test_on_two_ranks(rank: int, sizes: tuple[int, ...]) -> None:
+    train(sizes, 7, rank)
+
+
+@on_ranks(2)
+def test_a_count_of_ones_own(rank: int) -> None:
+    """It weighs the microbatches on the rank of the loss, and tells the other one."""
+    train((2, 3), 7, rank, count=lambda y: torch.tensor(float(len(y))))
+
+
+@on_ranks(2)
+def test_what_is_counted_on_a_device_stays_there(rank: int, far: FarDevice) -> None:
+    train((2, 3), 7, rank, count=lambda y: torch.tensor(float(len(y))))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 3)])
+def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
+    """Their microbatches of one number are one, larger, microbatch; they are of unequal size."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    schedule = stepping(sizes, 5)
+    twins = Twins([s.double() for s in linear_stages()], schedule, place, momentum)
+    with twins.executor(mesh=mesh) as executor:
+        for seed in range(2):
+            batches = [random_batch(rows, seed) for rows in (7, 12)]
+            halves = [microbatches_of((x.double(), y.double()), 5) for x, y in batches]
+            both = zip(*halves, strict=True)
+            pieces = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in both]
+            x, y = batches[line]
+            found = executor.step(x.double(), target=y.double()).loss
+            assert found == pytest.approx(
+                delayed(
+                    twins.whole, MSE, twins.optimizers, pieces, sizes, lambda s, m: m // sizes[s]
+                )
+            )
+    for mine, theirs in zip(
+        twins.local[place].parameters(), twins.whole[place].parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_groups_that_agree_are_not_scaled() -> None:
+    """Nor are whole groups of the loss stage counted."""
+    assert steps_apart(schedir.build("pipedream", ranks=3, microbatches=5)) == {}
+    assert steps_apart(stepping((2, 2), 5)) == {}
+    assert steps_apart(stepping((2, 1), 5)) == {(0, 0): ([0, 1], 2), (0, 1): ([2, 3], 2)}
+    assert steps_apart(stepping((1, 2), 3)) == {(0, 0): ([0], 0), (0, 1): ([1], 0)}
+
+
+def test_gradients_from_before_are_not_scaled() -> None:
+    schedule = stepping((2, 1), 4)
+    stages = numbered(linear_stages())
+    x, y = random_batch()
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        executor.step(x, target=y, update=False)
+        with pytest.raises(ExecutionError, match="stage 0 has gradients from before this call"):
+            executor.step(x, target=y)
+        for stage in stages.values():
+            stage.zero_grad()
+        executor.step(x, target=y)
+
+
+def test_a_step_without_samples_is_refused() -> None:
+    schedule = stepping((1, 2), 2)
+
+    def count(target: Tensor) -> float:
+        return float((target >= 0).sum())
+
+    x, y = random_batch(4)
+    y[:2], y[2:] = -1, 1
+    stages: dict[int, nn.Module] = numbered(linear_stages())
+    with (
+        Executor(schedule, stages, MSE, sgd, in_process=True, count=count) as executor,
+        pytest.raises(ExecutionError, match=r"microbatches \[0\] hold no samples at all"),
+    ):
+        executor.step(x, target=y)
+
+
+def test_a_step_without_samples_on_a_device_is_refused_later(far: FarDevice) -> None:
+    y = torch.ones(4, 4)
+    y[:2] = -1
+    with Executor(
+        stepping((1, 2), 2),
+        numbered(linear_stages()),
+        MSE,
+        sgd,
+        in_process=True,
+        count=lambda target: (target >= 0).sum(),
+    ) as executor:
+        executor.step(y, target=y)
+        with pytest.raises(ExecutionError, match=r"microbatches \[0\] hold no samples at all"):
+            executor.step(y, target=y)
+
+
+def test_tied_stages_step_at_one_rate() -> None:
+    """The loss stage may step at another."""
+    schedule = stepping((2, 2, 1), 4)
+    whole = [s.double() for s in linear_stages(3)]
+    whole[1].load_state_dict(whole[0].state_dict())
+    ties = [[(0, "0.weight"), (1, "0.weight")]]
+    twins = Twins(whole, schedule, None, sgd)
+    with twins.executor(ties=ties) as executor:
+        x, y = (t.double() for t in random_batch())
+        executor.step(x, target=y)
+    (first, _), (second, _) = whole[0].children(), whole[1].children()
+    second.weight = first.weight
+    tied = sgd({p: None for stage in whole[:2] for p in stage.parameters()})
+    last = sgd(whole[2].parameters())
+    for m, (a, b) in enumerate(microbatches_of((x, y), 4)):
+        MSE(run_stages(whole, a), b).backward()
+        for optimizer in (last, tied)[: 1 + m % 2]:
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad *= 1 / 2 if optimizer is tied else 1
+            optimizer.step()
+            optimizer.zero_grad()
+    for s, module in twins.local.items():
+        for mine, theirs in zip(module.parameters(), whole[s].parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
