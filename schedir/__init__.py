@@ -32,7 +32,16 @@ from schedir.ir import (
     send_grad,
     together,
 )
-from schedir.library import Generator, Pipeline, build, mirrored, schedule, wave, wrapped
+from schedir.library import (
+    Generator,
+    Pipeline,
+    build,
+    mirrored,
+    repeat_block,
+    schedule,
+    wave,
+    wrapped,
+)
 from schedir.passes import (
     advance_receives,
     append_steps,
@@ -88,6 +97,7 @@ __all__ = [
     "recv_act",
     "recv_grad",
     "reduce_grad",
+    "repeat_block",
     "schedule",
     "send_act",
     "send_grad",

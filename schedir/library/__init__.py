@@ -8,6 +8,7 @@ from schedir.library.authoring import Generator, GeneratorFunction, Parameter, P
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
 from schedir.library.driving import Costs
 from schedir.library.placements import mirrored, wave, wrapped
+from schedir.library.squeezing import repeat_block
 from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "is_list",
     "load",
     "mirrored",
+    "repeat_block",
     "schedule",
     "wave",
     "wrapped",
