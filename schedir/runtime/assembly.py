@@ -64,8 +64,8 @@ class Parts:
         transports = self.transports.training if trains else self.transports.evaluation
         first_draw = plan.grid.pipeline * schedule.microbatches
         cells = Cells(schedule, plan.local_stages, first_draw, plan.accelerator)
-        replayed = {s for s, stage in self.stages.items() if stage.replays}
-        drafter = Drafter(plan, trains, replayed)
+        stashing = {s for s, stage in self.stages.items() if stage.weights.stashes}
+        drafter = Drafter(plan, trains, stashing.union(plan.recomputed))
         agreements = Agreements(plan, self.control, drafter, self._stepped())
         barriers = self.barriers if plan.updates else None
         beside = None

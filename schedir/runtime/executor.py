@@ -33,9 +33,10 @@ class Executor:
     the last stage. `optimizer(parameters)` is called once per local stage; None leaves `.grad` to
     the caller. `boundaries` declares, by example tensors, the output of stages whose shape depends
     on data, the same for every microbatch. `recompute` names the stages, or says that all, keep
-    only the input of a forward and run it again in the backward (activation checkpointing). `count`
-    says of a microbatch's target how many samples the mean loss is over, where that is not its
-    rows: tokens that are not padding, say; microbatches are weighed by it.
+    only the input of a forward and run it again before the backward (activation checkpointing):
+    the pass `schedir.recompute` lists an R for each of their microbatches that has none yet.
+    `count` says of a microbatch's target how many samples the mean loss is over, where that is not
+    its rows: tokens that are not padding, say; microbatches are weighed by it.
 
     `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
     at most that. `ties` names copies of one parameter that stages share, each as (stage, name in
@@ -50,7 +51,7 @@ class Executor:
     is not to be the transport's own: gloo's is "async", NCCL's "rank". A stricter one is always
     right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
-    Of these a rank needs `loss_fn`, `count`, `boundaries` and `recompute` for its own stages only;
+    Of these a rank needs `loss_fn`, `count` and `boundaries` for its own stages only; `recompute`,
     `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, `trace`, and whether there is an
     optimizer, are compared.
 
@@ -148,8 +149,8 @@ class Executor:
 
     @property
     def schedule(self) -> Schedule:
-        """The very list that is carried out: complete, and its receives listed as far ahead as the
-        channel model and the buffers allow, under which it is proved. How large those
+        """The very list that is carried out: complete, with what is recomputed, and its receives
+        listed as far ahead as the channel model and the buffers allow, under which it is proved. How large those
         are is known after the first step of an input shape; small ones go further ahead."""
         return self._engine.schedule
 

@@ -249,8 +249,8 @@ def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
     return parameters[name]
 
 
-def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Collection[int]:
-    """The stages whose forwards are run again."""
+def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Sequence[int]:
+    """The stages whose forwards the user wants run again, ascending."""
     if isinstance(recompute, bool):
         return range(stages) if recompute else ()
     if not isinstance(recompute, Collection):
@@ -258,7 +258,7 @@ def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Collect
     unknown = [stage for stage in recompute if stage not in range(stages)]
     if unknown:
         raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")
-    return recompute
+    return sorted(set(recompute))
 
 
 def device_of(stages: Mapping[int, nn.Module]) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import attrs
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Schedule, StageVersions, weight_versions
-from schedir.passes import insert_reductions
+from schedir.ir import Kind, Schedule, StageVersions, weight_versions
+from schedir.passes import insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
 from schedir.runtime.fitting import (
@@ -34,8 +34,9 @@ from schedir.runtime.transports.choice import Choice, channel_for, check_streams
 class Plan:
     """The proved list, and what runs it in this process, which runs the ranks `local_ranks`.
 
-    `schedule` is the list as it was given, complete, and clean under the channel model `channel`:
-    that of the `transport`, unless the user wants another. `posted` is the one that is carried out.
+    `schedule` is the list as it was given, complete and with what is to be recomputed, and clean
+    under the channel model `channel`: that of the `transport`, unless the user wants another.
+    `posted` is the one that is carried out.
     `trained` are the stages' modules with all that is trained with them: the last one's holds the
     loss as well, where that is a module. `tied` are the ties with the copies that are here.
     """
@@ -46,7 +47,6 @@ class Plan:
     local_ranks: tuple[int, ...]
     trained: Mapping[int, nn.Module]
     accelerator: Accelerator
-    recomputed: Collection[int]
     tied: Sequence[tuple[TieOf, Mapping[int, nn.Parameter]]]
     timeout: timedelta | None
     transport: Choice
@@ -72,6 +72,12 @@ class Plan:
         return tuple(s for rank in self.local_ranks for s in self.schedule.stages_of(rank))
 
     @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that run a forward again."""
+        columns = self.schedule.columns
+        return frozenset(columns.stage[columns.where(Kind.RECOMPUTE)].tolist())
+
+    @property
     def last_stage(self) -> int:
         """The stage that has the loss."""
         return self.schedule.stages - 1
@@ -88,6 +94,7 @@ class Plan:
         return {
             "optimizer": "given" if self.updates else "None",
             "clip_grad_norm": given.clip_grad_norm,
+            "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
             "mesh": self.grid.processes,
             "seed": given.seed,
@@ -127,6 +134,7 @@ def plan_of(given: Arguments) -> Plan:
     timeout = timeout_of(given.timeout)
     ties = _stages_of(given.ties)
     schedule = proved(given.schedule, "async", ties)
+    schedule = recompute(schedule, recomputed_stages(given.recompute, schedule.stages))
     ranks = schedule.ranks
     place = Grid(((0,) * ranks,)) if given.in_process else grid(ranks, given.mesh)
     if place.pipelines > 1:
@@ -149,7 +157,6 @@ def plan_of(given: Arguments) -> Plan:
         local_ranks,
         trained,
         accelerator,
-        recomputed_stages(given.recompute, schedule.stages),
         tied_copies(schedule, given.stages, given.ties),
         timeout,
         transport,

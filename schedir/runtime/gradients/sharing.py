@@ -22,7 +22,13 @@ from schedir.runtime.gradients.presence import Presence
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.claims import Claim, compare, compare_schedules, digest
+from schedir.runtime.processes.claims import (
+    Claim,
+    compare,
+    compare_arguments,
+    compare_schedules,
+    digest,
+)
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.processes.rounds import in_turn
 from schedir.runtime.world import World
@@ -77,6 +83,7 @@ class Shared:
             getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         )
         claims = world.control.gather(own)
+        compare_arguments(claims)
         if any(claim.schedule != own.schedule for claim in claims):
             compare_schedules(list(map(loads, world.control.gather(dumps(self._schedule)))))
         compare(claims)

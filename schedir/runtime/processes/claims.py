@@ -37,8 +37,8 @@ class Claim:
     cut: str | None
 
 
-def compare(claims: Sequence[Claim]) -> None:
-    """Raise ExecutionError where the processes differ in what they should share."""
+def compare_arguments(claims: Sequence[Claim]) -> None:
+    """Raise ExecutionError where the processes were given different arguments."""
     for name, value in claims[0].arguments.items():
         for process, found in enumerate(claims):
             if found.arguments[name] != value:
@@ -46,6 +46,10 @@ def compare(claims: Sequence[Claim]) -> None:
                     f"the ranks were given different arguments: {name} is {value} on process 0, "
                     f"but {found.arguments[name]} on process {process}"
                 )
+
+
+def compare(claims: Sequence[Claim]) -> None:
+    """Raise ExecutionError where the processes differ in what they should share."""
     if any(found.device != claims[0].device for found in claims):
         listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
         raise ExecutionError(

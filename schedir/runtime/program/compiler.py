@@ -21,6 +21,7 @@ from schedir.runtime.program.compute import (
     BackwardWeight,
     Compute,
     Forward,
+    Recompute,
 )
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
 from schedir.runtime.program.joined import Batch, communicates, post_of, wait_of
@@ -118,12 +119,17 @@ class Compiler:
         assert action.microbatch is not None  # asked for those that name one
         return self.cells[action.stage, action.microbatch]
 
-    def _compute(self, place: _Place, kind: type[Compute]) -> Iterator[Operation]:
+    def _forward(self, place: _Place) -> Iterator[Operation]:
+        again = place.schedule.dataflow.of(Kind.RECOMPUTE)
+        replayed = bool(again[place.action.stage, place.action.microbatch] >= 0)
+        yield from self._compute(place, partial(Forward, replayed=replayed))
+
+    def _compute(self, place: _Place, make: Callable[..., Compute]) -> Iterator[Operation]:
         cell = self._cell(place.action)
         versions = place.versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == place.turn
-        yield kind(self.stages[cell.stage], cell, version, last_read)
+        yield make(self.stages[cell.stage], cell, version, last_read)
 
     def _send(self, place: _Place, kind: type[Send]) -> Iterator[Operation]:
         device = self.stages[place.action.stage].device
@@ -134,13 +140,6 @@ class Compiler:
         make = partial(empty, device=device) if pool is None else pool.empty
         cell = self._cell(place.action)
         yield kind(cell, place.poster, place.beside, _peer(place), device, make)
-
-    def _recompute(self, place: _Place) -> Iterator[Operation]:
-        raise ExecutionError(
-            f"{place.action}: a recomputation is not carried out yet",
-            rank=place.rank,
-            index=place.index,
-        )
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
         reduction = self.stages[place.action.stage].reduction
@@ -182,11 +181,11 @@ def _peer(place: _Place) -> int:
 
 
 _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
-    Kind.FORWARD: partial(Compiler._compute, kind=Forward),
-    Kind.BACKWARD: partial(Compiler._compute, kind=Backward),
-    Kind.BACKWARD_INPUT: partial(Compiler._compute, kind=BackwardInput),
-    Kind.BACKWARD_WEIGHT: partial(Compiler._compute, kind=BackwardWeight),
-    Kind.RECOMPUTE: Compiler._recompute,
+    Kind.FORWARD: Compiler._forward,
+    Kind.RECOMPUTE: partial(Compiler._compute, make=Recompute),
+    Kind.BACKWARD: partial(Compiler._compute, make=Backward),
+    Kind.BACKWARD_INPUT: partial(Compiler._compute, make=BackwardInput),
+    Kind.BACKWARD_WEIGHT: partial(Compiler._compute, make=BackwardWeight),
     Kind.SEND_ACT: partial(Compiler._send, kind=SendActivations),
     Kind.SEND_GRAD: partial(Compiler._send, kind=SendGradients),
     Kind.RECV_ACT: partial(Compiler._receive, kind=ReceiveActivations),

@@ -1,4 +1,4 @@
-"""FORWARD and the kinds of BACKWARD as operations; their tensors lie in cells."""
+"""FORWARD, RECOMPUTE and the kinds of BACKWARD as operations; their tensors lie in cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ class Compute(Operation):
 
 
 class Forward(Compute):
-    """FORWARD; on the last stage it computes the loss as well."""
+    """FORWARD; on the last stage it computes the loss as well.
+
+    With `replayed` a RECOMPUTE is listed for it: it keeps its input, and makes no graph.
+    """
+
+    def __init__(
+        self, stage: Stage, cell: Cell, version: int, last_read: bool, replayed: bool
+    ) -> None:
+        super().__init__(stage, cell, version, last_read)
+        self.replayed = replayed
 
     @property
     def receives(self) -> list[Work]:
@@ -56,7 +65,7 @@ class Forward(Compute):
         cell, stage = self.cell, self.stage
         if not torch.is_grad_enabled():
             self._once(call, with_graph=False, keep_input=False)
-        elif stage.recompute:
+        elif self.replayed:
             with torch.no_grad(), stage.statistics.keeping(cell.wiring.state) as cell.statistics:
                 self._once(call, with_graph=False, keep_input=True)
         else:
@@ -73,9 +82,7 @@ class Forward(Compute):
                 cell.outputs = _roots_of(made)
             else:
                 cell.outputs_to_send = outputs
-                cell.outputs = tuple(
-                    [get_gradient_edge(t) if t.requires_grad else None for t in made]
-                )
+                cell.outputs = _edges_of(made)
         else:
             if call.keeps is not None:
                 kept = tree_map_only(Tensor, torch.detach, output)
@@ -105,6 +112,31 @@ def _roots_of(outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     return outputs
 
 
+def _edges_of(outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | None, ...]:
+    """Where a backward can start from, without the outputs themselves."""
+    return tuple([get_gradient_edge(t) if t.requires_grad else None for t in outputs])
+
+
+class Recompute(Compute):
+    """RECOMPUTE: the forward, this time with its graph, on the weights, the state and the random
+    numbers that it had. Its output goes nowhere, and its loss does not count."""
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        cell, stage = self.cell, self.stage
+        stage.weights.install(self.version)
+        assert cell.statistics is not None  # kept by the forward
+        with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
+            output = stage.output(call, cell, keep_input=False)
+            if stage.loss_fn is None:
+                cell.outputs = _edges_of(cell.wiring.after.tensors(output))
+            else:
+                cell.outputs = (stage.loss(cell, output),)
+        cell.statistics = None
+        if self.last_read:
+            stage.weights.release(self.version)
+
+
 class _FromOutputs(Compute):
     """A backward that starts from the gradients of the outputs, or from the loss."""
 
@@ -117,8 +149,6 @@ class _FromOutputs(Compute):
         """Run the action."""
         cell, stage = self.cell, self.stage
         stage.weights.install(self.version)
-        if stage.recompute:
-            self._run_again(call)
         self._backward(*self._roots())
         cell.leaves = cell.outputs = cell.output_grads = ()
         if self.last_read:
@@ -126,18 +156,6 @@ class _FromOutputs(Compute):
 
     def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
         raise NotImplementedError
-
-    def _run_again(self, call: Call) -> None:
-        """The forward, this time with its graph, on the state and random numbers that it had."""
-        cell, stage = self.cell, self.stage
-        assert cell.statistics is not None  # kept by the forward
-        with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
-            output = stage.output(call, cell, keep_input=False)
-            if stage.loss_fn is None:
-                cell.outputs = _roots_of(cell.wiring.after.tensors(output))
-            else:
-                cell.outputs = (stage.loss(cell, output),)
-        cell.statistics = None
 
     def _roots(self) -> tuple[list[_Root], list[Tensor]]:
         """The outputs to start from, and their gradients; the loss's own is its share."""

@@ -24,9 +24,8 @@ from schedir.runtime.stage.weights import StageWeights
 class Stage:
     """One stage of this process; the last one has the loss.
 
-    With `recompute` a forward keeps its input alone, and the backward runs it again. `optimizer` is
-    None where the caller steps, and without parameters; `reduction` where no other process runs the
-    stage.
+    `optimizer` is None where the caller steps, and without parameters; `reduction` where no other
+    process runs the stage.
     """
 
     def __init__(
@@ -42,16 +41,10 @@ class Stage:
         self.device = plan.device
         self._generators = plan.generators
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
-        self.recompute = index in plan.recomputed
         self.weights = weights
         self.reduction = reduction
         self.optimizer = optimizer
         self.statistics = Statistics(plan.trained[index])
-
-    @property
-    def replays(self) -> bool:
-        """Whether a forward is run again, or on copies of the parameters."""
-        return self.recompute or self.weights.stashes
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

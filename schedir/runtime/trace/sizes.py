@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from schedir.runtime.call import Call
-from schedir.runtime.program.compute import Backward, BackwardInput, Compute, Forward
+from schedir.runtime.program.compute import Compute, Forward, Recompute
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.update import OptimStep
 from schedir.runtime.stage.cells import Cells
@@ -48,15 +48,13 @@ class Gauge:
         operation, run = instruction.operation, instruction.run
         if isinstance(operation, OptimStep):
             return attrs.evolve(instruction, run=self._before_step(operation.stage, run))
-        if isinstance(operation, Forward) or (
-            isinstance(operation, (Backward, BackwardInput)) and operation.stage.recompute
-        ):
+        if isinstance(operation, (Forward, Recompute)):
             return attrs.evolve(instruction, run=self._weighed(operation, run))
         return instruction
 
     def _weighed(self, compute: Compute, run: Callable[[Call], None]) -> Callable[[Call], None]:
-        """Around the first forward of a stage, and its first backward where that runs it again: no
-        microbatch has more rows."""
+        """Around the first forward of a stage, and the first that is run again: no microbatch has
+        more rows."""
         stage, cell, key = compute.stage, compute.cell, (compute.stage.index, type(compute))
 
         def weighed(call: Call) -> None:
