@@ -9,7 +9,7 @@ from schedir.errors import (
     ScheduleError,
     UnsoundError,
 )
-from schedir.finder import Comparison, compare
+from schedir.finder import Comparison, compare, search
 from schedir.ir import (
     Action,
     Kind,
@@ -99,6 +99,7 @@ __all__ = [
     "reduce_grad",
     "repeat_block",
     "schedule",
+    "search",
     "send_act",
     "send_grad",
     "simulate",

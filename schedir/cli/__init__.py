@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import schedir
-from schedir.cli import check, compare, explain, export, list, show
+from schedir.cli import check, compare, explain, export, list, search, show
 from schedir.cli.proving import RefusedError
 from schedir.cli.terminal import fail, refuse, show_parse_error
 from schedir.errors import ParseError, SchedirError
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (list, show, check, compare, export, explain):
+    for command in (list, show, check, compare, search, export, explain):
         command.add(commands)
     return parser
 

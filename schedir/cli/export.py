@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             schedule = strip_communication(schedule)
         elif not schedule.is_complete:
             schedule = proved(schedule, subject)
-    return _write(output, schedule, Page(subject), args.output)
+    return write_out(output, schedule, Page(subject), args.output)
 
 
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
@@ -85,10 +85,10 @@ def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     with progress("simulating"):
         lines = drawn(args)
     page = Page(lines.subject, against=lines.against, memory=args.memory)
-    return _write(output, lines.timeline, page, args.output)
+    return write_out(output, lines.timeline, page, args.output)
 
 
-def _write(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:
+def write_out(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:
     """Write to a file, or to stdout where there is none; returns the exit code."""
     written = output.write(content, page)
     for sentence in written.left_out:

@@ -1,7 +1,23 @@
-"""Which schedule is best: the same work under the same costs, compared."""
+"""Which schedule is best: the same work under the same costs, compared, or found."""
 
 from schedir.finder.comparing import compare
 from schedir.finder.comparison import Comparison, Problem, Row
+from schedir.finder.found import Found
+from schedir.finder.searching import DEFAULT_SECONDS, find, search
+from schedir.finder.terms import HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES
 from schedir.finder.variants import SWEPT
 
-__all__ = ["SWEPT", "Comparison", "Problem", "Row", "compare"]
+__all__ = [
+    "DEFAULT_SECONDS",
+    "HELD_UNTIL",
+    "OBJECTIVES",
+    "PLACEMENT_NAMES",
+    "SWEPT",
+    "Comparison",
+    "Found",
+    "Problem",
+    "Row",
+    "compare",
+    "find",
+    "search",
+]

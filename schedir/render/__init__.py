@@ -1,6 +1,7 @@
 """What a person or a tool reads of schedules, timelines and reports: one table of outputs."""
 
 from schedir.render.explanation import explanation
+from schedir.render.found import found_text
 from schedir.render.legible import legible
 from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
 from schedir.render.timeline import timeline_json, timeline_text
@@ -11,6 +12,7 @@ __all__ = [
     "Page",
     "described",
     "explanation",
+    "found_text",
     "legible",
     "outputs_of",
     "timeline_json",

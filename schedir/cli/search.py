@@ -1,0 +1,167 @@
+"""`schedir search`: find a schedule for given work, costs and limits."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from schedir.checker import CHANNELS
+from schedir.cli.costs import add_costs, costs_of
+from schedir.cli.export import write_out
+from schedir.cli.progress import progress
+from schedir.cli.quantities import quantity, size
+from schedir.cli.target import at_least
+from schedir.cli.terminal import fail
+from schedir.finder import DEFAULT_SECONDS, HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES, find
+from schedir.ir import DEFAULT_CHANNEL
+from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
+from schedir.render import Page, found_text, outputs_of
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "search",
+        help="find a schedule for given costs and limits",
+        description="Find a quick schedule of a synchronous step for given costs, within what a "
+        "rank may keep: which order each rank works in, where stages live, which backwards are "
+        "split, and under a limit in bytes which forwards are run again. It is written as a "
+        ".sched, which all commands take, and executors; what it is like, and how far above a "
+        "lower bound of all schedules, is said on stderr. The same seed and time find the same "
+        "schedule. Ctrl-C ends the search with the best so far. Exit code: 0 written, 2 an option "
+        "can't be used, or nothing is within the limit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
+    shape = parser.add_argument_group("shape of the pipeline")
+    for option, letter, default, text in (
+        ("ranks", "P", DEFAULT_RANKS, "number of ranks"),
+        ("microbatches", "M", DEFAULT_MICROBATCHES, "number of microbatches"),
+        ("chunks", "V", 1, "number of stages per rank"),
+    ):
+        shape.add_argument(
+            f"--{option}",
+            type=at_least(1),
+            default=default,
+            metavar=letter,
+            help=f"{text} (default %(default)s)",
+        )
+    shape.add_argument(
+        "--placement",
+        choices=PLACEMENT_NAMES,
+        help="where stages live: stage s on rank s mod P, or there and back (by default both are "
+        "tried)",
+    )
+    limits = parser.add_argument_group("limits for each rank")
+    one = limits.add_mutually_exclusive_group()
+    one.add_argument(
+        "--memory-limit",
+        type=size,
+        metavar="BYTES",
+        help="the most that a rank may keep, such as 40GiB; the costs have to say what is kept",
+    )
+    one.add_argument(
+        "--max-activations",
+        type=at_least(0),
+        metavar="N",
+        help="the most (stage, microbatch) activations that a rank may hold",
+    )
+    limits.add_argument(
+        "--held-until",
+        choices=HELD_UNTIL,
+        default=HELD_UNTIL[0],
+        help="with --max-activations: whether an activation counts until its W or only until its I "
+        "(default %(default)s)",
+    )
+    limits.add_argument(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="whether forwards may be run again (by default under --memory-limit alone)",
+    )
+    limits.add_argument(
+        "--split",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether backwards may be split (default: they may)",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default=OBJECTIVES[0],
+        help="what is to be least: the makespan, or the longest span of a rank, which is what a "
+        "step costs where steps follow each other (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=quantity,
+        default=DEFAULT_SECONDS,
+        metavar="N",
+        help="how long to search, in seconds of a slow core (default %(default)g)",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="another one finds another way"
+    )
+    parser.add_argument(
+        "--channel",
+        choices=CHANNELS,
+        default=DEFAULT_CHANNEL,
+        help="the transport that it has to run on (default: %(default)s); see `check`",
+    )
+    add_costs(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the schedule that is found, and say what it is like."""
+    costs = costs_of(args)
+    try:
+        with _interruptible() as stop, progress("searching") as advance:
+            found = find(
+                args.ranks,
+                args.microbatches,
+                args.chunks,
+                costs=costs,
+                placement=args.placement,
+                memory_limit=args.memory_limit,
+                max_activations=args.max_activations,
+                held_until=args.held_until,
+                objective=args.objective,
+                split=args.split,
+                recompute=args.recompute,
+                seconds=args.seconds,
+                seed=args.seed,
+                channel=args.channel,
+                progress=advance,
+                stop=stop,
+            )
+    except ValueError as error:
+        return fail(str(error))
+    code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
+    if code == 0:
+        print(found_text(found), file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C be asked for; a second one ends the command as everywhere."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

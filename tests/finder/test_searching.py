@@ -1,0 +1,60 @@
+"""Search: what it finds is proved, within its limits, and as good as what is known."""
+
+from __future__ import annotations
+
+import pytest
+
+import schedir
+from schedir import CostModel, SchedirError
+from schedir.finder import find
+
+EVEN = CostModel(forward=1, backward=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "limit", "known"),
+    # The first is 21 by hand.
+    [((3, 4, 2), "wrapped", 6, 20), ((4, 8, 2), "v", 8, 38)],
+)
+def test_two_cases_that_were_solved_by_hand(
+    shape: tuple[int, int, int], placement: str, limit: int, known: int
+) -> None:
+    found = find(*shape, costs=EVEN, placement=placement, max_activations=limit, split=False)
+    assert found.value == found.timeline.makespan == known
+    assert max(rank.peak_activations for rank in found.timeline.ranks) <= limit
+    assert schedir.check(found.schedule).ok
+    assert found.split == 0
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "limit", "makespan"),
+    [(8, 1, 4, 27), (12, 1, 4, 39), (8, 2, 8, 51)],
+)
+def test_zero_bubble(microbatches: int, chunks: int, limit: int, makespan: int) -> None:
+    found = find(4, microbatches, chunks, max_activations=limit)
+    assert found.value == makespan
+    assert found.distance == 0
+
+
+def test_span_is_what_is_asked_for() -> None:
+    found = find(4, 8, max_activations=8, objective="span")
+    assert found.value == max(rank.span for rank in found.timeline.ranks) == 24
+
+
+@pytest.mark.parametrize(
+    ("chunks", "recompute", "least"), [(1, False, 1), (2, False, 2), (2, True, 1)]
+)
+def test_the_least_limit_in_activations(chunks: int, recompute: bool, least: int) -> None:
+    with pytest.raises(SchedirError, match=f"the least that works is {least}$"):
+        schedir.search(3, 4, chunks, max_activations=least - 1, recompute=recompute)
+    found = find(3, 4, chunks, max_activations=least, recompute=recompute, seconds=0.1)
+    assert max(rank.peak_activations for rank in found.timeline.ranks) <= least
+
+
+def test_the_same_seed_finds_the_same_schedule() -> None:
+    costs = CostModel(forward=3, backward=5, backward_input=3, backward_weight=3, latency=0.7)
+    first, again = (
+        schedir.search(3, 6, 2, costs=costs, max_activations=5, seconds=0.4, seed=3)
+        for _ in range(2)
+    )
+    assert first == again
