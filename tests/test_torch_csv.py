@@ -9,7 +9,7 @@ from check_torch import computed, dumped
 
 import schedir
 from schedir import Kind, ParseError
-from schedir.ir import loads_torch_csv
+from schedir.ir import dumps_torch_csv, loads_torch_csv
 
 # ZB-H1 of 2 ranks and 2 microbatches: up to 2.5, B was the gradient of the input alone.
 OLD = "0F0,0F1,,0B0,0W0,0B1,0W1\n,1F0,1B0,1F1,1B1,1W0,1W1\n"
@@ -84,3 +84,12 @@ def test_shards_are_named_and_left_out_and_sums_are_read(
     compute = [[a for a in row if a.microbatch is not None] for row in computed(name, 2, 2, 4).flat]
     kept = [[a for a in row if a.kind.value in "FBIW"] for row in read.flat]
     assert kept == compute
+
+
+def test_sums_are_torchs_own_in_the_compute_only_dialect() -> None:
+    schedule = schedir.loads(
+        "schedir 1\nname a\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0 0REDUCE_GRAD\n"
+    )
+    assert dumps_torch_csv(schedule) == ("0F0,0B0,0REDUCE_GRAD\n", [])
+    left_out = ["0REDUCE_GRAD is left out: torch lists its own"]
+    assert dumps_torch_csv(schedule, compute_only=True) == ("0F0,0B0\n", left_out)

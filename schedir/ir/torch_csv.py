@@ -25,7 +25,7 @@ from typing import TypeAlias
 import attrs
 
 from schedir.errors import ParseError
-from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, STAGE_WIDE, Action, Kind
+from schedir.ir.actions import COMMUNICATION, COMPUTE, MAX_NUMBER, STAGE_WIDE, Action, Kind
 from schedir.ir.schedule import Schedule
 from schedir.ir.together import Entry, Together, flat
 from schedir.ir.tokens import NUMBER, clip, decode, parts_of, position
@@ -60,11 +60,17 @@ _NAMED, _RUN = 1, 2  # what is known of a stage
 _Held: TypeAlias = tuple[int, ...] | list[int]
 
 
-def dumps_torch_csv(schedule: Schedule) -> tuple[str, list[str]]:
-    """The schedule in torch's CSV, and what that format could not hold, one sentence each."""
+def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str, list[str]]:
+    """The schedule in torch's CSV, and what that format could not hold, one sentence each.
+
+    The compute-only dialect has no REDUCE_GRAD: torch lists its own where it adds communication.
+    """
     dropped: Counter[str] = Counter()
+    words = {
+        kind: token for kind, token in _TO_TORCH.items() if kind in COMPUTE or not compute_only
+    }
     rows = (
-        ",".join(cell for entry in entries for cell in _cells(entry, dropped))
+        ",".join(cell for entry in entries for cell in _cells(entry, words, dropped))
         for entries in schedule.actions
     )
     text = "\n".join(rows) + "\n"
@@ -72,14 +78,17 @@ def dumps_torch_csv(schedule: Schedule) -> tuple[str, list[str]]:
     return text, lost
 
 
-def _cells(entry: Entry, dropped: Counter[str]) -> list[str]:
-    """The cells of an entry; what they can't hold is counted in `dropped`."""
+def _cells(entry: Entry, words: dict[Kind, str], dropped: Counter[str]) -> list[str]:
+    """The cells of an entry, in torch's `words`; what they can't hold is counted in `dropped`."""
     actions = entry.actions if isinstance(entry, Together) else (entry,)
     cells = []
     for action in actions:
-        token = _TO_TORCH.get(action.kind)
+        token = words.get(action.kind)
         if token is None:
-            dropped[f"{action} is left out: torch has no {action.kind}"] += 1
+            has = (
+                "torch lists its own" if action.kind in _TO_TORCH else f"torch has no {action.kind}"
+            )
+            dropped[f"{action} is left out: {has}"] += 1
             continue
         if action.version is not None:
             dropped[f"{action} loses its weight version: torch has none"] += 1

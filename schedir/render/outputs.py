@@ -13,6 +13,7 @@ import attrs
 from schedir.checker import Report
 from schedir.finder import Comparison
 from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
+from schedir.passes import insert_reductions
 from schedir.render.clock import readable
 from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
@@ -125,7 +126,13 @@ def _sched(schedule: Schedule, page: Page) -> Written:
 
 
 def _torch_csv(schedule: Schedule, page: Page) -> Written:
-    text, left_out = dumps_torch_csv(schedule)
+    text, left_out = dumps_torch_csv(schedule, compute_only=True)
+    return Written([Piece(text)], left_out)
+
+
+def _torch_csv_comms(schedule: Schedule, page: Page) -> Written:
+    # Torch divides a stage's gradients by the number of microbatches where it sums them.
+    text, left_out = dumps_torch_csv(insert_reductions(schedule))
     return Written([Piece(text)], left_out)
 
 
@@ -244,8 +251,8 @@ OUTPUTS = (
         command="export",
         name="torch-csv-comms",
         of="schedule",
-        about="that CSV with its sends and receives",
-        write=_torch_csv,
+        about="that CSV with its sends, receives and REDUCE_GRADs",
+        write=_torch_csv_comms,
         cannot_hold=f"{_NOT_IN_TORCH}, nor batches as such",
         extension=".csv",
         communication="with",
