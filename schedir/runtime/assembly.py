@@ -20,12 +20,14 @@ from schedir.runtime.gradients.sharing import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.observers import BusyClock, busy_clock
+from schedir.runtime.program.observers import BusyClock, Observer, busy_clock
 from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
 from schedir.runtime.stage.cells import Cells
+from schedir.runtime.stage.lives import lives_of
+from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.trace.trace import Trace
@@ -37,6 +39,7 @@ from schedir.runtime.world import Transports, World
 class Parts:
     """What carries out the calls of one executor, on the stages of this process.
 
+    `replicas` are of the stages that several ranks here hold.
     `under_way` are the sends that may not have arrived by the end of a call.
     """
 
@@ -52,6 +55,7 @@ class Parts:
     drift: Drift
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
+    replicas: Mapping[int, Replicas]
     trail: Trail
     clock: BusyClock
     trace: Trace | None
@@ -73,7 +77,10 @@ class Parts:
             beside = self.control.beside()
         trace = self.trace if trains else None
         clock = self.clock if trace is None else trace.recorder
-        compiler = Compiler(self.stages, cells, barriers, self.scaling, [clock, self.trail], beside)
+        observers: list[Observer] = [clock, self.trail]
+        compiler = Compiler(
+            self.stages, self.replicas, cells, barriers, self.scaling, observers, beside
+        )
         programs = Programs(plan, schedule, compiler, transports, self.control)
         newcomers = None if trace is None else trace.observers
         opening = Opening(self.announcements, agreements, programs, cells, newcomers)
@@ -116,6 +123,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         drift,
         optimizers,
         stages,
+        _replicas(plan, stages),
         Trail(
             world.groups.patience,
             world.groups.posted,
@@ -132,7 +140,7 @@ def _stages(
     reductions: Mapping[int, Reduction],
     optimizers: Mapping[int, torch.optim.Optimizer],
 ) -> dict[int, Stage]:
-    read = plan.versions(plan.schedule) if plan.updates else {}
+    read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     return {
         stage: Stage(
             plan,
@@ -142,4 +150,13 @@ def _stages(
             optimizers.get(stage),
         )
         for stage in plan.local_stages
+    }
+
+
+def _replicas(plan: Plan, stages: Mapping[int, Stage]) -> dict[int, Replicas]:
+    held = {number: plan.local_holders(number) for number in stages}
+    return {
+        number: Replicas(ranks, stages[number].weights, plan.accelerator)
+        for number, ranks in held.items()
+        if len(ranks) > 1
     }

@@ -170,6 +170,8 @@ class Engine:
             stage.weights.begin(0)
         for reduction in self.parts.reductions.values():
             reduction.begin()
+        for replicas in self.parts.replicas.values():
+            replicas.begin()
 
     def _tidy(self, runner: Runner) -> None:
         """Leave nothing of a call but weights and gradients."""
@@ -177,6 +179,8 @@ class Engine:
             stage.weights.restore()
         for reduction in self.parts.reductions.values():
             reduction.restore()
+        for replicas in self.parts.replicas.values():
+            replicas.restore()
         runner.cells.clear()
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
@@ -192,6 +196,8 @@ class Engine:
         for runner in (self.training, self.evaluation):
             runner.reset()
         self.parts.barriers.reset()
+        for replicas in self.parts.replicas.values():
+            replicas.reset()
         self.parts.shared.reset()
         self.parts.scaling.reset()
         self.parts.trail.drop()

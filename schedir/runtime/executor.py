@@ -75,6 +75,9 @@ class Executor:
     Uses the default process group, and initialises one where nobody has. With one rank it runs
     without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
     stages then, and nothing of torchrun is needed; for tests and to look inside, not for speed.
+    Replicas of a stage then share its module, its optimiser and its buffers (BatchNorm's statistics
+    are those of all their microbatches, which on processes each replica takes for itself); each
+    adds up gradients of its own until REDUCE_GRAD, and reads the weight versions of its own list.
     A context manager: leaving it calls `close`.
 
     What `step`, `evaluate` and `infer` are given: `inputs` and `target` are a whole batch (a
@@ -150,8 +153,9 @@ class Executor:
     @property
     def schedule(self) -> Schedule:
         """The very list that is carried out: complete, with what is recomputed, and its receives
-        listed as far ahead as the channel model and the buffers allow, under which it is proved. How large those
-        are is known after the first step of an input shape; small ones go further ahead."""
+        listed as far ahead as the channel model and the buffers allow, under which it is proved.
+        How large those are is known after the first step of an input shape; small ones go further
+        ahead."""
         return self._engine.schedule
 
     @cached_property

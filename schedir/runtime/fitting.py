@@ -128,19 +128,8 @@ def check_clipping(schedule: Schedule) -> None:
             )
 
 
-def check_stages(
-    schedule: Schedule,
-    stages: Mapping[int, nn.Module],
-    local: tuple[int, ...],
-    rank: int | None,
-) -> None:
+def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None) -> None:
     """Exactly this rank's stages, or all where `rank` is None."""
-    replicated = [s for s, held in enumerate(schedule.placement) if len(held) > 1]
-    if rank is None and replicated:
-        raise ExecutionError(
-            f"stage {replicated[0]} lives on several ranks, and each replica needs a module; in "
-            "one process there is one for each stage only: run it under torchrun"
-        )
     if rank is None and set(stages) != set(local):
         raise ExecutionError(
             f"in one process all stages are needed, 0..{len(local) - 1}, but modules were given "
@@ -218,7 +207,7 @@ def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Modul
 
 
 def tied_copies(
-    schedule: Schedule, stages: Mapping[int, nn.Module], ties: Sequence[TieOf]
+    stages: Mapping[int, nn.Module], ties: Sequence[TieOf]
 ) -> list[tuple[TieOf, dict[int, nn.Parameter]]]:
     """Each tie with the copies that are here, by stage."""
     for (stage, name), times in Counter(copy for tie in ties for copy in tie).items():
@@ -230,10 +219,6 @@ def tied_copies(
     for tie in ties:
         held = {}
         for stage, name in tie:
-            if len(schedule.placement[stage]) > 1:
-                raise ExecutionError(
-                    f"ties: stage {stage} has replicas; tie stages of one rank only"
-                )
             if stage in stages:
                 held[stage] = _parameter(stages[stage], stage, name)
         found.append((tie, held))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Kind, Schedule, StageVersions, weight_versions
+from schedir.ir import Kind, Schedule, weight_versions
 from schedir.passes import insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
@@ -68,8 +68,12 @@ class Plan:
 
     @property
     def local_stages(self) -> tuple[int, ...]:
-        """The stages of the ranks here."""
-        return tuple(s for rank in self.local_ranks for s in self.schedule.stages_of(rank))
+        """The stages of the ranks here, ascending."""
+        return _held_by(self.local_ranks, self.schedule)
+
+    def local_holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks here that hold a stage."""
+        return tuple(rank for rank in self.schedule.placement[stage] if rank in self.local_ranks)
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -108,14 +112,6 @@ class Plan:
         """Whether the times of this pipeline's steps are recorded: of several only the first's."""
         return self.arguments.trace and self.grid.pipeline == 0
 
-    def versions(self, schedule: Schedule) -> dict[int, StageVersions]:
-        """Which weight versions a list reads, of the stages here."""
-        return {
-            stage: versions
-            for rank in self.local_ranks
-            for stage, versions in weight_versions(schedule.columns, rank).items()
-        }
-
     def optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """New optimisers, of the stages here that have parameters."""
         make = self.arguments.optimizer
@@ -141,8 +137,8 @@ def plan_of(given: Arguments) -> Plan:
         schedule = insert_reductions(schedule)
     _check_updates(given, schedule)
     local_ranks = tuple(range(ranks)) if given.in_process else (place.rank,)
-    local_stages = tuple(stage for rank in local_ranks for stage in schedule.stages_of(rank))
-    check_stages(schedule, given.stages, local_stages, None if given.in_process else place.rank)
+    local_stages = _held_by(local_ranks, schedule)
+    check_stages(given.stages, local_stages, None if given.in_process else place.rank)
     trained = _trained(given, schedule.stages - 1)
     check_modules(trained)
     accelerator = accelerator_of(device_of(trained))
@@ -157,11 +153,16 @@ def plan_of(given: Arguments) -> Plan:
         local_ranks,
         trained,
         accelerator,
-        tied_copies(schedule, given.stages, given.ties),
+        tied_copies(given.stages, given.ties),
         timeout,
         transport,
         channel,
     )
+
+
+def _held_by(ranks: Collection[int], schedule: Schedule) -> tuple[int, ...]:
+    placement = enumerate(schedule.placement)
+    return tuple(stage for stage, held in placement if not set(held).isdisjoint(ranks))
 
 
 def _stages_of(ties: Sequence[TieOf]) -> list[list[int]]:

@@ -77,11 +77,6 @@ class Feature:
         """How many run it, where each runs one rank."""
         return self.pipelines * self.schedule.ranks
 
-    @property
-    def fits_one_process(self) -> bool:
-        """Whether one can run it: there is one module for each stage."""
-        return self.pipelines == 1 and all(len(held) == 1 for held in self.schedule.placement)
-
 
 @schedir.schedule("split")
 def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
@@ -148,6 +143,9 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "ties": lambda: Feature(_built("1f1b"), tied=(0, 1)),
     "ties and clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, tied=(0, 1)),
     "replicas of a stage": lambda: Feature(_built(round_robin, ranks=3)),
+    "ties of replicas": lambda: Feature(
+        _built(round_robin, ranks=3), {"clip_grad_norm": 0.05}, tied=(0, 1)
+    ),
     "two pipelines": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, pipelines=2),
     "batches": lambda: Feature(megatron(RANKS, MICROBATCHES)),
     "overlapped pairs": lambda: Feature(bidirectional_v(RANKS, MICROBATCHES)),
@@ -171,7 +169,7 @@ FEATURES |= {
         "split backward",
         "recompute",
         "ties and clipping",
-        "replicas of a stage",
+        "ties of replicas",
         "two pipelines",
         "batches",
         "overlapped pairs",

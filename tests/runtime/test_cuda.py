@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible"),
 ]
 
-ALONE = [name for name, make in FEATURES.items() if make().fits_one_process]
+ALONE = [name for name, make in FEATURES.items() if make().pipelines == 1]
 
 
 @pytest.fixture(autouse=True)

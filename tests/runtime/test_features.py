@@ -10,7 +10,7 @@ from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.queueing import Queueing
 
-ALONE = [name for name, make in FEATURES.items() if make().fits_one_process]
+ALONE = [name for name, make in FEATURES.items() if make().pipelines == 1]
 PROCESSES = [(make().processes, name) for name, make in FEATURES.items()]
 
 

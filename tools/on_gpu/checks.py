@@ -21,7 +21,7 @@ _ALLOCATOR = "the CPU's allocator keeps no count; tests/runtime/test_memory.py c
 def checks(device: str) -> Iterator[Check]:
     """All there are, on a device."""
     features = {name: make() for name, make in FEATURES.items()}
-    alone = [name for name, feature in features.items() if feature.fits_one_process]
+    alone = [name for name, feature in features.items() if feature.pipelines == 1]
     large = "64 MiB" if device != "cpu" else "1 MiB"
     yield Check("the machine", ("-m", "on_gpu.machine"), limit=120)
     yield _pytest("pytest -m cuda")

@@ -56,8 +56,7 @@ class Shared:
         row = self._grid.processes[self._grid.pipeline]
         # Of each tie, in this pipeline.
         self._tied = [
-            tuple(sorted({row[self._schedule.placement[stage][0]] for stage, _ in tie}))
-            for tie, _ in plan.tied
+            tuple(sorted({row[rank] for rank in self._holders(tie)})) for tie, _ in plan.tied
         ]
         self._fixed: dict[int, tuple[list[nn.Parameter], list[bool]]] = {}
         for _, held in plan.tied:
@@ -109,6 +108,10 @@ class Shared:
                         f"{_label(tie)} differs in stage {stage}, in shape or values; load the same"
                     )
         return found
+
+    def _holders(self, tie: TieOf) -> set[int]:
+        """The ranks that hold a copy of a tied parameter."""
+        return {rank for stage, _ in tie for rank in self._schedule.placement[stage]}
 
     def _processes(self, stage: int) -> tuple[int, ...]:
         return self._grid.holders(self._schedule.placement[stage])
@@ -181,9 +184,8 @@ class Shared:
                 holders[f"stage {stage}"] = [*map(self._grid.everyone.index, processes)]
         for tie, held in self._plan.tied:
             if held:
-                ranks = {rank for stage, _ in tie for rank in self._schedule.placement[stage]}
                 copies[_label(tie)] = [[copy] for copy in held.values()]
-                holders[_label(tie)] = [*map(self._grid.number, ranks)]
+                holders[_label(tie)] = [*map(self._grid.number, self._holders(tie))]
         own = self._grid.number(self._grid.rank)
         return Drift(copies, holders, own, self._control, self._accelerator)
 
@@ -236,10 +238,11 @@ class Shared:
         for number, (tie, held) in enumerate(self._plan.tied):
             if not held:
                 continue
-            ranks = {placement[stage][0] for stage, _ in tie}
             copies = list(held.values())
-            action = Tie(copies, *groups.get(number, (None, None))).sum
-            parties = len(ranks.intersection(local_ranks))
+            # What replicas have is the sum over them already.
+            counted = [copy for s, copy in held.items() if placement[s][0] in local_ranks]
+            action = Tie(copies, counted, *groups.get(number, (None, None))).sum
+            parties = len(self._holders(tie).intersection(local_ranks))
             barrier = Barrier(parties, action, self._accelerator, copies)
             tied.append(({stage for stage, _ in tie}, barrier))
         common = []

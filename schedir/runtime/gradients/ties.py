@@ -15,21 +15,26 @@ from schedir.runtime.processes.groups import Group, wait_for_sum
 class Tie:
     """A parameter that stages share: each holds a copy, and all have the same gradient and step.
 
+    The gradients of those that are `counted` are summed: of a stage's replicas, the first one's.
     Where other processes have copies, `group` is for sums over all, and `presence` says whether any
     has a gradient.
     """
 
     def __init__(
-        self, copies: Sequence[nn.Parameter], group: Group | None, presence: Presence | None
+        self,
+        copies: Sequence[nn.Parameter],
+        counted: Sequence[nn.Parameter],
+        group: Group | None,
+        presence: Presence | None,
     ) -> None:
-        self._copies = copies
+        self._copies, self._counted = copies, counted
         self._group, self._presence = group, presence
 
     def sum(self) -> None:
         """Give every copy the sum of all gradients; none where nobody has one."""
         for copy in self._copies:
             refuse_sparse(copy, "summed with those of its tied copies")
-        grads = [copy.grad for copy in self._copies if copy.grad is not None]
+        grads = [copy.grad for copy in self._counted if copy.grad is not None]
         total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(self._copies[0])
         present = bool(grads)
         if self._group is not None and self._presence is not None:

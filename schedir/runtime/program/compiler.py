@@ -9,7 +9,15 @@ from itertools import takewhile
 import attrs
 
 from schedir.errors import ExecutionError
-from schedir.ir import Action, Kind, Schedule, StageVersions, Together, weight_versions
+from schedir.ir import (
+    COMPLETES_GRADIENTS,
+    Action,
+    Kind,
+    Schedule,
+    StageVersions,
+    Together,
+    weight_versions,
+)
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
@@ -34,8 +42,9 @@ from schedir.runtime.program.transfer import (
     SendActivations,
     SendGradients,
 )
-from schedir.runtime.program.update import OptimStep, PassBarriers, ReduceGrad
+from schedir.runtime.program.update import OptimStep, PassBarriers, ReduceGrad, SumReplicas
 from schedir.runtime.stage.cells import Cell, Cells
+from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.transports.transport import Poster, Transport, Work
 
@@ -61,13 +70,14 @@ class _Place:
 class Compiler:
     """What the lists' actions are resolved against.
 
-    `barriers` come before OPTIM_STEPs; None where these are left to the caller. `scaling` is for
-    those that apply other microbatches than the loss stage's. `observers` watch every run. `beside`
-    takes from rank to rank what hosts have to know; None where the transport of the payloads does
-    that as well.
+    `replicas` are of the stages that several ranks of this process hold. `barriers` come before
+    OPTIM_STEPs; None where these are left to the caller. `scaling` is for those that apply other
+    microbatches than the loss stage's. `observers` watch every run. `beside` takes from rank to
+    rank what hosts have to know; None where the transport of the payloads does that as well.
     """
 
     stages: Mapping[int, Stage]
+    replicas: Mapping[int, Replicas]
     cells: Cells
     barriers: Barriers | None
     scaling: Scaling
@@ -100,7 +110,9 @@ class Compiler:
                 )
                 for operation in _MAKERS[action.kind](self, place):
                     made.append(
-                        instruction(rank, index, listed_at[index], action, operation, sends)
+                        self._in_turn(
+                            instruction(rank, index, listed_at[index], action, operation, sends)
+                        )
                     )
                 turn += 1
             if batch is not None:
@@ -109,6 +121,14 @@ class Compiler:
                 made.insert(0, wait_of(made[1]))
             program += made
         return observed(program, self.observers)
+
+    def _in_turn(self, made: Instruction) -> Instruction:
+        """One that uses a stage which other ranks here use as well waits for these."""
+        replicas, kind = self.replicas.get(made.action.stage), made.action.kind
+        if replicas is None or not made.operation.computes:
+            return made
+        adding = made.rank if kind in COMPLETES_GRADIENTS else None
+        return attrs.evolve(made, run=replicas.in_turn(made.run, adding))
 
     def _sends(self, send: Action) -> list[Work]:
         """Where the works of a send are."""
@@ -142,8 +162,11 @@ class Compiler:
         yield kind(cell, place.poster, place.beside, _peer(place), device, make)
 
     def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
-        reduction = self.stages[place.action.stage].reduction
-        if reduction is not None:
+        stage = place.action.stage
+        reduction = self.stages[stage].reduction
+        if stage in self.replicas:
+            yield SumReplicas(self.replicas[stage], place.rank)
+        elif reduction is not None:
             yield ReduceGrad(reduction)
 
     def _optim_step(self, place: _Place) -> Iterator[Operation]:
@@ -156,9 +179,11 @@ class Compiler:
             stages = [action.stage for action in following]
             reductions = [self.stages[stage].reduction for stage in stages]
             yield PassBarriers(
+                place.rank,
                 [r for r in reductions if r is not None],
+                [self.replicas[stage] for stage in stages if stage in self.replicas],
                 [
-                    partial(self.scaling.scale, self.stages[stage].weights.newest, stage, step)
+                    self._scale(stage, step)
                     for number, stage in enumerate(stages, turn)
                     if self.scaling.scales(stage, step := _step(place, stage, number))
                 ],
@@ -166,6 +191,12 @@ class Compiler:
             )
         stage = place.action.stage
         yield OptimStep(self.stages[stage], makes=_step(place, stage, turn) + 1)
+
+    def _scale(self, stage: int, step: int) -> Callable[[], None]:
+        weights = self.stages[stage].weights
+        scale = partial(self.scaling.scale, weights.newest, stage, step)
+        replicas = self.replicas.get(stage)
+        return scale if replicas is None else partial(replicas.scale, step, scale)
 
 
 def _step(place: _Place, stage: int, turn: int) -> int:

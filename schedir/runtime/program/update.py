@@ -9,6 +9,7 @@ from schedir.runtime.call import Call
 from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.program.instruction import Operation
+from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 
 
@@ -25,25 +26,46 @@ class ReduceGrad(Operation):
             self.reduction.post()
 
 
+class SumReplicas(Operation):
+    """REDUCE_GRAD of a stage that several ranks of this process hold."""
+
+    def __init__(self, replicas: Replicas, rank: int) -> None:
+        self.replicas, self.rank = replicas, rank
+
+    def is_blocked(self, call: Call) -> bool:
+        """Whether the sum before this one is not taken yet."""
+        return not self.replicas.is_over(self.rank)
+
+    def run(self, call: Call) -> None:
+        """Run the action."""
+        if call.request.updates:
+            self.replicas.arrive(self.rank)
+
+
 class PassBarriers(Operation):
-    """Before a rank's consecutive OPTIM_STEPs: its own sums end, are scaled where that is due, and
-    all barriers are passed."""
+    """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too, are
+    scaled where that is due, and all barriers are passed."""
 
     listed: ClassVar[bool] = False
 
     def __init__(
         self,
+        rank: int,
         reductions: Sequence[Reduction],
+        replicas: Sequence[Replicas],
         scales: Sequence[Callable[[], None]],
         barriers: Sequence[Barrier],
     ) -> None:
-        self.reductions, self.scales, self.barriers = reductions, scales, barriers
+        self.rank, self.reductions, self.scales = rank, reductions, scales
+        self.replicas, self.barriers = replicas, barriers
         self._turns: list[int] | None = None
 
     def is_blocked(self, call: Call) -> bool:
         """Whether some rank of this process has not arrived yet."""
         if not call.request.updates:
             return False
+        if not all(replicas.is_over(self.rank) for replicas in self.replicas):
+            return True
         turns = self._arrive()
         return not all(
             barrier.is_past(turn) for barrier, turn in zip(self.barriers, turns, strict=True)
@@ -61,6 +83,8 @@ class PassBarriers(Operation):
         if self._turns is None:
             for reduction in self.reductions:
                 reduction.finish()
+            for replicas in self.replicas:
+                replicas.leave(self.rank)
             for scale in self.scales:
                 scale()
             self._turns = [barrier.arrive() for barrier in self.barriers]
@@ -69,7 +93,7 @@ class PassBarriers(Operation):
 
 class OptimStep(Operation):
     """OPTIM_STEP: applies the accumulated gradients to the newest weights, and clears them; this
-    makes the version `makes`."""
+    makes the version `makes`, unless a replica here has."""
 
     computes: ClassVar[bool] = True
 
@@ -78,7 +102,7 @@ class OptimStep(Operation):
 
     def run(self, call: Call) -> None:
         """Run the action."""
-        if not call.request.updates:
+        if not call.request.updates or self.stage.weights.latest >= self.makes:
             return
         optimizer = self.stage.optimizer
         if optimizer is not None:  # a stage without parameters has none

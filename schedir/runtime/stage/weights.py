@@ -14,22 +14,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from schedir.ir import StageVersions
 from schedir.runtime.boundaries.memory import keep_apart
+from schedir.runtime.stage.lives import Lives
 
 
 class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
-    `versions` says which versions the schedule reads and until when; None where the caller steps,
-    so that only one version exists.
+    `lives` says which versions are still read when they are replaced; None where the caller steps,
+    so that only one version exists. `latest` is the newest version in this call.
     """
 
-    def __init__(self, module: nn.Module, versions: StageVersions | None) -> None:
+    def __init__(self, module: nn.Module, lives: Lives | None) -> None:
         self._newest = list(module.parameters())
-        self._outlives = (
-            [versions.outlives_its_step(v) for v in range(len(versions.steps))] if versions else []
-        )
+        self._lives = lives or Lives((), ())
+        self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
         numbers = {id(parameter): number for number, parameter in enumerate(self._newest)}
         self._places = [
@@ -39,6 +38,7 @@ class StageWeights:
             if parameter is not None
         ]
         self._stashed: dict[int, list[nn.Parameter]] = {}
+        self._readers: dict[int, int] = {}  # of these, on how many ranks they are still read
         self._pool: list[list[nn.Parameter]] = []
         self._installed: list[nn.Parameter] = self._newest
         self._without_gradient: list[nn.Parameter] = []  # or not known to have one
@@ -46,7 +46,7 @@ class StageWeights:
     @property
     def stashes(self) -> bool:
         """Whether older versions are kept, as copies."""
-        return any(self._outlives)
+        return any(self._lives.outlives)
 
     @property
     def newest(self) -> Sequence[nn.Parameter]:
@@ -56,8 +56,10 @@ class StageWeights:
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
+        self.latest = version
         self._without_gradient = [p for p in self._newest if p.requires_grad]
-        if version >= len(self._outlives) or not self._outlives[version]:
+        outlives = self._lives.outlives
+        if version >= len(outlives) or not outlives[version]:
             return
         copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self._newest]
         with torch.no_grad():
@@ -65,6 +67,11 @@ class StageWeights:
                 kept.copy_(parameter)
                 kept.requires_grad_(parameter.requires_grad)
         self._stashed[version] = copy
+        self._readers[version] = self._lives.readers[version]
+
+    def look_at_gradients(self) -> None:
+        """The parameters have been given other gradients, or none."""
+        self._without_gradient = [p for p in self._newest if p.requires_grad and p.grad is None]
 
     def install(self, version: int) -> list[nn.Parameter]:
         """Make `version` the one that the module runs with, and return its parameters."""
@@ -100,17 +107,23 @@ class StageWeights:
                 kept.grad = None
 
     def release(self, version: int) -> None:
-        """The last read of `version` is done; its storage goes back to the pool."""
-        copy = self._stashed.pop(version, None)
-        if copy is not None:
-            for kept in copy:
-                kept.grad = None  # a step that failed may have left some
-            self._pool.append(copy)
+        """A rank's last read of `version` is done; after that of all, its storage goes back to the
+        pool."""
+        if version in self._stashed:
+            self._readers[version] -= 1
+            if not self._readers[version]:
+                self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        copy = self._stashed.pop(version)
+        for kept in copy:
+            kept.grad = None  # a step that failed may have left some
+        self._pool.append(copy)
 
     def restore(self) -> None:
         """Give the module its own parameters back and forget all older versions."""
         for version in list(self._stashed):
-            self.release(version)
+            self._drop(version)
         self.install(-1)
 
 
