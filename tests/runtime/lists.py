@@ -17,6 +17,20 @@ from schedir import (
     optim_step,
     together,
 )
+from tests.literals import listed
+
+STALE_REPLICAS = schedir.insert_communication(
+    listed(
+        4,
+        "0,1 2 0",
+        "0F0 2F0 2B0 2F1 2B1 0B0 0REDUCE_GRAD 0F2 2F2 0OPTIM_STEP 2OPTIM_STEP "
+        "2B2 2F3 2B3 0B2 0REDUCE_GRAD 0OPTIM_STEP 2OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0OPTIM_STEP",
+        "1F0 1F1 1B0 1B1 1F2 1OPTIM_STEP 1B2 1F3 1B3 1OPTIM_STEP",
+        name="stale-replicas",
+    )
+)
+"""Replicas that read different versions meanwhile: rank 0 the first, rank 1 has stepped."""
 
 
 def megatron(ranks: int, microbatches: int) -> schedir.Schedule:

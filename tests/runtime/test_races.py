@@ -28,8 +28,9 @@ from schedir.runtime.stage.cells import Cells
 from schedir.runtime.transports.in_process import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.runtime import aliasing
+from tests.runtime.features import round_robin
 from tests.runtime.kit import MSE, adamw, numbered
-from tests.runtime.lists import bidirectional_v, megatron
+from tests.runtime.lists import STALE_REPLICAS, bidirectional_v, megatron
 from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice
 from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
@@ -110,7 +111,7 @@ class Run:
         return device.races
 
 
-def built(name: str, ranks: int, microbatches: int, **parameters: Any) -> Schedule:
+def built(name: Any, ranks: int, microbatches: int, **parameters: Any) -> Schedule:
     return schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
 
 
@@ -143,11 +144,16 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
             yield split(built(name, 2, 4)), {}
     for joined in (megatron(2, 4), megatron(4, 5), bidirectional_v(2, 4)):
         yield joined, {}
+    both = {"ties": TIE, "clip_grad_norm": 0.1}
+    for schedule in (built(round_robin, 3, 5), built("dualpipe", 2, 4)):
+        yield schedule, {}
+        yield schedule, both
+    yield STALE_REPLICAS, {}
     for options in ({"clip_grad_norm": 0.1}, {"ties": TIE}):
         yield split(built("1f1b", 2, 3), kept=3), options
     for ranks in (2, 3):
         yield built("1f1b", ranks, 4), {"ties": TIE}
-        yield built("1f1b", ranks, 4), {"ties": TIE, "clip_grad_norm": 0.1}
+        yield built("1f1b", ranks, 4), both
 
 
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])

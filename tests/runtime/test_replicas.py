@@ -1,0 +1,130 @@
+"""Replicas of a stage whose ranks are all in one process, held against the recurrence that the
+lists stand for, and against the same list on processes of their own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir.runtime import Executor
+from tests.runtime.features import round_robin
+from tests.runtime.kit import (
+    MSE,
+    Twins,
+    adamw,
+    assert_equal_gradients,
+    gradients,
+    microbatches_of,
+    numbered,
+    random_batches,
+    sgd,
+)
+from tests.runtime.lists import STALE_REPLICAS
+from tests.runtime.on_ranks import on_ranks
+from tests.schedules.recurrence import train
+
+ROUND_ROBIN = schedir.build(round_robin, ranks=3, microbatches=5)
+SCHEDULES = [ROUND_ROBIN, STALE_REPLICAS]
+
+
+def stages_of(schedule: schedir.Schedule) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
+
+
+def assert_trains(schedule: schedir.Schedule, rank: int | None, **options: Any) -> None:
+    whole = stages_of(schedule)
+    twins = Twins(whole, schedule, rank, adamw)
+    with twins.executor(**options) as executor:
+        for batch in random_batches(3, 2 * schedule.microbatches + 1):
+            pieces = microbatches_of(batch, schedule.microbatches)
+            loss = executor.step(batch[0], target=batch[1]).loss
+            expected = train(schedule, whole, twins.optimizers, MSE, pieces)
+            assert loss == pytest.approx(expected, rel=1e-6)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_in_one_process(schedule: schedir.Schedule) -> None:
+    assert_trains(schedule, None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+@on_ranks(3)
+def test_on_ranks(rank: int, schedule: schedir.Schedule) -> None:
+    assert_trains(schedule, rank)
+
+
+def test_a_version_is_kept_while_a_replica_reads_it() -> None:
+    stages = stages_of(STALE_REPLICAS)
+    with Executor(STALE_REPLICAS, numbered(stages), MSE, sgd, in_process=True) as executor:
+        weights = executor._engine.parts.stages[0].weights
+        ((x, y),) = random_batches(1)
+        executor.step(x, target=y)
+        assert weights.stashes
+        assert len(weights._pool) == 1  # given back
+        assert not weights._stashed
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("optimizer", [None, sgd])
+def test_gradients_accumulate_on_the_one_module(calls: int, optimizer: Any) -> None:
+    """Of small integers, so that every order of sums gives the same."""
+    schedule = schedir.build(round_robin, ranks=3, microbatches=4)
+    torch.manual_seed(3)
+    stages: list[nn.Module] = [nn.Linear(2, 2).double() for _ in range(2)]
+    with torch.no_grad():
+        for p in (p for stage in stages for p in stage.parameters()):
+            p.copy_(torch.randint(-3, 4, p.shape))
+    plain = copy.deepcopy(stages)
+    x, y = torch.randint(-3, 4, (2, 8, 2)).double()
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target) ** 2).sum() / len(output)
+
+    with Executor(schedule, numbered(stages), summed, optimizer, in_process=True) as executor:
+        for _ in range(calls):
+            executor.step(x, target=y, update=False)
+            for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+                (summed(plain[1](plain[0](a)), b) / 4).backward()
+            assert_equal_gradients(gradients(stages), gradients(plain))
+        if optimizer is not None:
+            executor.step(x, target=y)
+            assert gradients(stages) == [None] * 4
+
+
+def test_a_failed_step_leaves_an_executor_that_works() -> None:
+    stages = stages_of(ROUND_ROBIN)
+    twins = Twins(stages, ROUND_ROBIN)
+    fails = [True]
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise ValueError("not this one")
+        return MSE(output, target)
+
+    ((x, y),) = random_batches(1, rows=11)
+    with twins.executor(loss_fn) as executor:
+        with pytest.raises(schedir.ExecutionError, match="not this one"):
+            executor.step(x, target=y)
+        for module in twins.local.values():
+            module.zero_grad()
+        fails[0] = False
+        executor.step(x, target=y)
+        train(ROUND_ROBIN, twins.whole, twins.optimizers, MSE, microbatches_of((x, y), 5))
+    twins.assert_equal()
+
+
+def test_buffers_are_those_of_all_replicas() -> None:
+    schedule = schedir.build(round_robin, ranks=3, microbatches=4)
+    stages: list[nn.Module] = [nn.BatchNorm1d(4), nn.Linear(4, 4)]
+    ((x, y),) = random_batches(1, rows=12)
+    with Executor(schedule, numbered(stages), MSE, sgd, in_process=True) as executor:
+        executor.step(x, target=y)
+        executor.evaluate(x, target=y)
+    assert stages[0].num_batches_tracked == 4
