@@ -32,6 +32,18 @@ STALE_REPLICAS = schedir.insert_communication(
 )
 """Replicas that read different versions meanwhile: rank 0 the first, rank 1 has stepped."""
 
+ROUNDS = schedir.insert_communication(
+    listed(
+        4,
+        "0,1 2",
+        "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0OPTIM_STEP",
+        "1F0 1B0 1OPTIM_STEP 1F1 1B1 1OPTIM_STEP 1F2 1B2 1OPTIM_STEP 1F3 1B3 1OPTIM_STEP",
+        name="rounds",
+    )
+)
+"""Replicas that step once a round, before a stage that steps after every microbatch."""
+
 
 def megatron(ranks: int, microbatches: int) -> schedir.Schedule:
     """Megatron-LM's 1F1B: in the steady state what goes one way is posted with what comes back.

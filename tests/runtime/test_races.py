@@ -30,7 +30,7 @@ from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.runtime import aliasing
 from tests.runtime.features import round_robin
 from tests.runtime.kit import MSE, adamw, numbered
-from tests.runtime.lists import STALE_REPLICAS, bidirectional_v, megatron
+from tests.runtime.lists import ROUNDS, STALE_REPLICAS, bidirectional_v, megatron
 from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice
 from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
@@ -149,6 +149,7 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
         yield schedule, {}
         yield schedule, both
     yield STALE_REPLICAS, {}
+    yield ROUNDS, {}
     for options in ({"clip_grad_norm": 0.1}, {"ties": TIE}):
         yield split(built("1f1b", 2, 3), kept=3), options
     for ranks in (2, 3):

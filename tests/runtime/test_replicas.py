@@ -24,12 +24,12 @@ from tests.runtime.kit import (
     random_batches,
     sgd,
 )
-from tests.runtime.lists import STALE_REPLICAS
+from tests.runtime.lists import ROUNDS, STALE_REPLICAS
 from tests.runtime.on_ranks import on_ranks
 from tests.schedules.recurrence import train
 
 ROUND_ROBIN = schedir.build(round_robin, ranks=3, microbatches=5)
-SCHEDULES = [ROUND_ROBIN, STALE_REPLICAS]
+SCHEDULES = [ROUND_ROBIN, STALE_REPLICAS, ROUNDS]
 
 
 def stages_of(schedule: schedir.Schedule) -> list[nn.Module]:

@@ -43,8 +43,8 @@ class SumReplicas(Operation):
 
 
 class PassBarriers(Operation):
-    """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too, are
-    scaled where that is due, and all barriers are passed."""
+    """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too,
+    are scaled where that is due, and all barriers are passed."""
 
     listed: ClassVar[bool] = False
 
