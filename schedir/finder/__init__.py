@@ -3,6 +3,7 @@
 from schedir.finder.comparing import compare
 from schedir.finder.comparison import Comparison, Problem, Row
 from schedir.finder.found import Found
+from schedir.finder.optimum import exact
 from schedir.finder.searching import DEFAULT_SECONDS, find, search
 from schedir.finder.terms import HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES
 from schedir.finder.variants import SWEPT
@@ -18,6 +19,7 @@ __all__ = [
     "Problem",
     "Row",
     "compare",
+    "exact",
     "find",
     "search",
 ]
