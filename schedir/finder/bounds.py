@@ -40,14 +40,16 @@ def lower_bound(
     split: bool = True,
     recompute: bool = False,
     max_activations: int | None = None,
+    held_until: str = "W",
     memory_limit: float | None = None,
 ) -> float:
     """What no schedule of this work under these limits can be quicker than, in the costs' unit.
 
     `placement[s]` is the rank of stage s. Backwards may be `split` into I and W, and with
     `recompute` forwards may be run again. Each rank holds at most `max_activations` (stage,
-    microbatch) activations, until their backward is complete, and at most `memory_limit` bytes of
-    weights, optimiser state and activations; what else is kept only makes schedules slower.
+    microbatch) activations, until their backward is complete or, with `held_until` of "I", their
+    I, and at most `memory_limit` bytes of weights, optimiser state and activations; what else is
+    kept only makes schedules slower.
 
     The bound holds for every list of these stages that updates each of them once or more, whatever
     its order, without overlapped pairs. It takes time linear in stages, and none for microbatches.
@@ -62,7 +64,7 @@ def lower_bound(
         found += own.busy(objective)
         if max_activations is not None:
             ones, none = [1] * len(placement), [0] * len(placement)
-            counted = _Limit(ones, none, ones, max_activations)
+            counted = _Limit(ones, none, ones if held_until == "W" else none, max_activations)
             found += own.held(counted, objective)
         if memory_limit is not None:
             found += own.held(_bytes_limit(costs, own, memory_limit), objective)
@@ -297,14 +299,19 @@ class _Rank:
         since = self.work.heads[self.stages[0]] - self._head(objective)
         first = min(work.heads[s] + work.turns[s] for s in self.stages) - since
         time = first + self._all - forwards
+        alone = time + self._tail(objective)
         if self._sum(limit.sizes) <= limit.most:
-            return time + self._tail(objective)
+            return alone
         rests = self._rest(objective)
         last = min(
             work.turns[s] - work.costs.forward[s] + work.inputs[s] + rests[s] for s in self.stages
         )
-        backwards = self._most_of(work.wholes, limit)
-        return max(time + self._tail(objective), time - backwards + last)
+        parts = [limit.parts[s] == limit.sizes[s] for s in self.stages]
+        if work.split and not all(parts):
+            # Weights' gradients may wait beyond what is held.
+            time = first + self._sum(work.costs.forward, work.inputs) - forwards
+            return max(alone, time - self._most_of(work.inputs, limit) + last)
+        return max(alone, time - self._most_of(work.wholes, limit) + last)
 
     def _most_of(self, times: Sequence[float], limit: _Limit) -> float:
         """The most time that work on as many activations as can be held takes."""

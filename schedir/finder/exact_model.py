@@ -13,45 +13,19 @@ change places are the same schedule by other names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import combinations, pairwise
 from typing import Any, TypeAlias
 
 import attrs
 
 from schedir.errors import SchedirError
-from schedir.finder.bounds import Objective
-from schedir.finder.stage_costs import StageCosts
+from schedir.finder.task import Task
 from schedir.ir import Kind
 
 Expression: TypeAlias = Any
 """A variable of the model, or a sum of some."""
-
-
-@attrs.frozen
-class Kept:
-    """What a rank may keep of one kind, activations or bytes, all whole numbers.
-
-    An activation of stage s takes `full[s]`, or `lean[s]` until it is run again; its gradients take
-    `gradient[s]` from its first one on. `limit[rank]` is what is left for these.
-    """
-
-    full: Sequence[int]
-    lean: Sequence[int]
-    gradient: Sequence[int]
-    limit: Sequence[int]
-
-
-@attrs.frozen
-class Task:
-    """What is to be put in order; costs are whole numbers."""
-
-    costs: StageCosts
-    microbatches: int
-    objective: Objective
-    split: bool
-    recompute: bool
-    kept: Sequence[Kept]
 
 
 @attrs.frozen
@@ -63,7 +37,7 @@ class Solved:
 
 
 def solve(task: Task, seconds: float, seed: int) -> Solved | None:
-    """The best order, None where the limits allow none.
+    """The best order of a task whose numbers are all whole, None where its limits allow none.
 
     Raises SchedirError where OR-Tools is not installed, or where the time is over before an order
     is proved to be the best.
@@ -182,9 +156,8 @@ class _Model:
         self._transfers()
         for intervals in self.on_rank:
             self.model.add_no_overlap(intervals)
-        for kept in self.task.kept:
-            for rank in self.costs.ranks:
-                self._hold(kept, rank)
+        for rank in self.costs.ranks:
+            self._hold(rank)
         self._minimise()
 
     def _in_order(self) -> None:
@@ -214,21 +187,28 @@ class _Model:
                 ((low, high), downward, costs.down[stage], costs.down_holds[stage]),
                 ((high, low), upward, costs.up[stage - 1], costs.up_holds[stage - 1]),
             ):
-                if not holds:
-                    for made, used in way:
-                        model.add(used >= made + takes)
-                    continue
-                moved = []
+                stream = []
                 for made, used in way:
-                    begin = self._time()
+                    begin = self._time() if ends in self.queues else made
                     model.add(begin >= made)
                     model.add(used >= begin + takes)
-                    moved.append((made, begin, holds))
-                channels.setdefault(ends, []).append(moved)
+                    stream.append((made, begin, holds))
+                channels.setdefault(ends, []).append(stream)
         for cell in self.cells[-1]:
             model.add(cell.backward >= cell.forward + costs.forward[-1])
-        for streams in channels.values():
-            self._first_in_first_out(streams)
+        for ends in self.queues:
+            self._first_in_first_out(channels[ends])
+
+    @cached_property
+    def queues(self) -> set[tuple[int, int]]:
+        """The channels that some transfer occupies, so that others wait for it."""
+        costs, found = self.costs, set()
+        for stage in costs.stages[1:]:
+            low, high = costs.placement[stage - 1], costs.placement[stage]
+            if low != high:
+                found |= {(low, high)} if costs.down_holds[stage] else set()
+                found |= {(high, low)} if costs.up_holds[stage - 1] else set()
+        return found
 
     def _first_in_first_out(self, streams: list[list[tuple[Any, Any, float]]]) -> None:
         """Transfers of one channel, by when they are made."""
@@ -246,33 +226,30 @@ class _Model:
                         self.model.add(early[0] <= late[0]).only_enforce_if(is_so)
                         self.model.add(early[1] + early[2] <= late[1]).only_enforce_if(is_so)
 
-    def _hold(self, kept: Kept, rank: int) -> None:
+    def _hold(self, rank: int) -> None:
         """Never more than the limit at once."""
-        model, intervals, sizes = self.model, [], []
-        held = sum(
-            kept.full[stage] * self.task.microbatches for stage in self.costs.stages_of(rank)
-        )
-        held += sum(kept.gradient[stage] for stage in self.costs.stages_of(rank))
-        if held <= kept.limit[rank]:
+        model, memory, stages = self.model, self.task.memory, self.costs.stages_of(rank)
+        held = [self.task.microbatches * memory.full[s] + memory.gradient[s] for s in stages]
+        if sum(held) <= memory.limit[rank]:
             return
-        for stage in self.costs.stages_of(rank):
+        lasting: list[tuple[Any, Any, float]] = []
+        for stage in stages:
+            full, lean, rest = memory.full[stage], memory.lean[stage], memory.rest[stage]
             for cell in self.cells[stage]:
                 since = cell.forward
                 if self.task.recompute:
                     since = self._time()
                     model.add(since == cell.forward).only_enforce_if(~cell.runs_again)
                     model.add(since == cell.again).only_enforce_if(cell.runs_again)
-                    if kept.lean[stage]:
-                        intervals.append(self._lasting(cell.forward, since))
-                        sizes.append(kept.lean[stage])
-                intervals.append(self._lasting(since, cell.complete))
-                sizes.append(kept.full[stage])
-            if kept.gradient[stage]:
-                first = self._time()
-                model.add_min_equality(first, [cell.complete for cell in self.cells[stage]])
-                intervals.append(self._lasting(first, self.horizon + 1))
-                sizes.append(kept.gradient[stage])
-        model.add_cumulative(intervals, sizes, max(0, kept.limit[rank]))
+                    lasting.append((cell.forward, since, lean))
+                lasting.append((since, cell.returned, full))
+                lasting.append((cell.returned, cell.complete, rest))
+            first = self._time()
+            model.add_min_equality(first, [cell.complete for cell in self.cells[stage]])
+            lasting.append((first, self.horizon + 1, memory.gradient[stage]))
+        kept = [each for each in lasting if each[2]]
+        intervals = [self._lasting(start, end) for start, end, _ in kept]
+        model.add_cumulative(intervals, [size for _, _, size in kept], max(0, memory.limit[rank]))
 
     def _lasting(self, start: Any, end: Any) -> Any:
         return self.model.new_interval_var(

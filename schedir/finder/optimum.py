@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import reduce
-from math import ceil, floor, lcm
-from typing import Literal, TypeAlias
 
 import attrs
 
 from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective
-from schedir.finder.exact_model import Kept, Solved, Task, solve
-from schedir.finder.stage_costs import StageCosts, by_stage
-from schedir.ir import DEFAULT_CHANNEL, Action, Schedule, expect_channel
-from schedir.library import Pipeline, wave, wrapped
+from schedir.finder.exact_model import Solved, solve
+from schedir.finder.stage_costs import StageCosts
+from schedir.finder.task import Memory, Task
+from schedir.finder.terms import Terms
+from schedir.ir import DEFAULT_CHANNEL, Action, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel
 
-Named: TypeAlias = Literal["wrapped", "wave"]
-"""A placement that has a name."""
-
-_PLACEMENTS = {"wrapped": wrapped, "wave": wave, "v": wave}
 _FINEST = (
     10**6
 )  # parts of the largest cost: all that is told apart where costs are no round numbers
@@ -35,144 +31,110 @@ def exact(
     chunks: int = 1,
     *,
     costs: CostModel | None = None,
-    placement: Named | Literal["v"] | None = None,
+    placement: str | None = None,
     memory_limit: float | None = None,
     max_activations: int | None = None,
+    held_until: str = "W",
     objective: Objective = "makespan",
     split: bool = True,
-    recompute: bool = False,
+    recompute: bool | None = None,
     seconds: float = 60,
     seed: int = 0,
     channel: str = DEFAULT_CHANNEL,
 ) -> Schedule:
     """The schedule that no other is better than, proved under the `channel` model.
 
-    It takes what `schedir.search` takes: `ranks` ranks of `chunks` stages each, whose costs are
-    those of a stage, by default the textbook's; a `placement`, all of them if None; the most bytes
-    or (stage, microbatch) activations that a rank may keep, the latter held until their backward is
-    complete; whether backwards may be `split` and forwards run again (`recompute`). Buffers of
-    boundaries are not counted.
+    The arguments are those of `schedir.search`, but that `seconds` are the most that it may take on
+    each placement, by the clock. It is for small work: 40 actions take seconds. Costs that are no
+    round numbers are taken to a millionth of the largest, times and bytes alike.
 
-    It is for small work: 40 actions take seconds. Costs that are no round numbers are taken to a
-    millionth of the largest. OR-Tools solves it (CP-SAT, Perron and Furnon), which has to be
-    installed: pip install 'schedir[exact]'.
+    OR-Tools solves it (CP-SAT), which has to be installed: pip install 'schedir[exact]'.
 
-    Raises SchedirError where OR-Tools is missing, where no schedule is within the limits, where
-    `seconds` are too few to prove that one is the best, for costs of other stages, and for compute
-    that costs nothing, whose order no time tells; ValueError or TypeError for a bad argument.
+    Raises SchedirError where OR-Tools is missing, where no schedule is within the limits, where the
+    time is over before one is proved to be the best, for costs of other stages, for compute that
+    costs nothing, whose order no time tells, and for a limit in bytes where boundaries have some,
+    which it can't count; ValueError or TypeError for a bad argument.
     """
-    expect_channel(channel)
-    _expect_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if objective not in ("makespan", "span"):
-        raise ValueError(f'objective must be "makespan" or "span", not {objective!r}')
-    costs = CostModel() if costs is None else costs
-    found: list[tuple[Fraction, Schedule]] = []
-    for named in _placements(placement, chunks):
-        shape = Pipeline(ranks, microbatches, chunks, placement=())
-        placed = tuple(held[0] for held in _PLACEMENTS[named](shape))
-        of_stages = StageCosts.of(placed, costs)
-        _expect_time(of_stages, split, recompute)
-        whole, scale = _whole_costs(of_stages)
-        kept = [*_counted(placed, max_activations), *_in_bytes(placed, costs, memory_limit)]
-        task = Task(whole, microbatches, objective, split, recompute, kept)
-        solved = solve(task, seconds, seed)
-        if solved is not None:
-            found.append((solved.value / scale, _schedule(solved, placed, microbatches, channel)))
-    if not found:
+    terms = Terms(
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=CostModel() if costs is None else costs,
+        placement=placement,
+        memory_limit=memory_limit,
+        max_activations=max_activations,
+        held_until=held_until,
+        objective=objective,
+        split=split,
+        recompute=recompute,
+        channel=channel,
+    )
+    boundary = terms.costs.boundary_bytes
+    if memory_limit is not None and (any(boundary) if isinstance(boundary, tuple) else boundary):
         raise SchedirError(
-            f"no schedule of {ranks} ranks, {chunks} chunks and {microbatches} microbatches keeps "
-            "no more than the limits: raise them, or allow recomputation"
+            "the exact optimum counts no bytes of boundaries: leave boundary_bytes out of the "
+            "costs, or limit activations"
         )
+    found: list[tuple[Fraction, Schedule]] = []
+    for named in terms.placements:
+        task = terms.task(named)
+        _expect_time(task)
+        whole, scale = _in_whole_numbers(task)
+        solved = solve(whole, seconds, seed)
+        if solved is not None:
+            found.append((solved.value / scale, _schedule(solved, task, channel)))
+    if not found:
+        raise SchedirError("no schedule of this work is within the limit")
     return min(found, key=lambda each: each[0])[1]
 
 
-def _expect_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name} must be an int >= 1, not {count!r}")
-
-
-def _placements(placement: str | None, chunks: int) -> Iterable[str]:
-    if placement is None:
-        return ("wrapped", "wave") if chunks > 1 else ("wrapped",)
-    if placement not in _PLACEMENTS:
-        raise ValueError(f"placement must be {', '.join(_PLACEMENTS)} or None, not {placement!r}")
-    return (placement,)
-
-
-def _expect_time(costs: StageCosts, split: bool, recompute: bool) -> None:
+def _expect_time(task: Task) -> None:
     """Raise SchedirError where compute takes no time."""
     names = ["forward", "backward"]
-    names += ["backward_input", "backward_weight"] * split + ["recompute"] * recompute
+    names += ["backward_input", "backward_weight"] * task.split + ["recompute"] * task.recompute
     for name in names:
-        if not min(getattr(costs, name)):
+        if not min(getattr(task.costs, name)):
             raise SchedirError(
                 f"{name} costs nothing on some stage, so that no time tells its order: give it one"
             )
 
 
-def _whole_costs(costs: StageCosts) -> tuple[StageCosts, Fraction]:
-    """The costs as whole numbers, and how many of these are one of theirs."""
-    times = {
-        name: values
-        for name, values in attrs.asdict(costs, recurse=False).items()
-        if name != "placement"
-    }
-    scale = _scale([value for values in times.values() for value in values])
-    scaled = {
+def _in_whole_numbers(task: Task) -> tuple[Task, Fraction]:
+    """The task with whole numbers alone, and how many of these are one of its unit of time."""
+    times = attrs.asdict(
+        task.costs, recurse=False, filter=lambda field, _: field.name != "placement"
+    )
+    scale = _scale(value for values in times.values() for value in values)
+    whole = {
         name: tuple(round(Fraction(str(value)) * scale) for value in values)
         for name, values in times.items()
     }
-    return attrs.evolve(costs, **scaled), scale
+    costs: StageCosts = attrs.evolve(task.costs, **whole)
+    return attrs.evolve(task, costs=costs, memory=_whole_memory(task.memory)), scale
 
 
-def _scale(values: Sequence[float]) -> Fraction:
+def _whole_memory(memory: Memory) -> Memory:
+    """What is kept rounded up, and the limit down."""
+    if not memory.limited:
+        return memory
+    kept = [memory.full, memory.lean, memory.rest, memory.gradient]
+    scale = _scale(size for sizes in kept for size in sizes)
+    full, lean, rest, gradient = (
+        tuple(math.ceil(Fraction(str(size)) * scale) for size in sizes) for sizes in kept
+    )
+    limit = tuple(math.floor(Fraction(str(room)) * scale) for room in memory.limit)
+    return Memory(full, lean, rest, gradient, limit)
+
+
+def _scale(values: Iterable[float]) -> Fraction:
     """What makes all whole, or all as fine as they need be."""
     exactly = [Fraction(str(value)) for value in values]
-    whole = reduce(lcm, (value.denominator for value in exactly), 1)
-    most = max(exactly)
+    whole, most = reduce(math.lcm, (value.denominator for value in exactly), 1), max(exactly)
     return Fraction(whole) if whole * most <= 10**3 * _FINEST else _FINEST / most
 
 
-def _counted(placement: Sequence[int], most: int | None) -> list[Kept]:
-    """A limit on the number of activations."""
-    if most is None:
-        return []
-    ones, none = (1,) * len(placement), (0,) * len(placement)
-    return [Kept(ones, none, none, (most,) * (1 + max(placement)))]
-
-
-def _in_bytes(placement: Sequence[int], costs: CostModel, most: float | None) -> list[Kept]:
-    """A limit on bytes, of which weights and the optimiser's state take their part at all times."""
-    if most is None:
-        return []
-    sizes = {
-        name: by_stage(name, getattr(costs, f"{name}_bytes"), len(placement))
-        for name in ("weight", "optimizer", "activation", "input", "gradient")
-    }
-    left = [
-        most - sum(sizes[name][s] for name in ("weight", "optimizer") for s in stages)
-        for stages in _stages_by_rank(placement)
-    ]
-    scale = _scale([1, *sizes["activation"], *sizes["input"], *sizes["gradient"]])
-    full, lean, gradient = (
-        [ceil(Fraction(str(size)) * scale) for size in sizes[name]]
-        for name in ("activation", "input", "gradient")
-    )
-    return [Kept(full, lean, gradient, [floor(Fraction(str(room)) * scale) for room in left])]
-
-
-def _stages_by_rank(placement: Sequence[int]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(1 + max(placement))]
-    for stage, rank in enumerate(placement):
-        found[rank].append(stage)
-    return found
-
-
-def _schedule(
-    solved: Solved, placement: Sequence[int], microbatches: int, channel: str
-) -> Schedule:
+def _schedule(solved: Solved, task: Task, channel: str) -> Schedule:
     """The complete schedule, proved."""
     lists = [[Action(*action) for action in actions] for actions in solved.lists]
-    bare = Schedule.of("exact", placement=placement, lists=lists, microbatches=microbatches)
+    bare = Schedule.of("exact", task.placement, lists, task.microbatches)
     return prove(append_steps(bare), channel).proved()

@@ -29,6 +29,7 @@ class Small:
     split: bool = True
     recompute: bool = False
     most: int | None = None
+    until: str = "W"
 
     def cost(self, kind: str, stage: int) -> float:
         costs = self.costs
@@ -60,7 +61,7 @@ def _lists(work: Small, rank: int) -> Iterator[list[Act]]:
         ways += [["F", "R", *way[1:]] for way in ways]
     for chosen in product(ways, repeat=len(cells)):
         chains = [[(kind, *cell) for kind in way] for way, cell in zip(chosen, cells, strict=True)]
-        yield from filter(_may_run, _merged(chains, [0] * len(chains), work.most))
+        yield from filter(_may_run, _merged(chains, [0] * len(chains), work.most, work.until))
 
 
 def _may_run(acts: list[Act]) -> bool:
@@ -74,7 +75,9 @@ def _may_run(acts: list[Act]) -> bool:
     return all(d == sorted(d) and u == d[::-1] for d, u in zip(down, up, strict=True))
 
 
-def _merged(chains: list[list[Act]], reached: list[int], room: float | None) -> Iterator[list[Act]]:
+def _merged(
+    chains: list[list[Act]], reached: list[int], room: float | None, until: str
+) -> Iterator[list[Act]]:
     """Every order that keeps that of each chain and holds no more than there is room for."""
     if all(place == len(chain) for place, chain in zip(reached, chains, strict=True)):
         yield []
@@ -86,11 +89,11 @@ def _merged(chains: list[list[Act]], reached: list[int], room: float | None) -> 
         holds = kind == "R" or (kind == "F" and chain[1][0] != "R")
         left = room
         if room is not None:
-            left = room - holds + (kind in "BW")
+            left = room - holds + (kind in ("B", until))
             if left < 0:
                 continue
         after = [*reached[:number], place + 1, *reached[number + 1 :]]
-        for rest in _merged(chains, after, left):
+        for rest in _merged(chains, after, left, until):
             yield [chain[place], *rest]
 
 
@@ -103,7 +106,8 @@ def timed(work: Small, lists: Lists) -> tuple[float, float] | None:
     costs, placement = work.costs, work.placement
     assert isinstance(costs.latency, (int, float))
     assert isinstance(costs.bandwidth, (int, float))
-    assert isinstance(costs.boundary_bytes, (int, float))
+    sizes = costs.boundary_bytes
+    boundaries = sizes if isinstance(sizes, tuple) else (sizes,) * last
 
     def start(rank: int) -> float | None:
         kind, stage, m = lists[rank][places[rank]]
@@ -134,7 +138,7 @@ def timed(work: Small, lists: Lists) -> tuple[float, float] | None:
             if target != rank:
                 ends = rank, target
                 begin = max(end, free.get(ends, 0))
-                free[ends] = begin + costs.boundary_bytes / costs.bandwidth
+                free[ends] = begin + boundaries[min(stage, to)] / costs.bandwidth
                 end = free[ends] + costs.latency
             arrived["F" if kind == "F" else "B", to, m] = end
     for stage, rank in enumerate(placement):
