@@ -28,6 +28,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
 } | {
     "recompute": st.none() | BY_STAGE,
     "overlapped": st.none() | BY_STAGE,
+    "deferred_bytes": st.none() | BY_STAGE,
     "latency": by_link(NUMBERS),
     "bandwidth": by_link(NUMBERS.filter(bool) | st.just(math.inf)),
     "unit": st.sampled_from([None, "s", "ms", "us"]),

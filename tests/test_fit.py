@@ -228,7 +228,19 @@ def test_a_replay_of_a_run_is_the_run(name: str) -> None:
 def test_sizes_are_copied() -> None:
     sizes = Sizes(boundary=(8,), input=(1, 2), activation=(3, 4), weight=(5, 6), gradient=7)
     line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
-    assert CostModel.fit([line, attrs.evolve(line, sizes=sizes), line]).sizes == sizes
+    for each in (sizes, attrs.evolve(sizes, deferred=(1, 3))):
+        assert CostModel.fit([line, attrs.evolve(line, sizes=each), line]).sizes == each
+
+
+def test_what_runs_again_has_a_cost_of_its_own() -> None:
+    costs = CostModel(forward=(1, 2), recompute=(3, 4))
+    built = schedir.build("1f1b", ranks=2, microbatches=3)
+    for stages, expected in ((), None), ([1], (1, 4)), ([0, 1], (3, 4)):
+        line = schedir.simulate(schedir.recompute(built, stages), costs)
+        fitted = CostModel.fit([line])
+        assert fitted.recompute == expected
+        assert by_stage(fitted.forward) == [1, 2]
+        assert by_stage(fitted.backward) == [2, 2]
 
 
 def test_runs_that_do_not_go_together_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, Schedule
-from schedir.ir import READS_WEIGHTS, flat
+from schedir.ir import READS_WEIGHTS, flat, peak_activations
 from schedir.simulator import Sizes
 from tests.built_in import NAMES
+from tests.command_line import runner
 from tests.literals import listed
 from tests.timelines import as_if_measured, drawn_timeline
 
@@ -29,7 +32,9 @@ def drawn_sizes(chance: random.Random, stages: int) -> Sizes:
 
     return Sizes(
         boundary=per(stages - 1),
+        input=per(stages),
         activation=per(stages),
+        deferred=chance.choice([None, per(stages)]),
         weight=per(stages),
         gradient=per(stages),
         optimizer=per(stages),
@@ -45,6 +50,9 @@ class Walk:
         self.runs = schedule.dataflow.runs
         self.held: dict[object, float] = {}
         self.seen: list[float] = []
+        self.live: list[int] = []
+        self.live_until_i: list[int] = []
+        self.deferred: set[object] = set()
         own = [stage for stage, held in enumerate(schedule.placement) if rank in held]
         self.copies: Counter[int] = Counter()
         self.newest = dict.fromkeys(own, 0)
@@ -81,6 +89,9 @@ class Walk:
 
     def note(self) -> None:
         self.seen.append(sum(self.held.values()))
+        live = {name for name in self.held if isinstance(name, tuple) and name[0] == "activation"}
+        self.live.append(len(live))
+        self.live_until_i.append(len(live - self.deferred))
 
     def hold(self, name: object, what: str, number: int) -> None:
         self.held[name] = self.sizes[what][number]
@@ -93,6 +104,8 @@ class Walk:
         m = a.microbatch
         if a.kind is Kind.FORWARD:
             self.held.pop(("input", a.stage, m), None)
+        if a.kind is Kind.RECOMPUTE:
+            del self.held["to run again", a.stage, m]
         if a.kind is Kind.OPTIM_STEP:
             self.held.pop(("sum", a.stage), None)
         for name in arrived(self.schedule, self.rank, a):
@@ -100,7 +113,10 @@ class Walk:
 
     def take_first(self, a: Action) -> None:
         s, m = a.stage, a.microbatch
-        if a.kind is Kind.FORWARD:
+        again = Action(Kind.RECOMPUTE, s, m) if m is not None else None
+        if a.kind is Kind.FORWARD and again in self.schedule.flat[self.rank]:
+            self.hold(("to run again", s, m), "input", s)
+        elif a.kind in (Kind.FORWARD, Kind.RECOMPUTE):
             self.hold(("activation", s, m), "activation", s)
         elif a.kind is Kind.RECV_ACT:
             self.hold(("input", s, m), "boundary", s - 1)
@@ -124,8 +140,13 @@ class Walk:
             self.hold(("grad", s - 1, m) if here else ("sent grad", s, m), "boundary", s - 1)
 
     def free_activation(self, a: Action) -> None:
+        activation = ("activation", a.stage, a.microbatch)
+        if a.kind is Kind.BACKWARD_INPUT:
+            self.deferred.add(activation)
+            if self.sizes["deferred"] is not None:
+                self.hold(activation, "deferred", a.stage)
         if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.held.pop(("activation", a.stage, a.microbatch), None)
+            self.held.pop(activation, None)
 
     def take_gradient(self, a: Action) -> None:
         if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -193,7 +214,7 @@ def arrived(schedule: Schedule, rank: int, a: Action) -> list[object]:
     return found
 
 
-@example(5636)  # a gradient is sent after the step
+@example(16)  # a gradient is sent after the step
 @given(seeds)
 def test_peaks_equal_a_walk_over_the_list(seed: int) -> None:
     chance = random.Random(seed)
@@ -207,6 +228,12 @@ def test_peaks_equal_a_walk_over_the_list(seed: int) -> None:
         assert max(amounts) == max(walk.seen)
         assert amounts[-1] == sum(walk.held.values())
         assert (times[0], amounts[0]) == (0, walk.seen[0])
+        assert line.ranks[rank].peak_activations == max(walk.live)
+        columns = line.schedule.columns
+        assert [peak_activations(columns, until)[rank][0] for until in ("W", "I")] == [
+            max(walk.live),
+            max(walk.live_until_i),
+        ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -260,6 +287,78 @@ def test_bytes_by_hand() -> None:
     ]
     assert [one.peak_bytes for one in line.ranks] == [301, 301]
     assert all(isinstance(one.peak_bytes, float) for one in line.ranks)
+
+
+def test_what_runs_again_and_what_is_deferred_by_hand() -> None:
+    costs = CostModel(activation_bytes=10, input_bytes=3, deferred_bytes=4)
+    #   time   0    1    2    3    4    5    6    7
+    #   rank   0F0  0F1  0R0  0I0  0B1----- 0W0
+    alone = listed(2, "0", "0F0 0F1 0R0 0I0 0B1 0W0")
+    line = schedir.simulate(alone, costs)
+    times, held = line.memory(0)
+    assert list(zip(times.tolist(), held.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 3),  # 0F0 keeps its input alone
+        (1, 13),
+        (2, 10),  # 0R0 has it
+        (2, 20),
+        (4, 14),  # 0I0 leaves what 0W0 needs
+        (6, 4),
+        (7, 0),
+    ]
+    assert line.ranks[0].peak_bytes == 20
+    whole = schedir.simulate(alone, attrs.evolve(costs, deferred_bytes=None))
+    assert whole.memory(0)[1].tolist() == [0, 3, 13, 10, 20, 20, 10, 0]
+
+
+def eager(ranks: int, microbatches: int) -> Schedule:
+    """In the manner of ZB-H2 (Qi et al. 2023, arXiv 2401.10241, section 2.2): as many forwards
+    ahead as keep a rank busy until the first gradient is back, each W after the next forward."""
+    lists = []
+    for rank in range(ranks):
+        ahead = min(2 * (ranks - rank) - 1, microbatches)
+        own = [f"{rank}F{m}" for m in range(ahead)]
+        for m in range(microbatches):
+            own.append(f"{rank}I{m}")
+            own += [f"{rank}F{m + ahead}"] if m + ahead < microbatches else []
+            own.append(f"{rank}W{m}")
+        lists.append(" ".join(own))
+    return listed(microbatches, " ".join(map(str, range(ranks))), *lists)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_the_published_limit_of_zb_h2(ranks: int) -> None:
+    """2 p - 1 activations, of which the last stage's is a single one: none counts after its I."""
+    built = eager(ranks, 3 * ranks)
+    most = 2 * ranks - 1
+    assert schedir.check(built, max_activations=most, held_until="I").ok
+    (finding,) = schedir.check(built, max_activations=most).errors
+    assert finding.message == f"rank 0 holds {most + 1} activations at once; the limit is {most}"
+    assert finding.notes == ()
+    (finding,) = schedir.check(built, max_activations=most - 1, held_until="I").errors
+    assert finding.message == f"rank 0 holds {most} activations at once; the limit is {most - 1}"
+    assert finding.notes == ("an activation counts until its I",)
+    # In bytes as well.
+    costs = CostModel(activation_bytes=100, deferred_bytes=1)
+    assert schedir.simulate(built, costs).ranks[0].peak_bytes == 100 * most + 1
+
+
+def test_until_when_is_said_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "eager.sched"
+    file.write_text(schedir.dumps(eager(4, 8)))
+    run = runner(capsys)
+    limit = "check", str(file), "--max-activations", "7"
+    code, out, _ = run(*limit)
+    assert (code, "rank 0 holds 8 activations at once; the limit is 7" in out) == (1, True)
+    assert run(*limit, "--held-until", "I")[0] == 0
+    for deferred, most in ("none", 8.0), ("256KiB", 7.25):
+        sizes = "--cost", "activation_bytes=1MiB", "--cost", f"deferred_bytes={deferred}"
+        _, out, _ = run("compare", str(file), *sizes, "--json")
+        assert json.loads(out)["rows"][0]["peak_bytes"] == most * 2**20
+    with pytest.raises(ValueError, match="held_until must be 'W' or 'I', not 'B'"):
+        schedir.check(eager(2, 2), held_until="B")  # type: ignore[arg-type]
 
 
 def test_pipedream_keeps_a_copy_of_each_older_version() -> None:

@@ -22,13 +22,14 @@ def test_fewer_stages_are_sums_and_more_are_shares() -> None:
         recompute=(1, 2, 3, 4),
         boundary_bytes=(10, 20, 30),
         input_bytes=(1, 10, 20, 30),
+        deferred_bytes=(1, 2, 3, 4),
         latency=7,
         unit="ms",
     )
     two: Any = recut(costs, 2, of=4)
     assert two.forward == (2, 3)
     assert two.backward == (6, 6)
-    assert two.recompute == (3, 7)
+    assert two.recompute == two.deferred_bytes == (3, 7)
     assert two.boundary_bytes == (20,)
     assert two.input_bytes == (1, 20)
     eight: Any = recut(costs, 8, of=4)
@@ -45,7 +46,7 @@ def test_one_number_is_of_as_many_stages_as_it_is_said_to_be_of() -> None:
     assert recut(costs, 4, of=4) == costs
     halves: Any = recut(costs, 8, of=4)
     assert (halves.forward, halves.backward, halves.weight_bytes) == (0.5, 1, 6)
-    assert (halves.boundary_bytes, halves.recompute) == (5, None)
+    assert (halves.boundary_bytes, halves.recompute, halves.deferred_bytes) == (5, None, None)
     assert recut(costs, 3, of=4).backward == pytest.approx(8 / 3)
     assert isinstance(recut(costs, 2, of=4).backward, int)
 

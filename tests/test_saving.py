@@ -32,12 +32,13 @@ MEASURED = Timeline(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_simulated_timeline_is_read_back(name: str, tmp_path: Path) -> None:
     line = schedir.simulate(schedir.build(name))
-    line = attrs.evolve(line, sizes=Sizes(activation=3), unit="ms")
+    sizes = Sizes(activation=3, deferred=None if name == "1f1b" else (2,) * line.schedule.stages)
+    line = attrs.evolve(line, sizes=sizes, unit="ms")
     line.save(tmp_path / "run.json")
     found = Timeline.load(tmp_path / "run.json")
     assert found == line
     assert found.starts.dtype == line.starts.dtype == np.int64
-    assert (found.sizes, found.unit, found.measured) == (Sizes(activation=3), "ms", None)
+    assert (found.sizes, found.unit, found.measured) == (sizes, "ms", None)
 
 
 times = st.floats(0, 1e15) | st.just(math.nan)
@@ -82,7 +83,7 @@ def test_the_form_of_the_file(tmp_path: Path) -> None:
         '"timelines": [\n'
         '{"schedule":0,"unit":"s","measured":{"step":3,"clock_error":2e-05},"sizes":'
         '{"boundary":4,"input":2,"activation":[30,40],"weight":100,"gradient":100.5,'
-        '"optimizer":200},\n'
+        '"optimizer":200,"deferred":null},\n'
         '"starts": [0.5,2.0,null,8.5,2.0,3.0,4.5,7.0],\n'
         '"ends": [2.0,2.5,8.0,10.0,3.0,4.5,7.0,8.0]}]}\n'
     )
@@ -104,6 +105,13 @@ def content() -> Any:
             }
         ],
     }
+
+
+def test_a_file_from_before_there_were_deferred_bytes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    MEASURED.save(path)
+    path.write_text(path.read_text().replace(',"deferred":null', ""))
+    assert Timeline.load(path).sizes == MEASURED.sizes
 
 
 BROKEN = [
@@ -129,6 +137,8 @@ BROKEN = [
     (("measured", "clock_error"), None, "measured: clock_error must be a number, not None"),
     (("measured", "clock_error"), 10**400, "measured: clock_error must be finite and >= 0"),
     (("measured", "when"), 0, "measured: unknown key 'when'; known: step, clock_error"),
+    (("sizes", "weight"), None, "sizes: weight must be a number, not None"),
+    (("sizes", "deferred"), [1], "sizes: deferred must be one number or 2, not 1"),
     (("sizes", "weight"), -1, "sizes: weight must be finite and >= 0 .*, not -1"),
     (("sizes", "weight"), [1, "2"], "sizes: weight must be a number, not '2'"),
     (("sizes", "weight"), 10**400, "sizes: weight must be finite and >= 0"),

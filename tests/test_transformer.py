@@ -146,6 +146,31 @@ def test_the_ends_of_the_pipeline_keep_more() -> None:
     assert model.input_bytes == (8 * GPT3["sequence"], 2 * each / 8, 2 * each / 8)
 
 
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({}, 32),  # Qi et al. 2023, arXiv 2401.10241, table 1: 32 s b h
+        # Inputs and output gradients that each device has whole: of queries, keys and values and of
+        # the feed-forward part the input, of the projection and the feed-forward part the output's.
+        ({"tensor": 8}, 2 * 4 + 2 * (3 + 1 + 4 + 4) / 8),
+        ({"tensor": 8, "sequence_parallel": True}, 32 / 8),
+        ({"tensor": 8, "sequence_parallel": True, "selective": True}, 32 / 8),
+        ({"feed_forward": GPT3["hidden"]}, 2 * (4 + 3 + 1 + 1 + 1)),
+        ({"activation_element": 4}, 64),
+    ],
+)
+def test_what_a_layer_keeps_for_its_weights(options: dict[str, Any], form: float) -> None:
+    model: Any = costs(layers=(0, 1, 0), **GPT3 | {"stages": None} | options)
+    each = GPT3["sequence"] * GPT3["hidden"]
+    assert model.deferred_bytes[1] == pytest.approx(each * form)
+    assert model.deferred_bytes[1] < model.activation_bytes[1]
+    # The head's input, and the gradient of logits in 32 bit.
+    tensor, element = options.get("tensor", 1), options.get("activation_element", 2)
+    around = tensor if "sequence_parallel" in options else 1
+    logits = 4 * GPT3["sequence"] * GPT3["vocabulary"] / tensor
+    assert model.deferred_bytes[::2] == (0, pytest.approx(element * each / around + logits))
+
+
 def test_memory_of_a_parameter() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters take 120 GB, and 31.4 GB where 64
     copies share the optimiser's state."""

@@ -9,7 +9,16 @@ import numpy as np
 
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.rules import memory as rules
-from schedir.ir import Ints, Kind, Schedule, Ties, peak_activations, weight_versions
+from schedir.ir import (
+    HELD_UNTIL,
+    HeldUntil,
+    Ints,
+    Kind,
+    Schedule,
+    Ties,
+    peak_activations,
+    weight_versions,
+)
 
 
 @attrs.frozen
@@ -18,18 +27,22 @@ class Limits:
 
     `max_delay` in updates between the version that a gradient is computed at and the one that it
     is applied to; `max_versions` of a stage alive at once, the newest included; `max_activations`
-    of a rank alive at once, in (stage, microbatch) pairs.
+    of a rank alive at once, in (stage, microbatch) pairs. `held_until` says whether that of a split
+    backward counts until its "W" or its "I".
     """
 
     max_delay: int | None = None
     max_versions: int | None = None
     max_activations: int | None = None
+    held_until: HeldUntil = "W"
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("max_delay", 0), ("max_versions", 1), ("max_activations", 1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"{name} must be an int >= {least} or None, not {value!r}")
+        if self.held_until not in HELD_UNTIL:
+            raise ValueError(f"held_until must be 'W' or 'I', not {self.held_until!r}")
 
 
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
@@ -43,12 +56,17 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
-        for rank, (peak, index) in enumerate(peak_activations(schedule.columns)):
+        peaks = peak_activations(schedule.columns, limits.held_until)
+        for rank, (peak, index) in enumerate(peaks):
             if peak > limits.max_activations:
                 place = int(schedule.columns.starts[rank]) + index
                 yield fault(
                     rules.ActivationsAboveLimit.at(
-                        schedule, place, peak=peak, limit=limits.max_activations
+                        schedule,
+                        place,
+                        peak=peak,
+                        limit=limits.max_activations,
+                        held_until=limits.held_until,
                     ),
                     key=rank,
                     extent=peak,

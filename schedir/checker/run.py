@@ -25,6 +25,7 @@ from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     DEFAULT_CHANNEL,
+    HeldUntil,
     Schedule,
     Ties,
     collective_turns,
@@ -66,6 +67,7 @@ def check(
     max_delay: int | None = None,
     max_versions: int | None = None,
     max_activations: int | None = None,
+    held_until: HeldUntil = "W",
     ties: Iterable[Iterable[int]] = (),
 ) -> Report:
     """Everything that is wrong with a schedule, errors judged under a channel model: by default
@@ -75,13 +77,14 @@ def check(
     communication is inserted and proved as well; `report.schedule` is what has been proved.
     `max_delay` limits the updates between the version that a gradient is computed at and the one
     that it is applied to; `max_versions` the weight versions of a stage alive at once, the newest
-    included; `max_activations` the (stage, microbatch) activations of a rank. `ties` are groups of
-    stages that share parameters, whose gradients are summed before any of them steps: so the k-th
+    included; `max_activations` the (stage, microbatch) activations of a rank, `held_until` their B
+    or "W", or their B or "I", after which only what W needs is left. `ties` are groups of stages
+    that share parameters, whose gradients are summed before any of them steps: so the k-th
     OPTIM_STEPs of a group happen together. Raises ValueError for an unknown channel, a bad limit
     or a bad tie, TypeError for what is no Schedule.
     """
     expect_schedule(schedule)
-    limits = Limits(max_delay, max_versions, max_activations)
+    limits = Limits(max_delay, max_versions, max_activations, held_until)
     return _report(schedule, channel, _Terms(limits, ties_of(schedule, ties)), advise=True)
 
 

@@ -12,7 +12,7 @@ from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
 from schedir.errors import SchedirError
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, HELD_UNTIL, ties_of
 from schedir.render import described, outputs_of
 
 
@@ -46,6 +46,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser.add_argument(
             option, type=at_least(least), metavar="N", help=f"an error where {text}"
         )
+    parser.add_argument(
+        "--held-until",
+        choices=HELD_UNTIL,
+        default="W",
+        help="whether --max-activations counts an activation until its W, or until its I, after "
+        "which only what W needs is left (default: %(default)s)",
+    )
     parser.add_argument(
         "--tie",
         type=_tie,
@@ -83,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             max_delay=args.max_delay,
             max_versions=args.max_versions,
             max_activations=args.max_activations,
+            held_until=args.held_until,
             ties=ties,
         )
     output = outputs_of("check")[args.output_format]

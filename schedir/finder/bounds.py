@@ -93,7 +93,11 @@ def _bytes_limit(costs: CostModel, own: _Rank, limit: float) -> _Limit:
     ]
     always = sum(sizes[s] for sizes in kept for s in own.stages)
     sizes = by_stage("activation_bytes", costs.activation_bytes, many)
-    return _Limit(sizes, by_stage("input_bytes", costs.input_bytes, many), sizes, limit - always)
+    parts = sizes
+    if costs.deferred_bytes is not None:
+        parts = by_stage("deferred_bytes", costs.deferred_bytes, many)
+    inputs = by_stage("input_bytes", costs.input_bytes, many)
+    return _Limit(sizes, inputs, parts, limit - always)
 
 
 # Not slotted, so that what is derived can be cached beside the fields.

@@ -26,7 +26,13 @@ from schedir.ir.actions import (
     send_act,
     send_grad,
 )
-from schedir.ir.activations import makes_activation, peak_activations, run_again
+from schedir.ir.activations import (
+    HELD_UNTIL,
+    HeldUntil,
+    makes_activation,
+    peak_activations,
+    run_again,
+)
 from schedir.ir.channels import (
     CHANNELS,
     CHANNELS_IN_WORDS,
@@ -64,6 +70,7 @@ __all__ = [
     "COMPUTE",
     "CONSUMES",
     "DEFAULT_CHANNEL",
+    "HELD_UNTIL",
     "KINDS",
     "KIND_INDEX",
     "NAMES_VERSION",
@@ -78,6 +85,7 @@ __all__ = [
     "Dataflow",
     "Entry",
     "Exchanges",
+    "HeldUntil",
     "Ints",
     "Kind",
     "Placement",

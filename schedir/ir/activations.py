@@ -7,10 +7,20 @@ an overlapped pair both activations live at once, in whichever order the two are
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import numpy as np
 
 from schedir.ir.actions import RELEASES_ACTIVATION, Kind
 from schedir.ir.columns import Bools, Columns
+
+HeldUntil: TypeAlias = Literal["W", "I"]
+_RELEASED_BY: dict[HeldUntil, frozenset[Kind]] = {
+    "W": RELEASES_ACTIVATION,
+    "I": frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}),
+}
+HELD_UNTIL: tuple[HeldUntil, ...] = tuple(_RELEASED_BY)
+"""Until when an activation of a split backward may be counted."""
 
 
 def run_again(columns: Columns) -> Bools:
@@ -28,12 +38,14 @@ def makes_activation(columns: Columns) -> Bools:
     return columns.is_kind(Kind.FORWARD, Kind.RECOMPUTE) & ~run_again(columns)
 
 
-def peak_activations(columns: Columns) -> list[tuple[int, int]]:
+def peak_activations(columns: Columns, until: HeldUntil = "W") -> list[tuple[int, int]]:
     """For each rank the most (stage, microbatch) activations that live at once in its list, and
     how many actions stand in the list before what makes the last of them (0 where there is none).
+
+    That of a split backward counts until its W, or until its I: then what W needs counts as none.
     """
     change = makes_activation(columns).astype(np.int64)
-    change -= columns.is_kind(*RELEASES_ACTIVATION)
+    change -= columns.is_kind(*_RELEASED_BY[until])
     # As if the FORWARD of a pair were listed first.
     order = np.arange(len(columns))
     forwards = np.flatnonzero(columns.joined & (change > 0))

@@ -156,7 +156,7 @@ def _html(timeline: Timeline, page: Page) -> Written:
     return Written([Piece(html_page(timeline, page.against, memory=page.memory))])
 
 
-_NOT_IN_TORCH = "OPTIM_STEP and weight versions"
+_NOT_IN_TORCH = "R, OPTIM_STEP and weight versions"
 
 OUTPUTS = (
     Output(

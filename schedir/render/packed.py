@@ -199,6 +199,7 @@ def data_before(schedule: Schedule) -> Ints:
     follows(gradient[-1], forward[-1])
     follows(gradient[:-1], gradient[1:])
     follows(flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.BACKWARD_INPUT))
+    follows(flow.of(Kind.RECOMPUTE), forward)
     transfers = flow.transfers
     follows(transfers.user, transfers.receive)
     follows(transfers.receive, transfers.send)

@@ -39,8 +39,10 @@ class CostModel:
     `boundary_bytes` are those of one microbatch between stage s and s + 1.
 
     A (stage, microbatch) keeps `activation_bytes` from its FORWARD to its backward, or
-    `input_bytes` until it is recomputed. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are
-    per stage; each weight version counts.
+    `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: what
+    the layers with weights were given, and the gradients of what they made; None is as
+    `activation_bytes`. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage; each
+    weight version counts.
 
     `samples` are what the costs were fitted on, None for those that were given.
 
@@ -63,6 +65,7 @@ class CostModel:
     boundary_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     input_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     activation_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    deferred_bytes: PerStage | None = attrs.field(default=None, **BY_STAGE)
     weight_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     optimizer_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
@@ -100,9 +103,9 @@ class CostModel:
         are told apart where boundaries differ in size; else all is latency. The first step of a
         measured run counts only where it is alone, as it finds the shapes of tensors. What no step
         shows is derived: a backward that was never split is half gradient of the input and half
-        gradient of the weights, one that was always split their sum; an overlapped pair is the sum
-        of its parts; sums of gradients and updates that were never seen are free. Bytes are those
-        of the timelines, and the unit is theirs.
+        gradient of the weights, one that was always split their sum; a recomputation is as the
+        forward; an overlapped pair is the sum of its parts; sums of gradients and updates that were
+        never seen are free. Bytes are those of the timelines, and the unit is theirs.
 
         What was observed is kept as `samples`, for `schedir.forecast`. The costs are those of one
         cut of the model into stages.
@@ -167,6 +170,13 @@ class CostModel:
         from stage to stage, and what is kept to recompute from, is 2 s b h, of the first stage the
         tokens in 8 bytes each.
 
+        Of that a layer needs for its W alone (Qi et al. 2023, table 1: 32 s b h for t = 1) the
+        inputs of its products with weights, and the gradients of what these made:
+
+            s b h (8 + 24 / t)                            32 / t with `sequence_parallel`
+
+        and the head its input, 2 s b h, and the gradient of the logits, 4 s b V / t.
+
         Parameters: 12 h² + 13 h in a layer, (V + s) h on the first stage, V h + 2 h on the last,
         where the embedding is used once more; matrices are divided by t. Mixed precision with Adam
         keeps 2 + 2 + 12 bytes of each: `weight_element`, `gradient_element`, `optimizer_element`
@@ -212,4 +222,5 @@ class CostModel:
             self.weight_bytes,
             self.gradient_bytes,
             self.optimizer_bytes,
+            self.deferred_bytes,
         )

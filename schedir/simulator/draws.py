@@ -35,6 +35,7 @@ _INSTEAD = {
     "backward": ("backward_input", "backward_weight"),
     "backward_input": ("backward", "backward_weight"),
     "backward_weight": ("backward", "backward_input"),
+    "recompute": ("forward",),
     "overlapped": ("backward", "backward_input"),
 }
 """Whose jitter a kind has that was not observed."""

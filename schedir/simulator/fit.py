@@ -1,7 +1,8 @@
 """From measured runs to costs: the median of what each kind of action takes at each stage.
 
 What no run has shown is derived as the textbook derives it: a backward that was not split is half
-gradient of the input, half gradient of the weights; one that was only seen split is their sum.
+gradient of the input, half gradient of the weights; one that was only seen split is their sum. A
+forward that was not seen to run again takes what it took.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
         "unit": unit,
         "samples": samples,
     }
+    if found["recompute"]:
+        again = dict(enumerate(fields["forward"])) | found["recompute"]
+        fields["recompute"] = tuple(again.values())
     if found["overlapped"]:
         both = zip(fields["forward"], fields["backward"], strict=True)
         sums = dict(enumerate(forward + backward for forward, backward in both))
@@ -58,6 +62,7 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
             "boundary_bytes": sizes.boundary,
             "input_bytes": sizes.input,
             "activation_bytes": sizes.activation,
+            "deferred_bytes": sizes.deferred,
             "weight_bytes": sizes.weight,
             "gradient_bytes": sizes.gradient,
             "optimizer_bytes": sizes.optimizer,

@@ -11,7 +11,9 @@ on a CPU:
                                 them; always where the schedule has none. A sum over replicas takes
                                 as much again while it goes on
     activation                  from its FORWARD to its BACKWARD or BACKWARD_WEIGHT, its input with
-                                it
+                                it. Where it has a RECOMPUTE, its input alone until that begins. At
+                                the end of its BACKWARD_INPUT all goes but what is deferred with the
+                                BACKWARD_WEIGHT
     what is received            from where the receive is listed to its use: an input becomes part
                                 of the activation, a gradient goes when the backward ends
     what is sent                from where it is made until something comes back that the receiver
@@ -31,7 +33,6 @@ from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
     READS_WEIGHTS,
-    RELEASES_ACTIVATION,
     Columns,
     Ints,
     Kind,
@@ -39,6 +40,7 @@ from schedir.ir import (
     StageVersions,
     Transfers,
     makes_activation,
+    run_again,
     weight_versions,
 )
 from schedir.simulator.needs import Needs
@@ -89,8 +91,8 @@ class Held:
 
 def live_activations(columns: Columns) -> Held:
     """How many (stage, microbatch) activations each rank holds."""
-    changes = _activations(columns, np.ones(1 + int(columns.stage.max(initial=0))))
-    return _held(columns, np.zeros(columns.ranks), changes)
+    one = np.ones(1 + int(columns.stage.max(initial=0)))
+    return _held(columns, np.zeros(columns.ranks), _activations(columns, one, one))
 
 
 def live_bytes(schedule: Schedule, sizes: Sizes, needs: Needs) -> Held:
@@ -99,9 +101,13 @@ def live_bytes(schedule: Schedule, sizes: Sizes, needs: Needs) -> Held:
     columns, transfers, stages = schedule.columns, needs.transfers, schedule.stages
     gradient = _by_stage("gradient", sizes.gradient, stages)
     boundary = _by_stage("boundary", sizes.boundary, stages - 1)
+    activation = deferred = _by_stage("activation", sizes.activation, stages)
+    if sizes.deferred is not None:
+        deferred = _by_stage("deferred", sizes.deferred, stages)
     base = _base(schedule, sizes)
     changes = [
-        *_activations(columns, _by_stage("activation", sizes.activation, stages)),
+        *_activations(columns, activation, deferred),
+        *_inputs(columns, _by_stage("input", sizes.input, stages)),
         *_gradients(schedule, gradient, base),
         *_sums(schedule, gradient, needs),
     ]
@@ -130,12 +136,26 @@ def _held(columns: Columns, base: Amounts, changes: Iterable[_Change]) -> Held:
     return Held(base, bounds, place[order], after[order], np.concatenate(amounts)[order])
 
 
-def _activations(columns: Columns, size: Amounts) -> list[_Change]:
-    taken = np.flatnonzero(makes_activation(columns))
-    freed = columns.where(*RELEASES_ACTIVATION)
+def _activations(columns: Columns, size: Amounts, deferred: Amounts) -> list[_Change]:
+    """All of an activation, of which `deferred` is left between I and W."""
+    made = np.flatnonzero(makes_activation(columns))
+    changes = [(made, _TAKEN_FIRST, size[columns.stage[made]])]
+    for kind, freed in (
+        (Kind.BACKWARD, size),
+        (Kind.BACKWARD_INPUT, size - deferred),
+        (Kind.BACKWARD_WEIGHT, deferred),
+    ):
+        places = columns.where(kind)
+        changes.append((places, _FREED_LAST, -freed[columns.stage[places]]))
+    return changes
+
+
+def _inputs(columns: Columns, size: Amounts) -> list[_Change]:
+    """What a forward that runs again keeps until then."""
+    forwards, again = np.flatnonzero(run_again(columns)), columns.where(Kind.RECOMPUTE)
     return [
-        (taken, _TAKEN_FIRST, size[columns.stage[taken]]),
-        (freed, _FREED_LAST, -size[columns.stage[freed]]),
+        (forwards, _TAKEN_FIRST, size[columns.stage[forwards]]),
+        (again, _FREED_FIRST, -size[columns.stage[again]]),
     ]
 
 

@@ -21,6 +21,7 @@ OF_A_PART = (
     "optim_step",
     "overlapped",
     "activation_bytes",
+    "deferred_bytes",
     "weight_bytes",
     "gradient_bytes",
     "optimizer_bytes",

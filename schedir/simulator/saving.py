@@ -148,7 +148,11 @@ def _times(value: object, where: str, schedule: Schedule) -> list[float]:
 def _sizes(value: object, stages: int) -> Sizes:
     names = [field.name for field in attrs.fields(Sizes)]
     found: dict[str, Any] = {}
+    if isinstance(value, dict):  # older files don't have it
+        value = {"deferred": None} | value
     for name, size in _keys(value, "sizes", names).items():
+        if name == "deferred" and size is None:
+            continue
         several = size if isinstance(size, list) else [size]
         wanted = stages - 1 if name == "boundary" else stages
         if isinstance(size, list) and len(size) != wanted:

@@ -122,6 +122,18 @@ class Transformer:
         last = 2 * e * self._embedded / around + logits
         return self._by_stage(layer, self._embedded / around, last)
 
+    def deferred(self) -> tuple[float, ...]:
+        """The bytes that each stage keeps of a microbatch between its I and its W, on one device:
+        the inputs of products with weights, and the gradients of what these made."""
+        e, t = self.activation_element, self.tensor
+        around = t if self.sequence_parallel else 1
+        # Queries, keys, values, the projection's input, and what is between the feed-forward parts.
+        shared = (4 + 2 * self.feed_forward / self.hidden) / t
+        # The inputs of attention and feed-forward part, and what these add to the residual.
+        layer = e * self._embedded * (shared + 4 / around)
+        logits = 4 * self.sequence * self.microbatch * self.vocabulary / t
+        return self._by_stage(layer, 0, e * self._embedded / around + logits)
+
     def boundary(self) -> float:
         """The bytes of a microbatch between two stages, from one device to its peer."""
         shares = self.tensor if self.sequence_parallel else 1
@@ -179,6 +191,7 @@ class Device:
             "boundary_bytes": model.boundary(),
             "input_bytes": model.inputs(),
             "activation_bytes": model.activations(),
+            "deferred_bytes": model.deferred(),
             "weight_bytes": tuple(many * self.weight_element for many in parameters),
             "gradient_bytes": gradient,
             "optimizer_bytes": tuple(many * self.optimizer_element / shares for many in parameters),

@@ -83,7 +83,11 @@ BY_LINK: dict[str, Any] = {"validator": _check_links, "converter": _dict, "hash"
 
 @attrs.frozen
 class Sizes:
-    """What is kept, in bytes: each one number, or one per stage (`boundary`: per boundary)."""
+    """What is kept, in bytes: each one number, or one per stage (`boundary`: per boundary).
+
+    `deferred` is what is left of an activation between its I and its W, None where that is not
+    known: then it counts as all of it.
+    """
 
     boundary: PerStage = 0
     input: PerStage = 0
@@ -91,6 +95,7 @@ class Sizes:
     weight: PerStage = 0
     gradient: PerStage = 0
     optimizer: PerStage = 0
+    deferred: PerStage | None = None
 
     @property
     def known(self) -> bool:

@@ -9,6 +9,7 @@ import attrs
 
 from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
+from schedir.ir import HeldUntil
 
 
 @attrs.frozen(kw_only=True)
@@ -86,6 +87,12 @@ class ActivationsAboveLimit(Diagnostic):
 
     peak: int
     limit: int
+    held_until: HeldUntil = "W"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is left of an activation after its I, where that is not counted."""
+        return ("an activation counts until its I",) if self.held_until == "I" else ()
 
 
 @attrs.frozen(kw_only=True)
