@@ -23,6 +23,14 @@ def of_stage(value: Any, stage: int) -> Any:
     return value[stage] if isinstance(value, tuple) else value
 
 
+def cost_of(costs: CostModel, action: Action) -> Any:
+    """What an action of compute takes alone."""
+    value = getattr(costs, action.kind.name.lower())
+    if action.kind is Kind.RECOMPUTE and value is None:
+        value = costs.forward
+    return of_stage(value, action.stage)
+
+
 def of_link(value: Any, link: Key) -> Any:
     return value[link] if isinstance(value, dict) else value
 
@@ -139,7 +147,7 @@ class Stepped:
         if len(parts) > 1 and self.costs.overlapped is not None:
             (forward,) = (a for a in parts if a.kind is Kind.FORWARD)
             return of_stage(self.costs.overlapped, forward.stage)
-        return sum(of_stage(getattr(self.costs, a.kind.name.lower()), a.stage) for a in parts)
+        return sum(cost_of(self.costs, a) for a in parts)
 
     # What may happen now.
 

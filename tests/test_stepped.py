@@ -13,7 +13,7 @@ import schedir
 from schedir import CostModel, Kind, Schedule, Timeline, Together
 from schedir.ir import COMMUNICATION, COMPUTE, Entry
 from tests.joined import drawn_joined, joined
-from tests.stepped import Stepped, of_link, of_stage
+from tests.stepped import Stepped, cost_of, of_link, of_stage
 from tests.test_random import drawn, scattered
 
 SEEDS = st.integers(0, 1 << 32)
@@ -62,6 +62,7 @@ def some_costs(schedule: Schedule, chance: random.Random) -> CostModel:
         backward=by_stage(9),
         backward_input=by_stage(5),
         backward_weight=by_stage(5),
+        recompute=chance.choice([None, by_stage(5)]),
         reduce_grad=by_stage(4),
         optim_step=by_stage(3),
         overlapped=chance.choice([None, by_stage(12)]),
@@ -156,11 +157,7 @@ def test_no_step_is_shorter_than_its_longest_path_or_its_busiest_rank(
         paths.append(path)
     assert line.makespan >= max(paths)
     for rank, stats in enumerate(line.ranks):
-        work = sum(
-            of_stage(getattr(costs, a.kind.name.lower()), a.stage)
-            for a in schedule.flat[rank]
-            if a.kind in COMPUTE
-        )
+        work = sum(cost_of(costs, a) for a in schedule.flat[rank] if a.kind in COMPUTE)
         assert stats.busy == work <= line.makespan
         assert stats.busy + stats.idle == line.makespan
 
@@ -179,6 +176,7 @@ def dearer(costs: CostModel, chance: random.Random) -> CostModel:
             "backward",
             "backward_input",
             "backward_weight",
+            "recompute",
             "reduce_grad",
             "optim_step",
             "overlapped",

@@ -33,6 +33,7 @@ def drawn_costs(chance: random.Random, schedule: Schedule, whole: bool = True) -
         backward=per_stage(),
         backward_input=per_stage(),
         backward_weight=per_stage(),
+        recompute=chance.choice([None, per_stage()]),
         reduce_grad=cost(),
         optim_step=cost(),
         latency={link: cost() for link in links},
