@@ -20,10 +20,14 @@ def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     4 microbatches on 4 ranks, a backward twice as long as a forward, `*` the optimiser's step:
 
-        rank 0  0F0 0F1     3F2 3B2---- 3F3 3B3----     0B0----         0B1----*
-        rank 1      1F0 2F2 1F1 2F3     2B2---- 1B0---- 2B3---- 1B1----*
-        rank 2      1F2 2F0 1F3 2F1     2B0---- 1B2---- 2B1---- 1B3----*
-        rank 3  0F2 0F3     3F0 3B0---- 3F1 3B1----     0B2----         0B3----*
+        rank 0 stage 0  F0 F1                         B0---       B1---*
+        rank 0 stage 3           F2 B2--- F3 B3---                     *
+        rank 1 stage 1     F0    F1             B0---       B1---*
+        rank 1 stage 2        F2    F3    B2---       B3---      *
+        rank 2 stage 1     F2    F3             B2---       B3---*
+        rank 2 stage 2        F0    F1    B0---       B1---      *
+        rank 3 stage 0  F2 F3                         B2---       B3---*
+        rank 3 stage 3           F0 B0--- F1 B1---                     *
 
     Every stage is on two ranks, s and ranks - 1 - s (the middle one of an odd number on one). As
     many microbatches as ranks are a unit, whose first half goes down the ranks, the second half

@@ -18,9 +18,10 @@ import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.captions import bubble
-from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out, rows_of
+from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out
 from schedir.render.clock import with_unit
 from schedir.render.drawing import Drawing, Group, gap, stacked
+from schedir.render.lanes import Lane, labels_of, lanes_of, lanes_per_rank
 from schedir.render.legend import kinds_in_words, legend, painted_legend
 from schedir.render.palette import LEFT_OUT, PAIR
 from schedir.render.steady import Repeat, repeats
@@ -28,7 +29,8 @@ from schedir.render.styled import Block, Panel, Piece, count, fill, number
 from schedir.render.timeline import names, statistics, title
 from schedir.simulator import Timeline
 
-_CORNER = "rank  "
+_CORNER, _CORNER_OF_REPLICAS = "rank  ", "rank  stage  "
+_RANK, _STAGE = len("rank"), len("stage")
 _PANEL_EDGES = 4  # columns
 _PROMPT_LINES = 1
 _RULER_LINES = 1
@@ -114,7 +116,7 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
         _Shown.of(timeline, name, space)
         for timeline, name in zip(timelines, names(*timelines), strict=True)
     ]
-    sketcher = _Sketcher(shown, Labels.of_schedules(line.schedule for line in timelines))
+    sketcher = _Sketcher(shown, labels_of(timelines))
     whole = sketcher.labelled(repeated=())
     corner = len(whole.corner)
     if whole.axis.columns + corner <= width:
@@ -138,37 +140,47 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
 
 @attrs.frozen
 class _Shown:
-    """The `ranks` of a timeline that are drawn, with their `rows`; `hidden` ones are left out."""
+    """The `lanes` of a timeline that are drawn; those of `hidden` ranks are left out."""
 
     timeline: Timeline
     name: str
-    ranks: Sequence[int]
+    lanes: Sequence[Lane]
     hidden: int
-    rows: Sequence[Row]
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is drawn of the lanes."""
+        return [lane.row for lane in self.lanes]
 
     @classmethod
     def of(cls, timeline: Timeline, name: str, room: int) -> Self:
         """As many ranks as there are lines for, the first and the last."""
         ranks = timeline.schedule.ranks
         shown, hidden = list(range(ranks)), 0
+        room //= lanes_per_rank(timeline.schedule)
         if ranks > room:
             many = max(room - 1, 2)
             last = many // 2
             shown = [*range(many - last), *range(ranks - last, ranks)]
             hidden = ranks - many
-        return cls(timeline, name, shown, hidden, rows_of(timeline, shown))
+        return cls(timeline, name, lanes_of(timeline, shown), hidden)
 
-    def group(self, cells: list[list[Cell]]) -> Group:
+    def group(self, cells: list[list[Cell]], corner: str) -> Group:
         """Its part of a drawing, with a note where ranks are left out."""
-        heads = [f"{rank:{len(_CORNER) - 2}}  " for rank in self.ranks]
+        heads = [_head(lane).ljust(len(corner)) for lane in self.lanes]
         if self.hidden:
-            middle = len(heads) - len(heads) // 2
+            ranks = [lane.rank for lane in self.lanes]
+            middle = next(i for i, rank in enumerate(ranks) if i and rank > ranks[i - 1] + 1)
             head, row = gap(
-                f"{LEFT_OUT:>{len(_CORNER) - 2}}  ", f"{count(self.hidden, 'rank')} left out"
+                f"{LEFT_OUT:>{_RANK}}".ljust(len(corner)), f"{count(self.hidden, 'rank')} left out"
             )
             heads.insert(middle, head)
             cells.insert(middle, row)
         return Group(self.name, heads, cells)
+
+
+def _head(lane: Lane) -> str:
+    return f"{lane.rank:{_RANK}}" + ("" if lane.stage is None else f"  {lane.stage:{_STAGE}}")
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -235,8 +247,10 @@ class _Sketcher:
         if any(part.hidden for part in self.shown) or axis.cuts or not complete:
             words += "; --full draws everything"
         rows = iter(cells)
-        groups = [part.group([next(rows) for _ in part.rows]) for part in self.shown]
-        return stacked(_CORNER, groups, axis, words)
+        staged = any(lane.stage is not None for part in self.shown for lane in part.lanes)
+        corner = _CORNER_OF_REPLICAS if staged else _CORNER
+        groups = [part.group([next(rows) for _ in part.lanes], corner) for part in self.shown]
+        return stacked(corner, groups, axis, words)
 
 
 def _again(repeat: Repeat) -> str:

@@ -8,14 +8,14 @@ rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from schedir.ir import Schedule
 from schedir.render.axis import Axis
 from schedir.render.captions import bubble, caption
-from schedir.render.cells import Labels, rows_of
 from schedir.render.clock import clock_of, with_unit
 from schedir.render.drawing import Drawing, Group, stacked
+from schedir.render.lanes import Lane, labels_of, lanes_of
 from schedir.render.legend import legend, painted_legend
 from schedir.render.styled import Block, Piece, Table, coloured, count, fill, number, plain
 from schedir.simulator import Timeline
@@ -87,22 +87,38 @@ def names(*timelines: Timeline) -> list[str]:
 
 def drawing_of(*timelines: Timeline) -> Drawing:
     """All ranks with all their actions, one timeline below the other on one axis."""
-    digits = len(str(max(line.schedule.ranks for line in timelines) - 1))
-    several = [rows_of(line, range(line.schedule.ranks)) for line in timelines]
-    rows = [row for part in several for row in part]
-    labels = Labels.of_schedules(line.schedule for line in timelines)
+    several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
+    rows = [lane.row for part in several for lane in part]
+    labels = labels_of(timelines)
     axis = Axis(labels.scale(rows), max(line.makespan for line in timelines))
     groups = [
         Group(
             name,
-            [f"rank {rank:{digits}}  " for rank in range(len(part))],
-            [labels.cells(row, axis) for row in part],
+            heads,
+            [labels.cells(lane.row, axis) for lane in part],
         )
-        for name, part in zip(names(*timelines), several, strict=True)
+        for name, heads, part in zip(names(*timelines), _heads(several), several, strict=True)
     ]
     cells = [row for group in groups for row in group.rows]
-    corner = " " * (len("rank ") + digits + 2)
+    corner = " " * len(groups[0].heads[0])
     return stacked(corner, groups, axis, legend(labels, rows, cells))
+
+
+def _heads(several: Sequence[Sequence[Lane]]) -> list[list[str]]:
+    """What stands before each of the lanes, all of one width."""
+    lanes = [lane for part in several for lane in part]
+    ranks = len(str(max(lane.rank for lane in lanes)))
+    stages = max((len(str(lane.stage)) for lane in lanes if lane.stage is not None), default=0)
+    heads = [
+        [
+            f"rank {lane.rank:{ranks}}"
+            + ("" if lane.stage is None else f" stage {lane.stage:{stages}}")
+            for lane in part
+        ]
+        for part in several
+    ]
+    width = max(len(head) for part in heads for head in part)
+    return [[f"{head:{width}}  " for head in part] for part in heads]
 
 
 def title(schedule: Schedule) -> str:

@@ -1,0 +1,93 @@
+"""Where stages have replicas, each of these has a lane of its own."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir.ir import COMPUTE
+from schedir.render.lanes import lanes_of
+from schedir.render.overview import overview_blocks
+from schedir.render.styled import plain
+from schedir.render.timeline import timeline_text
+from tests.literals import listed
+from tests.test_random import drawn
+
+
+def simulated(name: str, ranks: int, microbatches: int) -> schedir.Timeline:
+    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches))
+
+
+def test_a_rank_says_which_replica_it_has() -> None:
+    line = schedir.simulate(
+        schedir.insert_communication(
+            listed(
+                2,
+                "0,1 2",
+                "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
+                "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+                "1F0 1F1 1B0 1B1 1OPTIM_STEP",
+            )
+        )
+    )
+    text = timeline_text(line)
+    found = re.findall(r"rank +\d stage.*", text)
+    assert [row.split("  ")[0] for row in found] == [
+        "rank 0 stage 0",
+        "rank 1 stage 0",
+        "rank 2 stage 1",
+    ]
+    assert "F0 is the forward of microbatch 0" in text  # the lane says of which stage
+
+
+def test_both_parts_of_a_pair_are_in_their_lanes() -> None:
+    text = timeline_text(simulated("dualpipe", 2, 4))
+    rows = re.findall(r"rank 0 stage.*", text)
+    assert rows == [
+        "rank 0 stage 0  F0    F1       B0------       I1 W1*",
+        "rank 0 stage 1     F2    B2--- F3------ B3---      *",
+    ]
+
+
+def test_schedules_without_replicas_keep_a_lane_for_each_rank() -> None:
+    line = simulated("dualpipev", 2, 4)
+    assert [(lane.rank, lane.stage) for lane in lanes_of(line, range(2))] == [(0, None), (1, None)]
+    assert "0F3;3B1" in timeline_text(line)
+
+
+def test_beside_a_schedule_without_replicas() -> None:
+    one, other = simulated("chimera", 2, 2), simulated("1f1b", 2, 2)
+    text = plain(overview_blocks(one, 80, 40, other))
+    assert "rank  stage  0" in text
+    assert "\n   1      1     F0 B0---      *\n" in text
+    assert "\n   0         F0 F1" in text
+
+
+def test_an_overview_leaves_out_whole_ranks() -> None:
+    text = plain(overview_blocks(simulated("chimera", 8, 8), 100, 24))
+    rows = re.findall(r"^ +(\d+) +(\d+)  ", text, re.MULTILINE)
+    ranks = Counter(int(rank) for rank, _ in rows)
+    assert set(ranks.values()) == {2}
+    assert set(ranks) < set(range(8))
+    hidden = 8 - len(ranks)
+    assert f"{hidden} ranks left out" in text
+    assert text.index("left out") > text.index("\n   0 ")
+    assert len(text.splitlines()) <= 24
+
+
+@given(st.integers(0, 1 << 32))
+def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
+    line = schedir.simulate(schedir.insert_communication(drawn(random.Random(seed))))
+    schedule = line.schedule
+    for rank, actions in enumerate(schedule.flat):
+        lanes = lanes_of(line, [rank])
+        found = [span.action for lane in lanes for span in lane.row.spans]
+        assert Counter(found) == Counter(a for a in actions if a.kind in COMPUTE)
+        for lane in lanes:
+            if lane.stage is not None:
+                assert {span.action.stage for span in lane.row.spans} <= {lane.stage}
