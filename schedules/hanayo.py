@@ -1,0 +1,62 @@
+"""Hanayo: waves down the ranks and up again (Liu et al., SC 2023, arXiv 2308.15762, section 3)."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from heapq import heappop, heappush
+
+from schedir import Action, Pipeline, backward, forward, optim_step, schedule, wave
+
+
+@schedule("hanayo", aliases=("wave",), placement=wave, chunks=2)
+def hanayo(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """Waves down the ranks and up again, two chunks each: the more, the smaller the bubble.
+
+    One wave on 3 ranks, stages 0 and 5 on the first, 1 and 4 on the second, 2 and 3 on the third; 3
+    microbatches, a backward twice as long as a forward:
+
+        rank 0  0F0 0F1 0F2         5F0 5B0---- 5F1 5B1---- 5F2 5B2----         0B0---- ...
+        rank 1      1F0 1F1 1F2 4F0     4F1     4B0---- 4F2 4B1----     1B0---- 4B2---- 1B1---- ...
+        rank 2          2F0 3F0 2F1 3F1 2F2 3F2         3B0---- 2B0---- 3B1---- 2B1---- 3B2---- ...
+
+    The microbatches go in groups of `ranks`, whose activations, as many as 1F1B's, a rank has room
+    for: it runs a backward where it can, else the forward that is furthest. With two chunks or
+    more, k whole groups take 2 * (ranks - 1) * (k + 1) forwards of a stage longer than a rank
+    works; a short last group takes almost as long as a whole one.
+    """
+    yield from _plan(pipe)[rank]
+    for stage in pipe.stages_of(rank):
+        yield optim_step(stage)
+
+
+@lru_cache(maxsize=1)
+def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
+    """The lists of all ranks, before the updates, as if forward and backward took equally long."""
+    last, room = 2 * pipe.stages - 1, pipe.ranks * pipe.chunks
+    lists: list[list[Action]] = [[] for _ in range(pipe.ranks)]
+    # What a rank could run: each by its group, how many steps come after it, and its microbatch.
+    forwards: list[list[tuple[int, int, int]]] = [[] for _ in lists]
+    backwards: list[list[tuple[int, int, int]]] = [[] for _ in lists]
+    begun, live = [0] * pipe.ranks, [0] * pipe.ranks
+    coming = [(m // pipe.ranks, last, m) for m in range(pipe.microbatches)]
+    while coming or any(forwards) or any(backwards):
+        for group, left, m in coming:
+            ready, stage = (backwards, left) if left < pipe.stages else (forwards, last - left)
+            heappush(ready[pipe.placement[stage][0]], (group, left, m))
+        coming = []
+        for rank, actions in enumerate(lists):
+            ahead = forwards[rank]
+            if backwards[rank]:
+                group, left, m = heappop(backwards[rank])
+                actions.append(backward(left, m))
+                live[rank] -= 1
+            # No group may begin before all of the one before it has: it could take its room.
+            elif ahead and live[rank] < room and ahead[0][0] == begun[rank] // room:
+                group, left, m = heappop(ahead)
+                actions.append(forward(last - left, m))
+                live[rank] += 1
+                begun[rank] += 1
+            else:
+                continue
+            if left:
+                coming.append((group, left - 1, m))
+    return tuple(map(tuple, lists))
