@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.ir import COMPUTE
-from schedir.render.lanes import lanes_of
+from schedir.render.lanes import has_replicas, lanes_of
 from schedir.render.overview import overview_blocks
 from schedir.render.styled import plain
+from schedir.render.svg import svg_blocks
+from schedir.render.svg_lanes import cells_of
 from schedir.render.timeline import timeline_text
+from tests.joined import joined
 from tests.literals import listed
 from tests.test_random import drawn
 
@@ -91,3 +94,30 @@ def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
         for lane in lanes:
             if lane.stage is not None:
                 assert {span.action.stage for span in lane.row.spans} <= {lane.stage}
+
+
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None:
+    schedule = drawn(random.Random(seed))
+    if paired:
+        schedule = joined(schedule, random.Random(seed))
+    complete = schedir.check(schedule, "async").schedule
+    if complete is None:  # a pair that needs itself
+        return
+    line, schedule = schedir.simulate(complete), complete
+    for rank in range(schedule.ranks):
+        cells = cells_of(line, rank, 1.0)
+        stages = schedule.stages_of(rank)
+        within = len(stages) if has_replicas(schedule) else 1
+        turns = [stages.index(s) for s in schedule.columns.stage[cells.place].tolist()]
+        for turn, top, height in zip(turns, cells.top, cells.height, strict=True):
+            lane = turn if within > 1 else 0
+            assert lane / within - 1e-9 <= top
+            assert top + height <= (lane + 1) / within + 1e-9
+
+
+def test_a_picture_names_the_stages_where_there_is_room() -> None:
+    picture = plain(svg_blocks(simulated("chimera", 4, 4)))
+    assert len(re.findall(r">stage \d<", picture)) == 8
+    assert ">stage " not in plain(svg_blocks(simulated("chimera", 64, 64)))
+    assert ">stage 1<" not in plain(svg_blocks(simulated("1f1b", 4, 4)))

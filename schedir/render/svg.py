@@ -25,6 +25,7 @@ import numpy as np
 from schedir.render.axis import round_step
 from schedir.render.captions import bubble, captions
 from schedir.render.clock import clock_of
+from schedir.render.lanes import lanes_per_rank
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
@@ -34,7 +35,15 @@ from schedir.render.palette import (
     WORDS,
 )
 from schedir.render.styled import Piece, number
-from schedir.render.svg_lanes import THINNEST, Cells, cells_of, draw_lane, merged
+from schedir.render.svg_lanes import (
+    THINNEST,
+    Cells,
+    cells_of,
+    draw_lane,
+    merged,
+    stage_names,
+    stages_room,
+)
 from schedir.render.svg_legend import LINE, legend
 from schedir.render.svg_memory import Curves, curves_of
 from schedir.render.svg_text import LABEL, px, text_at, text_width
@@ -45,7 +54,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-se
 _MARGIN = 14.0
 _NARROWEST, _WIDEST = 420.0, 1100.0
 """How wide the time axis is, in pixels, as all lengths here."""
-_HIGHEST_LANE, _LOWEST_LANE = 24.0, 3.0
+_HIGHEST_LANE, _LOWEST_LANE, _REPLICAS_LANE = 24.0, 3.0, 18.0
 _ALL_LANES = 900.0
 """Lanes get lower, as there are more of them than this holds."""
 _SHORTEST = 16
@@ -101,10 +110,12 @@ def svg_blocks(
     per_unit = width / (max(spans) or 1)
     headings = list(dict.fromkeys(title(line.schedule) for line in both))
     entries = list(legend(both, width, curves.what if curves else ""))
+    within = max(lanes_per_rank(line.schedule) for line in both)
+    lane, curve, pitch = _heights(sum(line.schedule.ranks for line in both), within, memory)
     left = _MARGIN + 22 + 7 * len(str(max(line.schedule.ranks for line in both) - 1))
+    left += max(stages_room(line.schedule) for line in both)
     top = _MARGIN + LINE * len(headings) + 4
     legend_top, top = top, top + LINE * (1 + entries[-1].row)
-    lane, curve, pitch = _heights(sum(line.schedule.ranks for line in both), memory)
     panels = []
     for line, name, factor in zip(both, captions(timeline, against), clock.factors, strict=True):
         caption = f"makespan {clock.duration(line.makespan * factor)}, "
@@ -139,10 +150,13 @@ def svg_blocks(
     yield Piece("</svg>\n")
 
 
-def _heights(ranks: int, memory: bool) -> tuple[float, float, float]:
-    """The height of a lane, that of a curve below, and how far it is from lane to lane."""
+def _heights(ranks: int, within: int, memory: bool) -> tuple[float, float, float]:
+    """The height of a rank's lane, with so many `within`, that of a curve below, and how far it is
+    from lane to lane."""
     lane = min(_HIGHEST_LANE, max(_LOWEST_LANE, _ALL_LANES / ranks - 1))
-    curve = 0.8 * lane if memory else 0.0
+    if within > 1:
+        lane = within * min(_REPLICAS_LANE, max(_LOWEST_LANE, _ALL_LANES / (ranks * within) - 1))
+    curve = 0.8 * lane / within if memory else 0.0
     return lane, curve, lane + curve + min(8.0 if memory else 4.0, 0.2 * lane)
 
 
@@ -234,7 +248,12 @@ def _panel(
     every = max(1, round(round_step(11 / panel.pitch)))
     for rank in range(0, schedule.ranks, every):
         middle = panel.lane_top(rank) + panel.lane / 2
-        yield text_at(left - 7, middle + 4, str(rank), anchor="end")
+        room = stages_room(schedule)
+        yield text_at(left - 7 - room, middle + 4, str(rank), anchor="end")
+        if room:
+            yield from stage_names(
+                schedule.stages_of(rank), left - 7, panel.lane_top(rank), panel.lane
+            )
     middle = (panel.top + panel.bottom) / 2
     yield Piece(
         f'<text text-anchor="middle" fill="{INK}" '

@@ -12,14 +12,16 @@ areas are true.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind
-from schedir.render.palette import PAPER, STEP_FILL, picture_fill
-from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_width
+from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
+from schedir.render.lanes import has_replicas
+from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, picture_fill
+from schedir.render.styled import Piece
+from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.simulator import Timeline
 
 THINNEST = 1.0
@@ -32,6 +34,8 @@ _TIGHT = 0.5
 """By how much a cell may be too narrow for its label."""
 _LOWEST_LABEL = 10.0
 """The lowest cell that has a label."""
+_ROOMY = 15.0
+"""A part of a lane that is as high has a label of full size."""
 _SHADES = 4
 _STEP = KIND_INDEX[Kind.OPTIM_STEP]
 
@@ -41,7 +45,8 @@ class Cells:
     """The compute of one rank by time; all arrays have the shape [cells].
 
     `top` and `height` are parts of the lane's height: an overlapped pair is two cells, one above
-    the other. `colour` is that of the kind and of the turn of the stage among the rank's.
+    the other, and each replica of a stage has a lane within its rank's. `colour` is that of the
+    kind and of the turn of the stage among the rank's.
     """
 
     left: Lengths
@@ -64,20 +69,41 @@ def cells_of(timeline: Timeline, rank: int, scale: float) -> Cells:
     known = columns.is_kind(*COMPUTE)[first:end] & ~np.isnan(starts) & ~np.isnan(ends)
     places = np.flatnonzero(known)
     places = first + places[np.argsort(starts[places], kind="stable")]
-    shared, joined = columns.shared[places], columns.joined[places]
+    joined = columns.joined[places]
+    halved = columns.shared[places] | joined
+    turns, within = _turns(timeline, rank, columns.stage[places]), 1
+    lane = np.zeros_like(turns)
+    if has_replicas(timeline.schedule):
+        lane, within = turns, len(timeline.schedule.stages_of(rank))
+        halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
         np.round(timeline.starts[places] * scale, 2),
         np.round(timeline.ends[places] * scale, 2),
-        np.where(joined, 0.5, 0.0),
-        np.where(shared, 0.5, 1.0),
+        (lane + np.where(halved & joined, 0.5, 0.0)) / within,
+        np.where(halved, 0.5, 1.0) / within,
         places,
-        columns.kind[places] * _SHADES + _turns(timeline, rank, columns.stage[places]) % _SHADES,
+        columns.kind[places] * _SHADES + turns % _SHADES,
     )
 
 
 def _turns(timeline: Timeline, rank: int, stages: Ints) -> Ints:
     """The turn of each stage among the rank's."""
     return np.searchsorted(np.array(timeline.schedule.stages_of(rank), np.int64), stages)
+
+
+def stages_room(schedule: Schedule) -> float:
+    """The room that the names of stages need beside their lanes, where they have some."""
+    if not has_replicas(schedule):
+        return 0
+    return 0.6 * SMALL_LABEL * len(f"stage {schedule.stages - 1}") + 6
+
+
+def stage_names(stages: Sequence[int], right: float, top: float, lane: float) -> Iterator[Piece]:
+    """The names of a rank's stages, each beside its lane, where there is room."""
+    high = lane / max(1, len(stages))
+    for turn, stage in enumerate(stages if high >= SMALL_LABEL else ()):
+        y = top + (turn + 0.5) * high + 0.36 * SMALL_LABEL
+        yield text_at(right, y, f"stage {stage}", anchor="end", size=SMALL_LABEL, fill=FAINT_INK)
 
 
 def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
@@ -155,9 +181,10 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
     """
     digits = "0" * len(str(columns.microbatch.max(initial=0)))
     room = cells.right - cells.left + _TIGHT
-    for size, part in ((LABEL, 1.0), (SMALL_LABEL, 0.5)):
+    for part in np.unique(cells.height)[::-1].tolist():
         if height * part < _LOWEST_LABEL:
             continue
+        size = LABEL if part == 1 or height * part >= _ROOMY else SMALL_LABEL
         for ink, colours in _inks(cells.colour):
             some = cells.where(
                 (cells.height == part)
@@ -198,5 +225,5 @@ def _steps(cells: Cells, among: Cells, height: float) -> str:
     """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
     least = min(_STEP_WIDTH, max(0.3, float(np.median(among.right - among.left)) / 8))
     right = np.maximum(cells.right, cells.left + least)
-    outline = path(cells.left, right, 0 * right, height + 0 * right)
+    outline = path(cells.left, right, cells.top * height, cells.height * height)
     return f'<path class="steps" fill="{STEP_FILL}" d="{outline}"/>'
