@@ -291,7 +291,7 @@ class _Rank:
                 turn, between = (min(time, work.costs.recompute[s]) for time in (turn, between))
             rounds, left = divmod(work.microbatches - 1, int(limit.most // limit.sizes[s]))
             hold = turn + work.inputs[s]
-            until = self._after(s) if limit.parts[s] == limit.sizes[s] else 0
+            until = self._after(s) if limit.parts[s] >= limit.sizes[s] else 0
             head = work.heads[s] if objective == "makespan" else 0
             yield head + left * between + rounds * (hold + until) + hold + rests[s]
 
@@ -310,7 +310,7 @@ class _Rank:
         last = min(
             work.turns[s] - work.costs.forward[s] + work.inputs[s] + rests[s] for s in self.stages
         )
-        parts = [limit.parts[s] == limit.sizes[s] for s in self.stages]
+        parts = [limit.parts[s] >= limit.sizes[s] for s in self.stages]
         if work.split and not all(parts):
             # Weights' gradients may wait beyond what is held.
             time = first + self._sum(work.costs.forward, work.inputs) - forwards

@@ -47,6 +47,7 @@ def costs_for(stages: int) -> st.SearchStrategy[CostModel]:
         ),
         activation_bytes=sizes,
         input_bytes=sizes,
+        deferred_bytes=st.none() | sizes,
         weight_bytes=few,
         latency=few,
         boundary_bytes=few,
