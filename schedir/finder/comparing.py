@@ -12,7 +12,7 @@ from schedir.errors import SchedirError
 from schedir.finder.comparison import Comparison, Problem, Row, ranked
 from schedir.finder.variants import Shapes, Target, Variant, variants
 from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
-from schedir.library import DEFAULT_RANKS, Costs, Parameter
+from schedir.library import Costs, Parameter
 from schedir.passes import append_steps
 from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
 from schedir.simulator.recut import OF_A_PART
@@ -61,9 +61,6 @@ def compare(
     """
     costs = costs or CostModel()
     job = _Job(costs, channel, memory_limit)
-    if isinstance(costs, CostModel):
-        # What generators see that are made for given costs.
-        costs = partial(recut, costs, of=ranks or DEFAULT_RANKS)
     tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters, costs))
     if add_steps:
         tried = [attrs.evolve(each, make=partial(_with_steps, each)) for each in tried]

@@ -14,6 +14,7 @@ from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library import (
     DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
     Costs,
     Generator,
     GeneratorFunction,
@@ -22,7 +23,7 @@ from schedir.library import (
     is_list,
     load,
 )
-from schedir.simulator import Timeline, load_timelines, median_step
+from schedir.simulator import CostModel, Timeline, load_timelines, median_step, recut
 
 Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
 """What names, or is, something to compare."""
@@ -139,11 +140,18 @@ def _shaped(
             ranks=shapes.ranks,
             microbatches=microbatches,
             chunks=chunks,
-            costs=shapes.costs,
+            costs=_seen(shapes),
             **own,
         )
         many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
         yield Variant(named or found.name, many, chunks or found.chunks, make)
+
+
+def _seen(shapes: Shapes) -> Costs:
+    """The costs that generators see which are made for given ones: of the same model."""
+    if isinstance(shapes.costs, CostModel):
+        return partial(recut, shapes.costs, of=shapes.ranks or DEFAULT_RANKS)
+    return shapes.costs
 
 
 def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:
