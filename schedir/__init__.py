@@ -9,7 +9,7 @@ from schedir.errors import (
     ScheduleError,
     UnsoundError,
 )
-from schedir.finder import Comparison, compare, search
+from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
 from schedir.ir import (
     Action,
     Kind,
@@ -67,6 +67,7 @@ __all__ = [
     "ParseError",
     "Pipeline",
     "Placement",
+    "ReplicaPlan",
     "Report",
     "SchedirError",
     "Schedule",
@@ -92,6 +93,7 @@ __all__ = [
     "loads",
     "mirrored",
     "optim_step",
+    "plan_replicas",
     "recompute",
     "recompute_forward",
     "recv_act",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 import schedir
-from schedir import Pipeline
+from schedir import Action, CostModel, LoadError, Pipeline, backward, forward
+from schedir.library import find
 
 
 def ranks_of(place: object, ranks: int, chunks: int) -> list[tuple[int, ...]]:
@@ -25,3 +29,55 @@ def ranks_of(place: object, ranks: int, chunks: int) -> list[tuple[int, ...]]:
 def test_placement_of_three_ranks(place: object, chunks: int, expected: str) -> None:
     written = " ".join(",".join(map(str, held)) for held in ranks_of(place, 3, chunks))
     assert written == expected
+
+
+def slowest_last(pipe: Pipeline, *, costs: CostModel, turned: bool = False) -> list[int]:
+    """Stages on ranks by their cost."""
+    assert isinstance(costs.forward, tuple)
+    by_cost = sorted(range(pipe.ranks), key=costs.forward.__getitem__, reverse=turned)
+    return [by_cost.index(stage) for stage in range(pipe.ranks)]
+
+
+@schedir.schedule("by-cost", placement=slowest_last)
+def by_cost(pipe: Pipeline, rank: int, *, turns: int = 1) -> Iterator[Action]:
+    """Each microbatch by itself."""
+    for m in range(pipe.microbatches * turns // turns):
+        yield from (make(s, m) for s in pipe.stages_of(rank) for make in (forward, backward))
+
+
+@schedir.schedule("anything", placement=slowest_last)
+def anything(pipe: Pipeline, rank: int, **others: Any) -> list[Action]:
+    """Says what it was given."""
+    raise ValueError(f"given {others}")
+
+
+@pytest.mark.parametrize("own", [{}, {"turned": True}, {"turned": False, "turns": 2}])
+def test_a_placement_may_ask_for_costs_and_for_parameters(own: dict[str, Any]) -> None:
+    costs = CostModel(forward=(3, 1, 2))
+    found = schedir.build(by_cost, ranks=3, microbatches=2, costs=costs, **own)
+    expected = ((0,), (2,), (1,)) if own.get("turned") else ((2,), (0,), (1,))
+    assert found.placement == expected
+
+
+def test_what_a_placement_asks_for_is_a_parameter_of_the_schedule() -> None:
+    generator = find(by_cost)
+    assert [*generator.parameters] == ["turned", "turns"]
+    assert generator.sees_costs
+    costs = CostModel(forward=(3, 1, 2))
+    with pytest.raises(LoadError, match="by-cost has no parameter 'turn'; it has: turned, turns"):
+        schedir.build(by_cost, ranks=3, costs=costs, turn=1)
+    with pytest.raises(LoadError, match="turned of by-cost is true or false, not 1"):
+        schedir.build(by_cost, ranks=3, costs=costs, turned=1)
+    with pytest.raises(LoadError, match=r"given \{'turned': True, 'more': 2\}"):
+        schedir.build(anything, ranks=3, costs=costs, turned=True, more=2)
+
+
+def test_costs_are_asked_for_where_a_placement_does() -> None:
+    """As a function they may refuse a number of stages that nobody needs."""
+
+    def refuses(stages: int) -> CostModel:
+        raise LoadError(f"no costs of {stages} stages")
+
+    assert schedir.build("1f1b", ranks=2, microbatches=2, costs=refuses).ranks == 2
+    with pytest.raises(LoadError, match="no costs of 3 stages"):
+        schedir.build(by_cost, ranks=3, microbatches=2, costs=refuses)

@@ -4,6 +4,7 @@ from schedir.finder.comparing import compare
 from schedir.finder.comparison import Comparison, Problem, Row
 from schedir.finder.found import Found
 from schedir.finder.optimum import exact
+from schedir.finder.replicas import ReplicaPlan, plan_replicas
 from schedir.finder.searching import DEFAULT_SECONDS, find, search
 from schedir.finder.terms import HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES
 from schedir.finder.variants import SWEPT
@@ -17,9 +18,11 @@ __all__ = [
     "Comparison",
     "Found",
     "Problem",
+    "ReplicaPlan",
     "Row",
     "compare",
     "exact",
     "find",
+    "plan_replicas",
     "search",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import attrs
 
 from schedir.errors import LoadError
 from schedir.ir import Entry, Placement, stages_by_rank
+from schedir.simulator import CostModel
 
 Parameter: TypeAlias = str | int | bool | None
 
@@ -44,8 +45,8 @@ class Pipeline:
 
 _COSTS = "costs"
 
-PlacementFunction: TypeAlias = Callable[[Pipeline], Sequence[int | Sequence[int]]]
-"""From a pipeline's shape to the rank, or ranks, of every stage."""
+PlacementFunction: TypeAlias = Callable[..., Sequence[int | Sequence[int]]]
+"""`(pipe, **parameters)` → the rank, or ranks, of every stage of a pipeline of that shape."""
 
 
 @attrs.frozen
@@ -69,27 +70,61 @@ class Generator:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters of its own, beyond the pipeline, the rank and the costs.
+        """The parameters of its own and of its placement, beyond the pipeline, the rank and the
+        costs.
 
         Raises LoadError for a function that does not tell its parameters.
         """
-        try:
-            signature = inspect.signature(self.function)
-        except ValueError as error:  # some built-in functions have none
-            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
-        own = [*signature.parameters.values()][2:]
-        return {parameter.name: parameter for parameter in own if parameter.name != _COSTS}
+        own = {**self._asked_by_placement, **self._asked_by_function}
+        return {name: parameter for name, parameter in own.items() if name != _COSTS}
 
     @property
     def sees_costs(self) -> bool:
-        """Whether the function has a parameter `costs`, for the CostModel that it is made for."""
-        return _COSTS in inspect.signature(self.function).parameters
+        """Whether the function or its placement has a parameter `costs`, for the CostModel that the
+        schedule is made for."""
+        return _COSTS in self._asked_by_function or _COSTS in self._asked_by_placement
+
+    @property
+    def _asked_by_function(self) -> dict[str, inspect.Parameter]:
+        return self._asked_by(self.function, 2)
+
+    @property
+    def _asked_by_placement(self) -> dict[str, inspect.Parameter]:
+        return {} if self.placement is None else self._asked_by(self.placement, 1)
+
+    def _asked_by(self, function: Callable[..., Any], given: int) -> dict[str, inspect.Parameter]:
+        """The parameters of a function after those that it is given anyway."""
+        try:
+            signature = inspect.signature(function)
+        except ValueError as error:  # some built-in functions have none
+            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
+        return dict([*signature.parameters.items()][given:])
+
+    def for_function(
+        self, costs: Callable[[], CostModel], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the function asks for by name, of the costs and of what the user has given."""
+        return _chosen(self._asked_by_function, costs, given)
+
+    def for_placement(
+        self, costs: Callable[[], CostModel], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the placement asks for by name."""
+        return _chosen(self._asked_by_placement, costs, given)
 
     @property
     def takes_any_parameter(self) -> bool:
         """Whether the function ends in `**parameters`."""
         kinds = {parameter.kind for parameter in self.parameters.values()}
         return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _chosen(
+    asked: Mapping[str, inspect.Parameter], costs: Callable[[], CostModel], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in asked.values())
+    found = {name: value for name, value in given.items() if takes_any or name in asked}
+    return {**found, _COSTS: costs()} if _COSTS in asked else found
 
 
 def schedule(
@@ -104,7 +139,9 @@ def schedule(
     `placement` maps a Pipeline of the asked-for shape to the rank (or ranks) of every stage; by
     default stage s lives on rank s mod P. `chunks` is the number of stages per rank where the
     user names none. A function with a parameter `costs` is given the CostModel that the schedule
-    is to be good under, by default the textbook's.
+    is to be good under, by default the textbook's. A placement may ask for those as well, of as
+    many stages as it would have by default, and for parameters that the user sets by name:
+    `(pipe, *, costs, replicas=None)`.
     """
 
     def declare(function: GeneratorFunction) -> Generator:

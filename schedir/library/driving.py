@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -43,11 +44,12 @@ def generate(
 
     Raises LoadError where it fails, or takes no such parameters.
     """
-    pipe = _pipeline(generator, ranks, microbatches, chunks)
     _check_parameters(generator, parameters)
+    cut = partial(_pipeline, generator, ranks, microbatches, parameters, costs)
+    pipe = cut(chunks)
     lines = _Lines()
-    seen = {"costs": costs_for(costs, pipe.stages)} if generator.sees_costs else {}
-    drive = _Drive(generator, pipe, {**parameters, **seen}, lines)
+    seen = generator.for_function(partial(costs_for, costs, pipe.stages), parameters)
+    drive = _Drive(generator, pipe, cut, seen, lines)
     try:
         columns = columns_of(drive.entries_of(rank) for rank in range(pipe.ranks))
         return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, lines.sources())
@@ -62,14 +64,24 @@ def costs_for(costs: Costs, stages: int) -> CostModel:
     return costs if isinstance(costs, CostModel) else costs(stages)
 
 
-def _pipeline(generator: Generator, ranks: int, microbatches: int, chunks: int) -> Pipeline:
+def _pipeline(
+    generator: Generator,
+    ranks: int,
+    microbatches: int,
+    parameters: dict[str, Parameter],
+    costs: Costs,
+    chunks: int,
+) -> Pipeline:
     """The shape that is asked for, its stages placed as the generator says."""
     shape = Pipeline(ranks, microbatches, chunks, placement=())
     shape = attrs.evolve(shape, placement=wrapped(shape))
     place = generator.placement
     if place is None:
         return shape
-    chosen = call_user_code(lambda: list(place(shape)), f"the placement of {generator.name}")
+    given = generator.for_placement(partial(costs_for, costs, shape.stages), parameters)
+    chosen = call_user_code(
+        lambda: list(place(shape, **given)), f"the placement of {generator.name}"
+    )
     try:
         # A Schedule without actions checks the placement as any other would.
         placement = Schedule(generator.name, 1, chosen, [()] * ranks).placement
@@ -105,10 +117,12 @@ class _Lines:
 
 @attrs.frozen
 class _Drive:
-    """A generator at work on a shape; the lines of its actions are added to `lines`."""
+    """A generator at work on a shape, which could be `cut` into other chunks; the lines of its
+    actions are added to `lines`."""
 
     generator: Generator
     pipe: Pipeline
+    cut: Callable[[int], Pipeline]
     parameters: dict[str, Any]
     lines: _Lines
 
@@ -184,9 +198,9 @@ class _Drive:
 
     def _runs_with_own_chunks(self, rank: int) -> bool:
         """Whether the generator gets through such a pipeline of its own number of chunks."""
-        generator, pipe = self.generator, self.pipe
+        generator = self.generator
         try:
-            own = _pipeline(generator, pipe.ranks, pipe.microbatches, generator.chunks)
+            own = self.cut(generator.chunks)
             deque(islice(generator(own, rank, **self.parameters), self.limit), maxlen=0)
         except (Exception, SystemExit):
             return False

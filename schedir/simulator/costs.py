@@ -213,6 +213,13 @@ class CostModel:
         return cls(**device.costs(model, bandwidth), latency=latency, bandwidth=bandwidth, unit="s")
 
     @property
+    def stages(self) -> int | None:
+        """How many stages there are costs for; None where each is one number for all."""
+        every = attrs.asdict(self, recurse=False)
+        every.pop("boundary_bytes")
+        return next((len(value) for value in every.values() if isinstance(value, tuple)), None)
+
+    @property
     def sizes(self) -> Sizes:
         """The bytes alone."""
         return Sizes(

@@ -149,3 +149,21 @@ def pipedream_2bw(
     return delayed(
         stages, loss_fn, optimizers, microbatches, sizes, lambda _, m: max(0, m // size - 1)
     )
+
+
+def round_robin(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatches: Sequence[tuple[Any, Any]],
+    replicas: Sequence[int],
+) -> float:
+    """1F1B-RR's recurrence, without a flush: a stage updates once in a round of its replicas, and
+    runs a microbatch as many rounds late as a replica has others in flight before it, which are
+    ceil(ranks from its stage on / replicas) with it."""
+
+    def version(s: int, m: int) -> int:
+        in_flight = -(-sum(replicas[s:]) // replicas[s])
+        return max(0, m // replicas[s] - (in_flight - 1))
+
+    return delayed(stages, loss_fn, optimizers, microbatches, replicas, version)
