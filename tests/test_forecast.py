@@ -145,6 +145,18 @@ def test_kinds_that_were_not_observed_jitter_as_the_backward() -> None:
     assert band.makespans.std() == pytest.approx(whole.makespans.std(), rel=0.3)
 
 
+def test_what_was_not_seen_to_run_again_jitters_as_the_forward() -> None:
+    """All of a step is as slow as the step, what is run again too: forward, backward, update."""
+    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
+    run = measured_run(schedule, 20, jitter(1, step=0.2))
+    plain, again = (
+        sorted(schedir.forecast(each, CostModel.fit(run), draws=19).makespans)
+        for each in (schedule, schedir.recompute(schedule, [0]))
+    )
+    longer = (4 * (1 + 1 + 2) + 0.3) / (4 * (1 + 2) + 0.3)
+    assert again == pytest.approx([longer * makespan for makespan in plain])
+
+
 @given(st.floats(0.5, 4))
 @settings(max_examples=10)
 def test_costs_changed_by_hand_scale_what_is_drawn(scale: float) -> None:

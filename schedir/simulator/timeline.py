@@ -50,7 +50,8 @@ class RankStats:
     """One rank's share of a timeline, in its unit of time.
 
     `busy` is the time in compute, `idle` the rest of the makespan, `span` the time from its first
-    FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs;
+    FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs,
+    each from its FORWARD, or its RECOMPUTE where it has one, until its BACKWARD or BACKWARD_WEIGHT;
     `weight_versions` the most versions alive at once in any of its stages, the newest included;
     `peak_bytes` is the most memory that it holds, None where sizes are not known.
     """
