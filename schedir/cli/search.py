@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from schedir.checker import CHANNELS
 from schedir.cli.costs import add_costs, costs_of
@@ -17,7 +18,16 @@ from schedir.cli.progress import progress
 from schedir.cli.quantities import quantity, size
 from schedir.cli.target import at_least
 from schedir.cli.terminal import fail
-from schedir.finder import DEFAULT_SECONDS, HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES, find
+from schedir.finder import (
+    DEFAULT_SECONDS,
+    EXACT_SECONDS,
+    HELD_UNTIL,
+    OBJECTIVES,
+    PLACEMENT_NAMES,
+    exactly,
+    find,
+)
+from schedir.finder.terms import Terms
 from schedir.ir import DEFAULT_CHANNEL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, found_text, outputs_of
@@ -99,9 +109,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--seconds",
         type=quantity,
-        default=DEFAULT_SECONDS,
         metavar="N",
-        help="how long to search, in seconds of a slow core (default %(default)g)",
+        help=f"how long to search, in seconds of a slow core (default {DEFAULT_SECONDS:g}); with "
+        f"--exact the most that it may take on a placement (default {EXACT_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="find the best there is, which takes small work, 40 actions or so, and OR-Tools: "
+        "pip install 'schedir[exact]'",
     )
     parser.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="another one finds another way"
@@ -118,27 +134,27 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that is found, and say what it is like."""
-    costs = costs_of(args)
+    terms: dict[str, Any] = {
+        "ranks": args.ranks,
+        "microbatches": args.microbatches,
+        "chunks": args.chunks,
+        "costs": costs_of(args),
+        "placement": args.placement,
+        "memory_limit": args.memory_limit,
+        "max_activations": args.max_activations,
+        "held_until": args.held_until,
+        "objective": args.objective,
+        "split": args.split,
+        "recompute": args.recompute,
+        "channel": args.channel,
+    }
     try:
-        with _interruptible() as stop, progress("searching") as advance:
-            found = find(
-                args.ranks,
-                args.microbatches,
-                args.chunks,
-                costs=costs,
-                placement=args.placement,
-                memory_limit=args.memory_limit,
-                max_activations=args.max_activations,
-                held_until=args.held_until,
-                objective=args.objective,
-                split=args.split,
-                recompute=args.recompute,
-                seconds=args.seconds,
-                seed=args.seed,
-                channel=args.channel,
-                progress=advance,
-                stop=stop,
-            )
+        if args.exact:
+            found = exactly(Terms(**terms), args.seconds or EXACT_SECONDS, args.seed)
+        else:
+            seconds = DEFAULT_SECONDS if args.seconds is None else args.seconds
+            with _interruptible() as stop, progress("searching") as advance:
+                found = find(**terms, seconds=seconds, seed=args.seed, progress=advance, stop=stop)
     except ValueError as error:
         return fail(str(error))
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)

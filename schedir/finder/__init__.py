@@ -3,7 +3,7 @@
 from schedir.finder.comparing import compare
 from schedir.finder.comparison import Comparison, Problem, Row
 from schedir.finder.found import Found
-from schedir.finder.optimum import exact
+from schedir.finder.optimum import EXACT_SECONDS, exact, exactly
 from schedir.finder.replicas import ReplicaPlan, plan_replicas
 from schedir.finder.searching import DEFAULT_SECONDS, find, search
 from schedir.finder.terms import HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES
@@ -11,6 +11,7 @@ from schedir.finder.variants import SWEPT
 
 __all__ = [
     "DEFAULT_SECONDS",
+    "EXACT_SECONDS",
     "HELD_UNTIL",
     "OBJECTIVES",
     "PLACEMENT_NAMES",
@@ -22,6 +23,7 @@ __all__ = [
     "Row",
     "compare",
     "exact",
+    "exactly",
     "find",
     "plan_replicas",
     "search",

@@ -13,13 +13,15 @@ from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective
 from schedir.finder.exact_model import Solved, solve
+from schedir.finder.found import Found
 from schedir.finder.stage_costs import StageCosts
 from schedir.finder.task import Memory, Task
 from schedir.finder.terms import Terms
 from schedir.ir import DEFAULT_CHANNEL, Action, Schedule
 from schedir.passes import append_steps
-from schedir.simulator import CostModel
+from schedir.simulator import CostModel, simulate
 
+EXACT_SECONDS = 60.0
 _FINEST = (
     10**6
 )  # parts of the largest cost: all that is told apart where costs are no round numbers
@@ -38,7 +40,7 @@ def exact(
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,
-    seconds: float = 60,
+    seconds: float = EXACT_SECONDS,
     seed: int = 0,
     channel: str = DEFAULT_CHANNEL,
 ) -> Schedule:
@@ -69,23 +71,45 @@ def exact(
         recompute=recompute,
         channel=channel,
     )
+    return exactly(terms, seconds, seed).schedule
+
+
+def exactly(terms: Terms, seconds: float, seed: int) -> Found:
+    """`exact`, and all that there is to say of what it has found."""
     boundary = terms.costs.boundary_bytes
-    if memory_limit is not None and (any(boundary) if isinstance(boundary, tuple) else boundary):
+    if terms.memory_limit is not None and (
+        any(boundary) if isinstance(boundary, tuple) else boundary
+    ):
         raise SchedirError(
             "the exact optimum counts no bytes of boundaries: leave boundary_bytes out of the "
             "costs, or limit activations"
         )
-    found: list[tuple[Fraction, Schedule]] = []
+    best: list[tuple[Fraction, Task, Schedule]] = []
     for named in terms.placements:
         task = terms.task(named)
         _expect_time(task)
         whole, scale = _in_whole_numbers(task)
         solved = solve(whole, seconds, seed)
         if solved is not None:
-            found.append((solved.value / scale, _schedule(solved, task, channel)))
-    if not found:
+            best.append((solved.value / scale, task, _schedule(solved, task, terms.channel)))
+    if not best:
         raise SchedirError("no schedule of this work is within the limit")
-    return min(found, key=lambda each: each[0])[1]
+    _, task, schedule = min(best, key=lambda each: each[0])
+    line = simulate(schedule, terms.costs)
+    value = line.makespan
+    if terms.objective == "span":
+        value = max(rank.span for rank in line.ranks)
+    return Found(
+        schedule=schedule,
+        timeline=line,
+        objective=terms.objective,
+        value=value,
+        lower_bound=value,
+        placement=task.named,
+        origin=None,
+        candidates=len(terms.placements),
+        seed=seed,
+    )
 
 
 def _expect_time(task: Task) -> None:

@@ -12,6 +12,7 @@ import schedir
 from schedir import CostModel, SchedirError
 from schedir.finder import exact
 from schedir.finder.bounds import Objective, lower_bound
+from tests.command_line import runner
 from tests.finder.brute_force import Small, least
 
 TEXTBOOK = CostModel()
@@ -166,6 +167,19 @@ def test_forty_actions_take_seconds() -> None:
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exact(**{"ranks": 2, "microbatches": 2, **arguments})
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    run = runner(capsys)
+    shape = ["--ranks", "3", "--microbatches", "4", "--chunks", "2", "--placement", "wrapped"]
+    limits = ["--max-activations", "6", "--no-split", "--cost", "backward=1"]
+    code, out, err = run("search", "--exact", *shape, *limits)
+    assert code == 0
+    assert schedir.simulate(schedir.loads(out), CostModel(backward=1)).makespan == 20
+    assert "lower bound of the makespan 20: none can be quicker" in err
+    code, out, err = run("search", "--exact", *shape, "--max-activations", "1")
+    assert (code, out) == (2, "")
+    assert "no schedule of this work is within the limit" in err
 
 
 def test_what_it_can_not_solve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
