@@ -146,6 +146,8 @@ def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
 
 def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
     """Interleaved 1F1B takes 3 · (V · M + P − 1) chunks' forwards in groups of P microbatches."""
+    if schedule.columns.is_kind(Kind.RECOMPUTE).any():
+        return  # which takes longer for another reason
     ranks, microbatches = schedule.ranks, schedule.microbatches
     chunks = schedule.stages // ranks
     looped = schedule.placement == tuple((stage % ranks,) for stage in range(ranks * chunks))

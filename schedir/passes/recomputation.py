@@ -14,21 +14,42 @@ from collections.abc import Collection
 import attrs
 import numpy as np
 
-from schedir.ir.actions import Kind, is_number
+from schedir.errors import UnsoundError
+from schedir.ir.actions import COMMUNICATION, Kind, is_number
 from schedir.ir.columns import KIND_INDEX, Columns
 from schedir.ir.schedule import Schedule, expect_schedule, starts_of
+from schedir.passes.communication import insert_communication, strip_communication
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """The schedule with an R directly before the B or I of every microbatch of these stages.
 
     Before the entry of an overlapped pair. Where a microbatch has its R already it is left as it
-    is. Each R reads the weight version of its F, and has the line of Python of its B or I. Raises
-    TypeError for what is no Schedule or no collection of stages, ValueError for a stage that there
-    is none of.
+    is. Each R reads the weight version of its F, and has the line of Python of its B or I.
+    Communication stays where it is, but where it is what `insert_communication` makes: then it is
+    made anew, as it goes by when things are done. Raises TypeError for what is no Schedule or no
+    collection of stages, ValueError for a stage that there is none of.
     """
     expect_schedule(schedule)
     _expect_stages(schedule, stages)
+    listed = _listed(schedule, stages)
+    if listed is schedule or not _as_inserted(schedule):
+        return listed
+    return insert_communication(strip_communication(listed))
+
+
+def _as_inserted(schedule: Schedule) -> bool:
+    """Whether the communication is listed, and listed as schedir would."""
+    if not schedule.columns.is_kind(*COMMUNICATION).any():
+        return False
+    try:
+        return insert_communication(strip_communication(schedule)) == schedule
+    except UnsoundError:
+        return False
+
+
+def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with its Rs and nothing else changed; itself where there are none to list."""
     columns = schedule.columns
     backwards = columns.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     backwards = backwards[np.isin(columns.stage[backwards], [*stages])]
