@@ -4,6 +4,7 @@ closed forms, published bubbles."""
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import attrs
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Kind, Timeline
+from schedir import CostModel, Kind, LoadError, Timeline
+from schedir.ir import HELD_UNTIL, HeldUntil
 from schedir.passes import strip_communication
 
 # 4 ranks, 8 microbatches.
@@ -138,6 +140,98 @@ def test_few_microbatches(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_published_bubbles(row: Measured, name: str) -> None:
     assert round(row.bubble(name), 4) == row.bubbles[name]
+
+
+def test_zb_keeps_up_with_the_handcrafted_ones() -> None:
+    for ranks, microbatches in [(4, 8), (4, 12), (8, 16), (8, 24)]:
+        for name, like in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2")):
+            line, by_hand = (simulated(each, ranks, microbatches) for each in (name, like))
+            assert line.makespan == by_hand.makespan
+            assert longest_span(line) == longest_span(by_hand)
+            assert max(peaks(line)) <= ranks * (1 if name == "zb-1p" else 2)
+
+
+@BY_SHAPE
+@pytest.mark.parametrize("name", ["zb-1p", "zb-2p"])
+def test_zb_is_as_good_as_published(row: Measured, name: str) -> None:
+    assert round(row.bubble(name), 4) <= row.bubbles[name]
+
+
+LIMITS = st.integers(1, 12).flatmap(
+    lambda ranks: st.tuples(st.just(ranks), st.integers(1, 3 * ranks))
+)
+
+
+@given(LIMITS, st.integers(1, 12), st.sampled_from(HELD_UNTIL), st.data())
+def test_zb_keeps_the_limit(
+    limits: tuple[int, int], microbatches: int, held_until: HeldUntil, data: st.DataObject
+) -> None:
+    """Whatever each stage costs."""
+    ranks, limit = limits
+    times = [
+        tuple(data.draw(st.lists(COST, min_size=ranks, max_size=ranks))) for _ in ("F", "I", "W")
+    ]
+    costs = CostModel(forward=times[0], backward_input=times[1], backward_weight=times[2])
+    built = schedir.build(
+        "zb",
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        max_activations=limit,
+        held_until=held_until,
+    )
+    assert schedir.check(built, max_activations=limit, held_until=held_until).ok
+
+
+@given(LIMITS, st.integers(1, 12), COST, COST, COST, st.integers(0, 3))
+def test_zb_is_no_worse_than_what_fits(
+    limits: tuple[int, int], microbatches: int, f: int, i: int, w: int, latency: int
+) -> None:
+    ranks, limit = limits
+    costs = attrs.evolve(split(f, i, w), latency=latency)
+    shape = {"ranks": ranks, "microbatches": microbatches}
+    found = schedir.simulate(
+        schedir.build("zb", **shape, costs=costs, max_activations=limit, held_until="W"), costs
+    )
+    for name, most in (("1f1b", ranks), ("zb-h1", ranks), ("zb-h2", 2 * ranks - 1)):
+        if limit >= most:
+            other = simulated(name, ranks, microbatches, costs)
+            assert longest_span(found) <= longest_span(other)
+
+
+@pytest.mark.parametrize("deferred", [0, 4, 10, None])
+def test_zb_counts_bytes_where_they_are_known(deferred: int | None) -> None:
+    """Within as many bytes as 6 activations have; the less a W needs, the shorter the span."""
+    costs = attrs.evolve(A100[0].costs, activation_bytes=10, deferred_bytes=deferred)
+    built = schedir.build("zb", ranks=4, microbatches=12, costs=costs, max_activations=6)
+    line = schedir.simulate(built, costs)
+    assert 50 < max(of.peak_bytes or 0 for of in line.ranks) <= 60
+    held_until = {0: "I", 4: None, 10: "W", None: "W"}[deferred]
+    if held_until:
+        like = schedir.build(
+            "zb",
+            ranks=4,
+            microbatches=12,
+            costs=A100[0].costs,
+            max_activations=6,
+            held_until=held_until,
+        )
+        assert built == like
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_activations": 0}, "max_activations must be an int >= 1, not 0"),
+        ({"max_activations": "4"}, "max_activations must be an int >= 1, not '4'"),
+        ({"held_until": "B"}, "held_until must be 'I' or 'W', not 'B'"),
+        ({"costs": CostModel(forward=(1, 2, 3))}, "the costs lack those of 3"),
+        ({"chunks": 2}, "zb runs one stage per rank, not 2"),
+    ],
+)
+def test_zb_refuses(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        schedir.build("zb", **wrong)
 
 
 def test_eager_1f1b_is_alpas_and_jaxpps_order() -> None:
