@@ -89,11 +89,21 @@ def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
     schedule = line.schedule
     for rank, actions in enumerate(schedule.flat):
         lanes = lanes_of(line, [rank])
+        assert lanes  # one that has no stage is idle
         found = [span.action for lane in lanes for span in lane.row.spans]
         assert Counter(found) == Counter(a for a in actions if a.kind in COMPUTE)
         for lane in lanes:
             if lane.stage is not None:
                 assert {span.action.stage for span in lane.row.spans} <= {lane.stage}
+
+
+def entries_of(schedule: schedir.Schedule, rank: int) -> list[list[schedir.Action]]:
+    """The compute of a rank, entry by entry."""
+    entries = [
+        e.actions if isinstance(e, schedir.Together) else (e,) for e in schedule.actions[rank]
+    ]
+    kept = [[action for action in entry if action.kind in COMPUTE] for entry in entries]
+    return [entry for entry in kept if entry]
 
 
 @given(st.integers(0, 1 << 32), st.booleans())
@@ -108,12 +118,16 @@ def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None
     for rank in range(schedule.ranks):
         cells = cells_of(line, rank, 1.0)
         stages = schedule.stages_of(rank)
-        within = len(stages) if has_replicas(schedule) else 1
+        within = max(1, len(stages)) if has_replicas(schedule) else 1
         turns = [stages.index(s) for s in schedule.columns.stage[cells.place].tolist()]
         for turn, top, height in zip(turns, cells.top, cells.height, strict=True):
             lane = turn if within > 1 else 0
             assert lane / within - 1e-9 <= top
             assert top + height <= (lane + 1) / within + 1e-9
+        # Only what runs together in one lane shares it.
+        entries = [[a.stage for a in entry] for entry in entries_of(schedule, rank)]
+        halves = sum(len(e) for e in entries if len(e) > 1 and (within == 1 or len({*e}) == 1))
+        assert (cells.height < 0.9 / within).sum() == halves
 
 
 def test_a_picture_names_the_stages_where_there_is_room() -> None:

@@ -39,11 +39,13 @@ def lanes_of(timeline: Timeline, ranks: Iterable[int]) -> list[Lane]:
     rows = zip(ranks, rows_of(timeline, ranks), strict=True)
     if not has_replicas(timeline.schedule):
         return [Lane(rank, None, row) for rank, row in rows]
-    return [
-        Lane(rank, stage, Row(list(_of_stage(row, stage)), row.chunks))
-        for rank, row in rows
-        for stage in row.chunks
-    ]
+    lanes = []
+    for rank, row in rows:
+        if not row.chunks:  # it has nothing to do
+            lanes.append(Lane(rank, None, row))
+        for stage in row.chunks:
+            lanes.append(Lane(rank, stage, Row(list(_of_stage(row, stage)), row.chunks)))
+    return lanes
 
 
 def lanes_per_rank(schedule: Schedule) -> int:

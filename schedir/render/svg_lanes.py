@@ -74,7 +74,7 @@ def cells_of(timeline: Timeline, rank: int, scale: float) -> Cells:
     turns, within = _turns(timeline, rank, columns.stage[places]), 1
     lane = np.zeros_like(turns)
     if has_replicas(timeline.schedule):
-        lane, within = turns, len(timeline.schedule.stages_of(rank))
+        lane, within = turns, max(1, len(timeline.schedule.stages_of(rank)))
         halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
         np.round(timeline.starts[places] * scale, 2),
