@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import schedir
+from schedir import Kind
 from tests.command_line import Run, runner
 
 
@@ -35,7 +36,8 @@ def test_the_note_names_the_option_that_mends_it(run: Run) -> None:
 def test_an_exported_list_has_them(run: Run) -> None:
     assert run("export", "theirs.csv", "--add-steps", "-o", "ours.sched") == (0, "", "")
     ours = schedir.loads(Path("ours.sched").read_text())
-    assert ours.actions == schedir.build("1f1b").actions
+    listed = [[a for a in actions if a.kind is not Kind.REDUCE_GRAD] for actions in ours.flat]
+    assert listed == [[*actions] for actions in schedir.build("1f1b").flat]
 
 
 def test_they_are_drawn(run: Run) -> None:

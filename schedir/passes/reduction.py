@@ -8,13 +8,15 @@ import numpy as np
 from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
 from schedir.ir.schedule import Schedule, starts_of
+from schedir.passes.steps import appended
 
 
 def insert_reductions(schedule: Schedule) -> Schedule:
     """The schedule with a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that it needs.
 
-    One after a stage's last gradient where it has no OPTIM_STEP. Stages that list a REDUCE_GRAD
-    are left as they are.
+    One after a stage's last gradient where it has no OPTIM_STEP; of replicas at the end of their
+    ranks' lists, in the order of the stages, as they may be done at very different times, and some
+    run no microbatch. Stages that list a REDUCE_GRAD are left as they are.
     """
     columns = schedule.columns
     listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
@@ -31,7 +33,11 @@ def insert_reductions(schedule: Schedule) -> Schedule:
         elif key in last:
             completed.append(last.pop(key))
             stepped.add(key)
-    completed += [place for key, place in last.items() if key not in stepped]
+    trained = {stage for _, stage in last} - {stage for _, stage in stepped}
+    replicas = {stage for stage in trained if len(schedule.placement[stage]) > 1}
+    completed += [
+        place for key, place in last.items() if key not in stepped and key[1] not in replicas
+    ]
     # After what the gradient sends, too, which somebody may be waiting for. A new action is made
     # from its gradient's entry, for the stage and the line of Python.
     number = len(columns)
@@ -40,7 +46,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
     order = np.argsort(stands_at, kind="stable")
     new, origin = order >= number, origin[order]
     taken = schedule.take(origin, starts_of(columns.rank[origin], schedule.ranks))
-    return attrs.evolve(
+    summed = attrs.evolve(
         taken,
         actions=Columns(
             taken.columns.starts,
@@ -51,6 +57,8 @@ def insert_reductions(schedule: Schedule) -> Schedule:
             taken.columns.joined,
         ),
     )
+    at_the_end = [holding for holding in schedule.holdings if holding[0] in replicas]
+    return appended(summed, [(Kind.REDUCE_GRAD, at_the_end)]) if at_the_end else summed
 
 
 def _last_posts(columns: Columns) -> Ints:

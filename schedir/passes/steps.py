@@ -33,10 +33,10 @@ def append_steps(schedule: Schedule) -> Schedule:
         for stage, rank in steps
         if len(schedule.placement[stage]) > 1 and stage not in summed
     ]
-    return _appended(schedule, [(Kind.REDUCE_GRAD, sums), (Kind.OPTIM_STEP, steps)])
+    return appended(schedule, [(Kind.REDUCE_GRAD, sums), (Kind.OPTIM_STEP, steps)])
 
 
-def _appended(schedule: Schedule, added: list[tuple[Kind, list[tuple[int, int]]]]) -> Schedule:
+def appended(schedule: Schedule, added: list[tuple[Kind, list[tuple[int, int]]]]) -> Schedule:
     """The schedule with stage-wide actions, given as (stage, rank), at the end of the lists."""
     columns, sources = schedule.columns, schedule.sources
     kinds = [KIND_INDEX[kind] for kind, holdings in added for _ in holdings]
