@@ -2,14 +2,14 @@
 
     torchrun --nproc-per-node 3 examples/train_round_robin.py --verify
 
-The schedule is examples/round_robin.py, PipeDream's 1F1B-RR: all ranks but the last hold the first
-stage and take the microbatches in turn. The blocks are shared out so that all ranks have as much to
-compute. With `--schedule 1f1b` the same model is cut into a stage for each rank.
+The schedule is 1f1b-rr, PipeDream's: the ranks that hold a stage take its microbatches in turn. Of
+three ranks two have the first stage; `--set replicas=1,2` says it otherwise. With `--set
+flush=false` it trains asynchronously, as in the paper. The blocks are shared out so that all ranks
+have as much to compute. With `--schedule 1f1b` the same model is cut into a stage for each rank.
 """
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from common import Parser, build, console, fail, run, verify
@@ -30,6 +30,8 @@ def train(args: argparse.Namespace) -> bool:
     first = [args.layers * sum(ranks[:stage]) // sum(ranks) for stage in range(1, sched.stages)]
     if args.layers < sum(ranks):
         fail(f"--layers {args.layers} are too few for {sum(ranks)} ranks")
+    if args.verify and any(found.code == "S216" for found in schedir.check(sched).diagnostics):
+        fail("--verify has one update for all stages, but here they step at different rates")
 
     config = Config(args.layers, args.width, args.heads, args.context)
     layers = {
@@ -63,7 +65,7 @@ def train(args: argparse.Namespace) -> bool:
 if __name__ == "__main__":
     parser = Parser(
         __doc__,
-        schedule=str(Path(__file__).with_name("round_robin.py")),
+        schedule="1f1b-rr",
         layers=(6, "transformer blocks, over all stages"),
         width=(96, "size of a token's vector"),
         heads=(4, "attention heads per block"),

@@ -76,7 +76,7 @@ def _on_two(target: str, *forward: float) -> Timeline:
 
 
 def _round_robin() -> Timeline:
-    built = schedir.build(EXAMPLES / "round_robin.py", ranks=3, microbatches=8)
+    built = schedir.build("1f1b-rr", ranks=3, microbatches=8)
     return schedir.simulate(built, CostModel(forward=(2, 1), backward=(4, 2)))
 
 
