@@ -130,26 +130,36 @@ class _Squeezed:
 
 def _weights_put_off(block: Block, order: list[list[Run]], limit: int) -> list[list[Run]]:
     """The lists with each rank's BACKWARD_WEIGHTs where it would wait otherwise, or holds `limit`
-    activations and is to run a FORWARD; the rest stays in its order."""
+    activations and is to run a FORWARD.
+
+    The rest stays in its order until a rank has run its last FORWARD. Then memory no longer
+    decides, and its BACKWARD_INPUTs run as soon as they can; a BACKWARD, being longer, would be in
+    the way of a more urgent one.
+    """
     ahead = [deque(run for run in own if run[0] < 2 * block.stages) for own in order]
+    forwards = [sum(block.is_forward(n) for n, _ in own) for own in order]
     weights: list[deque[Run]] = [deque() for _ in order]
     lists: list[list[Run]] = [[] for _ in order]
     free, live = [0] * block.ranks, [0] * block.ranks
     ends: dict[Run, int] = {}
 
-    def can_run(rank: int, now: int) -> bool:
-        n, m = ahead[rank][0]
-        if block.is_forward(n) and live[rank] == limit:
-            return False
-        return n == 0 or ends.get((block.need_of(n), m), now + 1) <= now
+    def next_run(rank: int, now: int) -> Run | None:
+        for n, m in ahead[rank]:
+            ready = n == 0 or ends.get((block.need_of(n), m), now + 1) <= now
+            if ready and not (block.is_forward(n) and live[rank] == limit):
+                return n, m
+            if forwards[rank] or block.actions[n].kind is Kind.BACKWARD:
+                return None
+        return None
 
     now = 0
     while any(ahead) or any(weights):
         for rank in range(block.ranks):
             if free[rank] > now:
                 continue
-            if ahead[rank] and can_run(rank, now):
-                run = ahead[rank].popleft()
+            run = next_run(rank, now)
+            if run is not None:
+                ahead[rank].remove(run)
             elif weights[rank]:
                 run = weights[rank].popleft()
             else:
@@ -159,6 +169,7 @@ def _weights_put_off(block: Block, order: list[list[Run]], limit: int) -> list[l
             ends[run] = free[rank] = now + block.length[n]
             if block.is_forward(n):
                 live[rank] += 1
+                forwards[rank] -= 1
             elif block.actions[n].kind is Kind.BACKWARD_INPUT:
                 weights[rank].append((n + block.stages, m))
             else:
