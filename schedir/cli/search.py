@@ -21,14 +21,13 @@ from schedir.cli.terminal import fail
 from schedir.finder import (
     DEFAULT_SECONDS,
     EXACT_SECONDS,
-    HELD_UNTIL,
     OBJECTIVES,
     PLACEMENT_NAMES,
     exactly,
     find,
 )
 from schedir.finder.terms import Terms
-from schedir.ir import DEFAULT_CHANNEL
+from schedir.ir import DEFAULT_CHANNEL, HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, found_text, outputs_of
 

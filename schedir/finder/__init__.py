@@ -6,13 +6,12 @@ from schedir.finder.found import Found
 from schedir.finder.optimum import EXACT_SECONDS, exact, exactly
 from schedir.finder.replicas import ReplicaPlan, plan_replicas
 from schedir.finder.searching import DEFAULT_SECONDS, find, search
-from schedir.finder.terms import HELD_UNTIL, OBJECTIVES, PLACEMENT_NAMES
+from schedir.finder.terms import OBJECTIVES, PLACEMENT_NAMES
 from schedir.finder.variants import SWEPT
 
 __all__ = [
     "DEFAULT_SECONDS",
     "EXACT_SECONDS",
-    "HELD_UNTIL",
     "OBJECTIVES",
     "PLACEMENT_NAMES",
     "SWEPT",

@@ -6,6 +6,8 @@ import attrs
 
 from schedir.finder.task import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Order, Task
 
+_EVENLY = 0.05
+
 
 @attrs.frozen(eq=False)
 class Run:
@@ -76,6 +78,11 @@ def timed(task: Task, order: Order) -> Run | None:
         lasting = [end - begin[0] for begin, end in zip(starts, clock, strict=True)]
     value = max(lasting)
     return Run(starts, clock, value, sum(lasting) + sum(map(sum, starts)) / task.actions)
+
+
+def score(task: Task, run: Run) -> float:
+    """What a search compares by: mostly the value, and a little that all ranks are done early."""
+    return run.value + _EVENLY * run.ties / task.ranks
 
 
 def fits(task: Task, rank: int, steps: list[int]) -> bool:

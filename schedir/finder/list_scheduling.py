@@ -40,16 +40,19 @@ NEVER, NEEDED, ALWAYS = range(3)
 class Rule:
     """What a rank takes first: the step with the least `keys[step][microbatch]`.
 
-    It waits for a better one for `patience` of the time until the first of the others would end.
+    It waits for a better one for `patience` of the time until the first of the others would end,
+    before its first backward for `eager` of it, after its last forward for `late`.
     A rank keeps at most `cap[rank]`, in the units of the memory's limit. `split[stage]` says
     whether backwards are split, `again[stage]` whether forwards are run again.
     """
 
     keys: list[list[float]]
     patience: float
+    eager: float
+    late: float
     cap: list[float]
-    split: list[bool]
-    again: list[int]
+    split: list[list[bool]]
+    again: list[list[int]]
 
 
 def scheduled(task: Task, rule: Rule) -> Order | None:
@@ -78,7 +81,7 @@ class _Board:
         self.limit = [min(most, cap) for most, cap in zip(memory.limit, rule.cap, strict=True)]
         # The least that a microbatch of each stage needs, and what running one again adds to that.
         self.least = [
-            lean if again and lean < full else full
+            lean if max(again) and lean < full else full
             for lean, full, again in zip(memory.lean, memory.full, rule.again, strict=True)
         ]
         self.extra = [max(memory.full[s] - self.least[s] for s in held) for held in task.stages_of]
@@ -141,7 +144,7 @@ class _Board:
                 last = stage == stages - 1
                 if last or len(queue) > m:
                     start = now if last or queue[m] < now else queue[m]
-                    kind = INPUT if rule.split[stage] else BACKWARD
+                    kind = INPUT if rule.split[stage][m] else BACKWARD
                     key = keys[kind * stages + stage][m]
                     runs, lean = self.again[stage], self.lean[stage]
                     if runs < len(lean) and lean[runs] == m:
@@ -164,13 +167,19 @@ class _Board:
             return found[0][1:]
         first = min([start for _, start, _ in found])
         over = min([start + durations[step] for _, start, step in found])
-        until = first + rule.patience * (over - first)
+        own = task.stages_of[rank]
+        patience = rule.patience
+        if not self.backwards[own[-1]]:
+            patience = rule.eager
+        elif self.forwards[own[-1]] == microbatches:
+            patience = rule.late
+        until = first + patience * (over - first)
         _, start, step = min([each for each in found if each[1] <= until])
         return start, step
 
     def _forward(self, rank: int, stage: int) -> int:
         """The step that runs the stage's next forward, -1 where there is no room for it."""
-        memory, again = self.task.memory, self.rule.again[stage]
+        memory, again = self.task.memory, self.rule.again[stage][self.forwards[stage]]
         if again != ALWAYS and self._has_room(rank, stage, memory.full[stage], 0):
             return stage
         if again and self._has_room(rank, stage, memory.lean[stage], self.extra[rank]):

@@ -17,7 +17,7 @@ from schedir.finder.found import Found
 from schedir.finder.stage_costs import StageCosts
 from schedir.finder.task import Memory, Task
 from schedir.finder.terms import Terms
-from schedir.ir import DEFAULT_CHANNEL, Action, Schedule
+from schedir.ir import DEFAULT_CHANNEL, Action, HeldUntil, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
 
@@ -36,7 +36,7 @@ def exact(
     placement: str | None = None,
     memory_limit: float | None = None,
     max_activations: int | None = None,
-    held_until: str = "W",
+    held_until: HeldUntil = "W",
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,

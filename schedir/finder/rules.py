@@ -20,6 +20,10 @@ from schedir.finder.task import Task
 _FIRST = 1000.0  # periods: before all others of its rank
 
 
+_PATIENCE = ("patience", "eager", "late")
+_VARIED = (*_PATIENCE, "noise", "stretch", "lag", "deep", "urgent", "lazy", "cap")
+
+
 @attrs.frozen(kw_only=True)
 class Style:
     """How a rule ranks steps; times are in periods of the busiest rank.
@@ -32,6 +36,8 @@ class Style:
     """
 
     patience: float = 0.3
+    eager: float = 1.0
+    late: float = 0.3
     urgent: float = _FIRST
     lazy: float = _FIRST
     lag: float = 0.0
@@ -51,34 +57,46 @@ def styles(task: Task) -> Iterator[Style]:
     several = len(task.stages_of[0]) > 1
     caps = [0.0] if task.memory.limited else [0.0, 2.0 * task.ranks, 1.0 * task.ranks]
     plain = Style()
-    kinds = [
+    ways = [
         plain,
+        attrs.evolve(plain, eager=0.6),
+        attrs.evolve(plain, patience=0.0, eager=0.0, late=0.0),
         attrs.evolve(plain, lazy=0.0, urgent=0.0, lag=2.0),
-        attrs.evolve(plain, urgent=0.0),
+        attrs.evolve(plain, patience=0.0, eager=0.3, late=1.0),
+        attrs.evolve(plain, patience=0.6, late=1.0),
+        attrs.evolve(plain, urgent=0.0, late=1.0),
         attrs.evolve(plain, urgent=0.0, lazy=0.0),
+        attrs.evolve(plain, patience=1.0, late=1.0),
         attrs.evolve(plain, urgent=-_FIRST),
     ]
     deeps = [0.0, 1.0, _FIRST, -_FIRST] if several else [0.0]
-    for patience, kind, deep, cap, again, split in product(
-        (0.3, 0.6, 0.0, 1.0), kinds, deeps, caps, agains, splits
-    ):
-        if split or kind.lazy:
-            yield attrs.evolve(
-                kind, patience=patience, deep=deep, cap=cap, split=split, again=again
-            )
+    for way, deep, cap, again, split in product(ways, deeps, caps, agains, splits):
+        if split or way.lazy:
+            yield attrs.evolve(way, deep=deep, cap=cap, split=split, again=again)
 
 
 def varied(style: Style, random: Random) -> Style:
     """Another style that is like this one."""
     changes: dict[str, Any] = {"seed": random.randrange(1 << 30)}
-    for name in ("noise", "patience", "stretch", "lag", "deep", "urgent", "lazy", "cap"):
+    for name in (
+        "noise",
+        "patience",
+        "eager",
+        "late",
+        "stretch",
+        "lag",
+        "deep",
+        "urgent",
+        "lazy",
+        "cap",
+    ):
         if random.random() < 0.35:
             changes[name] = _varied(name, getattr(style, name), random)
     return attrs.evolve(style, **changes)
 
 
 def _varied(name: str, value: float, random: Random) -> float:
-    if name == "patience":
+    if name in _PATIENCE:
         return min(1.0, max(0.0, value + random.gauss(0, 0.2)))
     if name == "noise":
         return random.choice((0.0, 0.1, 0.3, 1.0))
@@ -93,15 +111,9 @@ def _varied(name: str, value: float, random: Random) -> float:
 
 def rule_of(task: Task, style: Style) -> Rule:
     """The rule of a style."""
-    stages, costs, many = task.stages, task.costs, task.microbatches
+    stages, costs, many, period = task.stages, task.costs, task.microbatches, task.period
     split = style.split and task.split
-    whole = [
-        i + w if split else b
-        for b, i, w in zip(costs.backward, costs.backward_input, costs.backward_weight, strict=True)
-    ]
     back = costs.backward_input if split else costs.backward
-    period = max(sum(costs.forward[s] + whole[s] for s in held) for held in task.stages_of)
-    period = period or 1
     random = Random(style.seed)
 
     def jitter() -> float:
@@ -133,10 +145,12 @@ def rule_of(task: Task, style: Style) -> Rule:
     return Rule(
         keys,
         style.patience,
+        style.eager,
+        style.late,
         [
             style.cap * max(task.memory.full[s] for s in held) if style.cap else float("inf")
             for held in task.stages_of
         ],
-        [split] * stages,
-        [style.again] * stages,
+        [[split] * many] * stages,
+        [[style.again] * many] * stages,
     )

@@ -6,7 +6,8 @@ varied and rearranged. What is found is proved and simulated before anyone sees 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from random import Random
 
 import attrs
@@ -14,20 +15,17 @@ import attrs
 from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective
-from schedir.finder.budget import RUN, SCHEDULED, Budget
-from schedir.finder.evaluating import Run, fits, serial, timed
+from schedir.finder.budget import Budget
+from schedir.finder.evaluating import peak
 from schedir.finder.found import Found
-from schedir.finder.list_scheduling import scheduled
-from schedir.finder.merging import merged
-from schedir.finder.rules import Style, rule_of, styles, varied
-from schedir.finder.task import Order, Task
+from schedir.finder.hunting import Candidate, Hunt
 from schedir.finder.terms import Terms
-from schedir.finder.writing import order_of, schedule_of
-from schedir.ir import DEFAULT_CHANNEL, Schedule
-from schedir.library import built_in, load
+from schedir.finder.writing import schedule_of
+from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Schedule, peak_activations
 from schedir.simulator import CostModel, Timeline, simulate
 
 DEFAULT_SECONDS = 5.0
+_SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
 
 
 def search(
@@ -39,7 +37,7 @@ def search(
     placement: str | None = None,
     memory_limit: float | None = None,
     max_activations: int | None = None,
-    held_until: str = "W",
+    held_until: HeldUntil = "W",
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,
@@ -97,7 +95,7 @@ def find(
     placement: str | None = None,
     memory_limit: float | None = None,
     max_activations: int | None = None,
-    held_until: str = "W",
+    held_until: HeldUntil = "W",
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,
@@ -126,156 +124,120 @@ def find(
         recompute=recompute,
         channel=channel,
     )
-    return _Search(terms, seed, Budget(seconds, stop, progress)).run()
+    return _find(terms, Budget(seconds, stop, progress), seed)
+
+
+def _find(terms: Terms, budget: Budget, seed: int) -> Found:
+    tasks = [terms.task(named) for named in terms.placements]
+    bound = min(map(terms.lower_bound, tasks))
+    least = [_Finished.of(terms, Candidate.serial(task)) for task in tasks]
+    best = min((each for each in least if not each.over), key=lambda each: each.value, default=None)
+    if best is None:
+        raise SchedirError(_refusal(terms, least))
+    # What sends and receives keep is known only of complete lists: so much is left free for them
+    # as they have kept in the one before, more where that was not enough.
+    shares = _SHARES if terms.counts_boundaries else (1.0,)
+    free = {each.candidate.task.named: each.boundaries for each in least}
+    for share in shares:
+        tasks = [terms.task(named, free[named]) for named in terms.placements]
+        budget.allow(share)
+        over = set()
+        for candidate in Hunt(terms, tasks, Random(seed), budget, bound).best():
+            named = candidate.task.named
+            if candidate.run.value > best.value:
+                continue
+            now = _Finished.of(terms, candidate)
+            if not now.over:
+                best = now
+                break
+            if named not in over:
+                over.add(named)
+                free[named] = now.raised(free[named])
+    return best.found(bound, budget.candidates, seed)
 
 
 @attrs.frozen(eq=False)
-class _Candidate:
-    """An order that is within the limits, and how it runs; the built-in schedule whose it is, or
-    the style that it was made by."""
+class _Finished:
+    """A candidate's proved schedule, simulated."""
 
-    task: Task
-    order: Order
-    run: Run
-    origin: str | None = None
-    style: Style | None = None
+    terms: Terms
+    candidate: Candidate
+    line: Timeline
+
+    @classmethod
+    def of(cls, terms: Terms, candidate: Candidate) -> _Finished:
+        """Complete, prove and run it."""
+        sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
+        name = f"search-{'x'.join(map(str, sizes))}"
+        schedule = schedule_of(candidate.task, candidate.order, name)
+        line = simulate(prove(schedule, terms.channel).proved(), terms.costs)
+        return cls(terms, candidate, line)
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """What candidates are compared by."""
-        return self.run.value, self.run.ties
+    def value(self) -> float:
+        """What is to be least."""
+        if self.terms.objective == "makespan":
+            return self.line.makespan
+        return max(rank.span for rank in self.line.ranks)
 
+    @property
+    def most(self) -> float:
+        """The most that any rank keeps of what is limited."""
+        if self.terms.memory_limit is not None:
+            return max(rank.peak_bytes or 0 for rank in self.line.ranks)
+        columns, until = self.line.schedule.columns, self.terms.held_until
+        return max(most for most, _ in peak_activations(columns, until))
 
-class _Search:
-    """One search under way."""
+    @property
+    def over(self) -> bool:
+        """Whether that is more than it may be."""
+        return self.terms.limit is not None and self.most > self.terms.limit
 
-    def __init__(self, terms: Terms, seed: int, budget: Budget) -> None:
-        self._terms, self._seed, self._budget = terms, seed, budget
-        self._random = Random(seed)
-        self._best: list[_Candidate] = []  # the best first, of each placement together
-
-    def run(self) -> Found:
-        """Search until the budget is spent."""
-        terms = self._terms
-        tasks = [terms.task(named) for named in terms.placements]
-        bound = min(map(terms.lower_bound, tasks))
-        self._begin(tasks)
-        for candidate in self._candidates(tasks):
-            if self._best[0].run.value <= bound or self._budget.over:
-                break
-            if candidate is not None:
-                self._keep(candidate)
-        return self._found(bound)
-
-    def _begin(self, tasks: list[Task]) -> None:
-        """Start with what keeps the least. Raises SchedirError where that is too much."""
-        for task in tasks:
-            order = serial(task)
-            run = timed(task, order)
-            if run is not None and _within(task, order):
-                self._keep(_Candidate(task, order, run))
-        if not self._best:
-            raise SchedirError(self._refusal(tasks))
-
-    def _refusal(self, tasks: list[Task]) -> str:
-        """What to say where nothing is within the limit."""
-        terms = self._terms
-        lines = [self._timeline(task, serial(task)) for task in tasks]
-        if terms.memory_limit is None:
-            least = min(max(r.peak_activations for r in line.ranks) for line in lines)
-            most = terms.max_activations
-            return f"no schedule holds at most {most} activations: the least that works is {least}"
-        peaks = [max(r.peak_bytes or 0 for r in line.ranks) for line in lines]
-        return (
-            f"no schedule keeps at most {terms.memory_limit} bytes: the least that works is "
-            f"{min(peaks)}"
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        """What each rank keeps of sends and receives where it keeps the most."""
+        terms, task, limit = self.terms, self.candidate.task, self.terms.memory_limit
+        if limit is None or not terms.counts_boundaries:
+            return (0,) * terms.ranks
+        rest = terms.task(task.named).memory.limit
+        own = (peak(task, rank, steps) for rank, steps in enumerate(self.candidate.order))
+        return tuple(
+            max(0, (rank.peak_bytes or 0) - (limit - left) - most)
+            for rank, left, most in zip(self.line.ranks, rest, own, strict=True)
         )
 
-    def _candidates(self, tasks: list[Task]) -> Iterator[_Candidate | None]:
-        """One after the other; None for what is not within the limits."""
-        for task in tasks:
-            yield from self._built_in(task)
-        going = [styles(task) for task in tasks]
-        while going:
-            for which, task in enumerate(tasks):
-                style = next(going[which], None)
-                if style is None:
-                    going = []
-                    break
-                yield self._by(task, style)
-        while True:
-            made = [each for each in self._best if each.style is not None]
-            if not made:
-                return
-            parent = made[min(int(self._random.expovariate(0.5)), len(made) - 1)]
-            assert parent.style is not None
-            yield self._by(parent.task, varied(parent.style, self._random))
+    def raised(self, free: tuple[float, ...]) -> tuple[float, ...]:
+        """What should have been left free for sends and receives."""
+        limit = self.terms.memory_limit or 0
+        return tuple(
+            left + max(0, (rank.peak_bytes or 0) - limit)
+            for left, rank in zip(free, self.line.ranks, strict=True)
+        )
 
-    def _by(self, task: Task, style: Style) -> _Candidate | None:
-        """The candidate of a style."""
-        self._budget.spend(task.actions, SCHEDULED)
-        order = scheduled(task, rule_of(task, style))
-        run = None if order is None else timed(task, order)
-        if order is None or run is None:
-            return None
-        if style.split:
-            order, run = merged(task, order, run)
-        return _Candidate(task, order, run, style=style)
-
-    def _built_in(self, task: Task) -> Iterator[_Candidate]:
-        terms = self._terms
-        chunks = len(task.stages_of[0])
-        for generator in built_in():
-            try:
-                made = load(
-                    generator,
-                    ranks=terms.ranks,
-                    microbatches=terms.microbatches,
-                    chunks=chunks,
-                    costs=terms.costs,
-                )
-            except SchedirError:
-                continue  # not to be made in this shape
-            self._budget.spend(task.actions, RUN)
-            order = order_of(task, made)
-            run = None if order is None else timed(task, order)
-            if order is None or run is None:
-                continue
-            if _within(task, order):
-                yield _Candidate(task, order, run, origin=generator.name)
-
-    def _keep(self, candidate: _Candidate) -> None:
-        if any(candidate.rank == each.rank for each in self._best):
-            return
-        self._best = sorted([*self._best, candidate], key=lambda each: each.rank)[:12]
-
-    def _timeline(self, task: Task, order: Order) -> Timeline:
-        """The run of the order's proved schedule."""
-        terms = self._terms
-        shape = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
-        schedule = schedule_of(task, order, f"search-{'x'.join(map(str, shape))}")
-        return simulate(prove(schedule, terms.channel).proved(), terms.costs)
-
-    def _found(self, bound: float) -> Found:
-        terms, best = self._terms, self._best[0]
-        line = self._timeline(best.task, best.order)
+    def found(self, bound: float, candidates: int, seed: int) -> Found:
+        """What there is to say of it."""
         return Found(
-            schedule=line.schedule,
-            timeline=line,
-            objective=terms.objective,
-            value=_value(line, terms.objective),
+            schedule=self.line.schedule,
+            timeline=self.line,
+            objective=self.terms.objective,
+            value=self.value,
             lower_bound=bound,
-            placement=best.task.named,
-            origin=best.origin,
-            candidates=self._budget.candidates,
-            seed=self._seed,
+            placement=self.candidate.task.named,
+            origin=self.candidate.origin,
+            candidates=candidates,
+            seed=seed,
         )
 
 
-def _within(task: Task, order: Order) -> bool:
-    """Whether every rank keeps no more than it may."""
-    return all(fits(task, rank, steps) for rank, steps in enumerate(order))
-
-
-def _value(line: Timeline, objective: Objective) -> float:
-    return line.makespan if objective == "makespan" else max(r.span for r in line.ranks)
+def _refusal(terms: Terms, least: list[_Finished]) -> str:
+    """What to say where nothing is within the limit."""
+    works = min(each.most for each in least)
+    if terms.memory_limit is None:
+        return (
+            f"no schedule holds at most {terms.max_activations} activations on each rank: the "
+            f"least that works is {works}"
+        )
+    return (
+        f"no schedule keeps at most {terms.memory_limit:.15g} bytes on each rank: the least that "
+        f"works is {math.ceil(works)}"
+    )

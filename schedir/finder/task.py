@@ -113,6 +113,18 @@ class Task:
         return 3 * self.stages * self.microbatches
 
     @cached_property
+    def period(self) -> float:
+        """The time that the busiest rank takes for a microbatch."""
+        costs = self.costs
+        whole = [
+            min(b, i + w) if self.split else b
+            for b, i, w in zip(
+                costs.backward, costs.backward_input, costs.backward_weight, strict=True
+            )
+        ]
+        return max(sum(costs.forward[s] + whole[s] for s in held) for held in self.stages_of) or 1
+
+    @cached_property
     def durations(self) -> list[float]:
         """What each step takes."""
         costs = self.costs
@@ -198,7 +210,7 @@ def memory_in_bytes(
     return Memory(
         full,
         each("input_bytes"),
-        full,
+        full if costs.deferred_bytes is None else each("deferred_bytes"),
         each("gradient_bytes"),
         tuple(limit - base[rank] for rank in range(ranks)),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective, lower_bound
 from schedir.finder.stage_costs import StageCosts
 from schedir.finder.task import (
@@ -17,7 +18,7 @@ from schedir.finder.task import (
     memory_in_bytes,
     placed,
 )
-from schedir.ir import expect_channel
+from schedir.ir import HELD_UNTIL, HeldUntil, expect_channel
 from schedir.simulator import CostModel
 
 _ALIASES = {"v": "wave"}
@@ -25,8 +26,6 @@ PLACEMENT_NAMES = (*PLACEMENTS, *_ALIASES)
 """What a placement may be called."""
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 """What may be least."""
-HELD_UNTIL = ("W", "I")
-"""Until when an activation may count."""
 
 
 def _at_least(least: int) -> Any:
@@ -60,7 +59,7 @@ class Terms:
     placement: str | None = attrs.field(validator=_one_of(*PLACEMENT_NAMES))
     memory_limit: float | None
     max_activations: int | None = attrs.field(validator=_at_least(0))
-    held_until: str = attrs.field(validator=_one_of(*HELD_UNTIL))
+    held_until: HeldUntil = attrs.field(validator=_one_of(*HELD_UNTIL))
     objective: Objective = attrs.field(validator=_one_of(*OBJECTIVES))
     split: bool
     recompute: bool | None
@@ -72,6 +71,25 @@ class Terms:
                 raise ValueError("give memory_limit or max_activations, not both")
             if not self.memory_limit >= 0:
                 raise ValueError(f"memory_limit must be bytes >= 0, not {self.memory_limit}")
+
+            if not self.costs.sizes.known:
+                raise SchedirError(
+                    "a memory limit needs bytes to compare with: give the costs activation_bytes, "
+                    "weight_bytes and what else is kept"
+                )
+
+    @property
+    def limit(self) -> float | None:
+        """The limit, in whichever unit it is."""
+        return self.max_activations if self.memory_limit is None else self.memory_limit
+
+    @property
+    def counts_boundaries(self) -> bool:
+        """Whether what is sent and received is of the bytes that are limited."""
+        sizes = self.costs.boundary_bytes
+        return self.memory_limit is not None and bool(
+            any(sizes) if isinstance(sizes, tuple) else sizes
+        )
 
     @property
     def placements(self) -> list[str]:
@@ -113,7 +131,6 @@ class Terms:
 
     def lower_bound(self, task: Task) -> float:
         """What no schedule on a task's placement can be below."""
-        whole = self.held_until == "W"
         return lower_bound(
             task.placement,
             self.microbatches,
@@ -121,6 +138,7 @@ class Terms:
             objective=self.objective,
             split=self.split,
             recompute=task.recompute,
-            max_activations=self.max_activations if whole else None,
+            max_activations=self.max_activations,
+            held_until=self.held_until,
             memory_limit=self.memory_limit,
         )

@@ -1,0 +1,178 @@
+"""The hunt for the quickest order: built-in ones, then those of rules, and then the best of these
+made better, until the work that is allowed is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from random import Random
+
+import attrs
+
+from schedir.errors import SchedirError
+from schedir.finder.budget import RUN, SCHEDULED, Budget
+from schedir.finder.evaluating import Run, fits, serial, timed
+from schedir.finder.improving import rearranged
+from schedir.finder.list_scheduling import scheduled
+from schedir.finder.merging import merged
+from schedir.finder.rescheduling import rescheduled
+from schedir.finder.rules import Style, rule_of, styles, varied
+from schedir.finder.task import Order, Task
+from schedir.finder.terms import Terms
+from schedir.finder.writing import order_of
+from schedir.library import Generator, Parameter, built_in, load
+
+_KEPT = 12  # of the best, to make better ones of
+_TURNS = 12
+
+
+@attrs.frozen(eq=False)
+class Candidate:
+    """An order, and how it runs; the built-in schedule whose it is, or the style that it, or what
+    it was made of, was made by."""
+
+    task: Task
+    order: Order
+    run: Run
+    origin: str | None = None
+    style: Style | None = None
+
+    @classmethod
+    def serial(cls, task: Task) -> Candidate:
+        """The one that keeps the least."""
+        order = serial(task)
+        run = timed(task, order)
+        if run is None:
+            raise AssertionError("one microbatch after the other blocks")
+        return cls(task, order, run)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What candidates are compared by."""
+        return self.run.value, self.run.ties
+
+
+class Hunt:
+    """One hunt, over tasks that differ in their placement."""
+
+    def __init__(
+        self, terms: Terms, tasks: list[Task], random: Random, budget: Budget, bound: float
+    ) -> None:
+        self._terms, self._tasks, self._random = terms, tasks, random
+        self._budget, self._bound = budget, bound
+        self._best: list[Candidate] = []  # the best first, of all placements
+
+    def best(self) -> list[Candidate]:
+        """The best that are found within the limits, the best one first."""
+        for candidate in self._candidates():
+            if candidate is not None:
+                self._keep(candidate)
+            if self._budget.over or (self._best and self._best[0].run.value <= self._bound):
+                break
+        found = []
+        for each in self._best:
+            order, run = merged(each.task, each.order, each.run)
+            found.append(attrs.evolve(each, order=order, run=run))
+        return found
+
+    def _candidates(self) -> Iterator[Candidate | None]:
+        """One after the other; None for what is not within the limits."""
+        yield from self._begun()
+        yield from self._ruled()
+        while self._best:
+            yield from self._improved()
+
+    def _begun(self) -> Iterator[Candidate | None]:
+        """The built-in schedules, and what keeps the least."""
+        for task in self._tasks:
+            least = Candidate.serial(task)
+            yield least if _within(task, least.order) else None
+            for generator in built_in():
+                for parameters in self._parameters(generator):
+                    yield self._built_in(task, generator, parameters)
+
+    def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
+        """What a built-in schedule is tried with: where it takes a limit, a few of them."""
+        yield {}
+        terms = self._terms
+        if "max_activations" in generator.parameters:
+            chunks = terms.chunks
+            limits = {terms.ranks, 2 * terms.ranks, 3 * terms.ranks}
+            if terms.max_activations is not None:
+                limits = {terms.max_activations // chunks}
+            for limit in sorted(limits):
+                yield {"max_activations": max(1, limit)}
+
+    def _built_in(
+        self, task: Task, generator: Generator, parameters: dict[str, Parameter]
+    ) -> Candidate | None:
+        terms = self._terms
+        try:
+            made = load(
+                generator,
+                ranks=terms.ranks,
+                microbatches=terms.microbatches,
+                chunks=terms.chunks,
+                costs=terms.costs,
+                **parameters,
+            )
+        except SchedirError:
+            return None  # not to be made in this shape
+        self._budget.spend(task.actions, RUN)
+        order = order_of(task, made)
+        run = None if order is None else timed(task, order)
+        if order is None or run is None or not _within(task, order):
+            return None
+        return Candidate(task, order, run, origin=generator.name)
+
+    def _ruled(self) -> Iterator[Candidate | None]:
+        """Those of all styles, of each placement in turn."""
+        for several in zip_longest(*map(styles, self._tasks)):
+            for task, style in zip(self._tasks, several, strict=True):
+                if style is not None:
+                    yield self._by(task, style)
+
+    def _by(self, task: Task, style: Style) -> Candidate | None:
+        """The candidate of a style."""
+        self._budget.spend(task.actions, SCHEDULED)
+        order = scheduled(task, rule_of(task, style))
+        run = None if order is None else timed(task, order)
+        if order is None or run is None:
+            return None
+        if style.split:
+            order, run = merged(task, order, run)
+        return Candidate(task, order, run, style=style)
+
+    def _improved(self) -> Iterator[Candidate | None]:
+        """One of the best made better, in each way in turn, each for a share of the work."""
+        for way in (rescheduled, rearranged):
+            chosen = self._chosen()
+            units = SCHEDULED if way is rescheduled else RUN
+            until = self._budget.left - self._budget.total // _TURNS
+            for made in way(chosen.task, chosen.order, chosen.run, self._random):
+                one = chosen.task.ranks if made is None and units == RUN else 1  # its list alone
+                self._budget.spend(chosen.task.actions // one, units)
+                if made is None:
+                    yield None
+                else:
+                    yield attrs.evolve(chosen, order=made[0], run=made[1], origin=None)
+                if self._budget.left <= until:
+                    break
+        chosen = self._chosen()
+        style = chosen.style or Style(split=chosen.task.split)
+        until = self._budget.left - self._budget.total // _TURNS
+        while self._budget.left > until:
+            yield self._by(chosen.task, varied(style, self._random))
+
+    def _chosen(self) -> Candidate:
+        """One of the best, the best one most often."""
+        return self._best[min(int(self._random.expovariate(1)), len(self._best) - 1)]
+
+    def _keep(self, candidate: Candidate) -> None:
+        if all(candidate.rank != each.rank for each in self._best):
+            self._best = sorted([*self._best, candidate], key=lambda each: each.rank)[:_KEPT]
+
+
+def _within(task: Task, order: Order) -> bool:
+    """Whether every rank keeps no more than it may."""
+    return all(fits(task, rank, steps) for rank, steps in enumerate(order))

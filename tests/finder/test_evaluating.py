@@ -1,0 +1,98 @@
+"""What the search reckons with is what `simulate` says, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from schedir import CostModel, check, simulate
+from schedir.finder.evaluating import fits, peak, serial, timed
+from schedir.finder.hunting import Candidate
+from schedir.finder.improving import rearranged
+from schedir.finder.list_scheduling import scheduled
+from schedir.finder.rescheduling import rescheduled
+from schedir.finder.rules import rule_of, styles, varied
+from schedir.finder.task import Order, Task
+from schedir.finder.terms import Terms
+from schedir.finder.writing import order_of, schedule_of
+
+
+def costs_of(random: Random, stages: int) -> CostModel:
+    def each(most: float) -> tuple[float, ...]:
+        return tuple(round(random.uniform(0.1, most), 3) for _ in range(stages))
+
+    full = each(9)
+    return CostModel(
+        forward=each(3),
+        backward=each(6),
+        backward_input=each(3),
+        backward_weight=each(3),
+        optim_step=each(1),
+        latency=random.choice((0, 0.3)),
+        bandwidth=random.choice((math.inf, 2.0)),
+        boundary_bytes=random.choice((0, 1.5)),
+        activation_bytes=full,
+        input_bytes=tuple(size / 4 for size in full),
+        deferred_bytes=random.choice((None, tuple(size / 2 for size in full))),
+        gradient_bytes=each(5),
+        weight_bytes=each(5),
+        optimizer_bytes=each(5),
+    )
+
+
+def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
+    """Orders of all kinds, under a limit that lets nearly all be."""
+    ranks, chunks, microbatches = random.randint(1, 4), random.randint(1, 3), random.randint(1, 5)
+    terms = Terms(
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=costs_of(random, ranks * chunks),
+        placement=random.choice(("wrapped", "wave")),
+        memory_limit=random.choice((60.0, 100.0, 1000.0)),
+        max_activations=None,
+        held_until="W",
+        objective=random.choice(("makespan", "span")),
+        split=random.random() < 0.8,
+        recompute=None,
+        channel="rank",
+    )
+    task = terms.task(terms.placements[0])
+    orders = [serial(task)]
+    for style in random.sample(list(styles(task)), 3):
+        found = scheduled(task, rule_of(task, varied(style, random)))
+        if found is not None:
+            orders.append(found)
+    start = Candidate(task, orders[-1], timed(task, orders[-1]))  # type: ignore[arg-type]
+    for way in (rescheduled, rearranged):
+        made = way(task, start.order, start.run, random)
+        orders += [each[0] for each in (next(made) for _ in range(15)) if each is not None]
+    return terms, task, orders
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
+    terms, task, orders = tried(Random(seed))
+    for order in orders:
+        schedule = schedule_of(task, order, "tried")
+        assert check(schedule).ok
+        line = simulate(schedule, terms.costs)
+        run = timed(task, order)
+        assert run is not None
+        spans = [rank.span for rank in line.ranks]
+        assert run.value == (line.makespan if terms.objective == "makespan" else max(spans))
+        assert order_of(task, line.schedule) == order
+        if terms.counts_boundaries:
+            continue
+        for rank, (steps, stats) in enumerate(zip(order, line.ranks, strict=True)):
+            kept = terms.memory_limit - task.memory.limit[rank]  # type: ignore[operator]
+            most = peak(task, rank, steps)
+            assert kept + most == pytest.approx(stats.peak_bytes)
+            assert fits(task, rank, steps) == (most <= task.memory.limit[rank])
+
+
+def test_what_a_rank_can_not_run_does_not_fit() -> None:
+    _, task, orders = tried(Random(1))
+    assert not fits(task, 0, orders[0][0][::-1])
