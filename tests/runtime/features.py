@@ -123,6 +123,11 @@ def two_rates(pipe: Pipeline, rank: int) -> Iterator[Action]:
             yield optim_step(stage)
 
 
+def _counted(target: Tensor) -> Tensor:
+    """The rows, as the target's device knows them."""
+    return target.new_full((), len(target))
+
+
 def _two_rates(whole: Any, loss_fn: Any, optimizers: Any, pieces: Any) -> float:
     return delayed(whole, loss_fn, optimizers, pieces, (3, 2), lambda s, m: m // (2 if s else 3))
 
@@ -137,6 +142,9 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "interleaved": lambda: Feature(_built("interleaved-1f1b", chunks=2)),
     "weight versions": lambda: Feature(_built("pipedream"), recurrence=pipedream),
     "different rates": lambda: Feature(_built(two_rates), recurrence=_two_rates),
+    "different rates, counted": lambda: Feature(
+        _built(two_rates), {"count": _counted}, recurrence=_two_rates
+    ),
     "split backward": lambda: Feature(_built(zero_bubble)),
     "recompute": lambda: Feature(_built("1f1b"), {"recompute": True}),
     "clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}),

@@ -138,6 +138,18 @@ def test_gradients_from_before_are_not_scaled() -> None:
         executor.step(x, target=y)
 
 
+def test_there_is_no_norm_of_all_gradients() -> None:
+    with pytest.raises(ExecutionError, match="clip_grad_norm needs all gradients before any rank"):
+        Executor(
+            stepping((2, 1), 4),
+            numbered(linear_stages()),
+            MSE,
+            sgd,
+            in_process=True,
+            clip_grad_norm=1.0,
+        )
+
+
 def test_a_step_without_samples_is_refused() -> None:
     schedule = stepping((1, 2), 2)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import schedir
 from schedir import CostModel, Kind, LoadError, plan_replicas
+from schedir.checker.memory import delays
 from schedir.passes import strip_communication
 from tests.oracle import happens
 from tests.runtime.kit import MSE, Twins, microbatches_of, momentum, random_batches
@@ -164,6 +165,8 @@ def test_1f1b_rr_is_clean_and_late_by_what_is_in_flight(replicas: tuple[int, ...
                 0 if flush else max(0, m // own - in_flight + 1) for m in range(microbatches)
             ]
             assert schedule.dataflow.reads[stage].tolist() == expected
+            late = 0 if flush else min(in_flight, -(-microbatches // own)) - 1
+            assert delays(schedule)[stage].max() == late
 
 
 @pytest.mark.parametrize("replicas", ["2,1", "2,2,1", "0,4", "4,", "four", "-1,5", True])
