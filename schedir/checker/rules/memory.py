@@ -79,7 +79,10 @@ class ActivationsAboveLimit(Diagnostic):
     code = "S405"
     name = "activations-above-limit"
     why = "What each forward keeps for its backward may not fit the device's memory."
-    fix = "Start backwards earlier, or raise --max-activations."
+    fix = (
+        "Start backwards earlier, run forwards again (`schedir.recompute`), or raise "
+        "--max-activations; `--held-until I` counts none between its I and its W."
+    )
     example = example(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2")
     options = (("max_activations", 2),)
     message = "rank {rank} holds {peak} activations at once; the limit is {limit}"
