@@ -12,6 +12,7 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor
+from tests.literals import listed
 from tests.runtime.features import round_robin
 from tests.runtime.kit import (
     MSE,
@@ -35,6 +36,23 @@ SCHEDULES = [ROUND_ROBIN, STALE_REPLICAS, ROUNDS]
 def stages_of(schedule: schedir.Schedule) -> list[nn.Module]:
     torch.manual_seed(5)
     return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
+
+
+def whole_numbers(number: int) -> list[nn.Module]:
+    torch.manual_seed(3)
+    stages: list[nn.Module] = [nn.Linear(2, 2).double() for _ in range(number)]
+    with torch.no_grad():
+        for p in (p for stage in stages for p in stage.parameters()):
+            p.copy_(torch.randint(-3, 4, p.shape))
+    return stages
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum() / len(output)
+
+
+def halves(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
 
 
 def assert_trains(schedule: schedir.Schedule, rank: int | None, **options: Any) -> None:
@@ -76,17 +94,9 @@ def test_a_version_is_kept_while_a_replica_reads_it() -> None:
 def test_gradients_accumulate_on_the_one_module(calls: int, optimizer: Any) -> None:
     """Of small integers, so that every order of sums gives the same."""
     schedule = schedir.build(round_robin, ranks=3, microbatches=4)
-    torch.manual_seed(3)
-    stages: list[nn.Module] = [nn.Linear(2, 2).double() for _ in range(2)]
-    with torch.no_grad():
-        for p in (p for stage in stages for p in stage.parameters()):
-            p.copy_(torch.randint(-3, 4, p.shape))
+    stages = whole_numbers(2)
     plain = copy.deepcopy(stages)
     x, y = torch.randint(-3, 4, (2, 8, 2)).double()
-
-    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return ((output - target) ** 2).sum() / len(output)
-
     with Executor(schedule, numbered(stages), summed, optimizer, in_process=True) as executor:
         for _ in range(calls):
             executor.step(x, target=y, update=False)
@@ -96,6 +106,32 @@ def test_gradients_accumulate_on_the_one_module(calls: int, optimizer: Any) -> N
         if optimizer is not None:
             executor.step(x, target=y)
             assert gradients(stages) == [None] * 4
+
+
+def test_tied_replicas_are_scaled_once() -> None:
+    """They wait for the tie, each with the sum; of small integers, so that its order is no matter.
+
+    Held against the same training with one replica.
+    """
+    tied = ["1F0 1F1 1B0 1B1 1OPTIM_STEP", "2F0 2B0 2OPTIM_STEP 2F1 2B1 2OPTIM_STEP"]
+    replicas = [f"0F{m} 0B{m} 0REDUCE_GRAD 0OPTIM_STEP" for m in range(2)]
+    trained = []
+    for placement, lists in (
+        ("0,1 2 3", [*replicas, *tied]),
+        ("0 1 2", ["0F0 0F1 0B0 0B1 0OPTIM_STEP", *tied]),
+    ):
+        schedule = schedir.insert_communication(listed(2, placement, *lists))
+        stages = whole_numbers(3)
+        stages[1].load_state_dict(stages[0].state_dict())
+        ties = [[(0, "weight"), (1, "weight")]]
+        with Executor(
+            schedule, numbered(stages), summed, halves, ties=ties, in_process=True
+        ) as executor:
+            x, y = torch.randint(-3, 4, (2, 4, 2), generator=torch.Generator()).double()
+            executor.step(x, target=y)
+        assert torch.equal(stages[0].get_parameter("weight"), stages[1].get_parameter("weight"))
+        trained.append([p.detach() for stage in stages for p in stage.parameters()])
+    assert all(map(torch.equal, *trained))
 
 
 def test_a_failed_step_leaves_an_executor_that_works() -> None:
