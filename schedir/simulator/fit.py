@@ -54,6 +54,9 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
         both = zip(fields["forward"], fields["backward"], strict=True)
         sums = dict(enumerate(forward + backward for forward, backward in both))
         fields["overlapped"] = tuple((sums | found["overlapped"]).values())
+    if found["recompute"]:
+        forward = dict(enumerate(fields["forward"]))
+        fields["recompute"] = tuple((forward | found["recompute"]).values())
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
     boundaries: Any = 0
     if sizes is not None:

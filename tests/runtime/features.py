@@ -32,7 +32,7 @@ from schedir import (
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor, rng
 from tests.runtime.kit import MSE, momentum, split
-from tests.runtime.lists import bidirectional_v, megatron
+from tests.runtime.lists import bidirectional_v, megatron, recomputed_early
 from tests.runtime.reference import delayed, pipedream
 
 MICROBATCHES = 6
@@ -146,7 +146,7 @@ FEATURES: dict[str, Callable[[], Feature]] = {
         _built(two_rates), {"count": _counted}, recurrence=_two_rates
     ),
     "split backward": lambda: Feature(_built(zero_bubble)),
-    "recompute": lambda: Feature(_built("1f1b"), {"recompute": True}),
+    "recompute": lambda: Feature(recomputed_early(_built("1f1b"), {0}), {"recompute": [1]}),
     "clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}),
     "ties": lambda: Feature(_built("1f1b"), tied=(0, 1)),
     "ties and clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, tied=(0, 1)),

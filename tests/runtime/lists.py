@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import schedir
 from schedir import (
@@ -15,8 +15,11 @@ from schedir import (
     backward_weight,
     forward,
     optim_step,
+    recompute_forward,
     together,
 )
+from schedir.ir import flat
+from schedir.passes import strip_communication
 from tests.literals import listed
 
 STALE_REPLICAS = schedir.insert_communication(
@@ -136,3 +139,25 @@ def _dual_pipe_v(pipe: Pipeline, rank: int) -> Iterator[Action | Together]:
         yield weights.pop(0)
     for stage in sorted(stages):
         yield optim_step(stage)
+
+
+def recomputed_early(schedule: schedir.Schedule, stages: Collection[int]) -> schedir.Schedule:
+    """Every second microbatch of these stages is recomputed, one action before that is needed."""
+    lists = []
+    for entries in strip_communication(schedule).actions:
+        own: list[Action] = []
+        for action in flat(entries):
+            own.append(action)
+            starts = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            if not starts or action.stage not in stages or action.microbatch is None:
+                continue
+            m = action.microbatch
+            if m % 2 == 0:
+                key = Kind.FORWARD, action.stage, m
+                made = [(a.kind, a.stage, a.microbatch) for a in own].index(key)
+                own.insert(max(made + 1, len(own) - 2), recompute_forward(action.stage, m))
+        lists.append(own)
+    name = f"recomputed {schedule.name}"
+    return schedir.insert_communication(
+        schedir.Schedule(name, schedule.microbatches, schedule.placement, lists)
+    )

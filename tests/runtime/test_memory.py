@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -47,11 +47,12 @@ def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
 class Live(TorchDispatchMode):
     """The bytes of all that torch has made inside and that still lives, and the most so far.
 
-    What is smaller than a boundary does not count.
+    What is smaller than a boundary does not count, nor does the memory of `others`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak: int = 0
 
@@ -63,11 +64,17 @@ class Live(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= BOUNDARY:
                 storage = tensor.untyped_storage()
                 known = self._made.get(storage._cdata)
+                if storage._cdata in self._others:
+                    continue
                 if known is None or known[0].expired():
                     self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: own for key, own in self._made.items() if not own[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        self.peak = max(self.peak, self.now())
         return made
+
+    def now(self) -> int:
+        """What lives of it now."""
+        self._made = {key: own for key, own in self._made.items() if not own[0].expired()}
+        return sum(size for _, size in self._made.values())
 
 
 def peak(microbatches: int) -> int:

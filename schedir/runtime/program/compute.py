@@ -197,9 +197,10 @@ class _FromOutputs(Compute):
                 f"before, but {_yes_no(flows)} came out; which inputs get a gradient must "
                 "depend neither on data nor on parameters frozen since the first step"
             )
-        cell.input_grads = grads
         if cell.previous is not None:
             cell.previous.output_grads = grads
+        else:
+            cell.input_grads = grads
 
 
 class Backward(_FromOutputs):

@@ -89,6 +89,11 @@ class WeightPart:
     sides: list[Side]
     found: list[tuple[Node, Tensor]]
 
+    def kept(self) -> list[Tensor]:
+        """The gradients that wait for W."""
+        arrived = (grad for side in self.sides for grad in side.arrived if grad is not None)
+        return [*arrived, *(grad for _, grad in self.found)]
+
     def run(self) -> None:
         """W, once: add to the parameters' `.grad` what the plain backward would."""
         while self.sides:

@@ -1,26 +1,29 @@
 """What a step keeps, in bytes, by stage: an observer of the first step of each input shape.
 
 A forward leaves to its backward what autograd saves, which tells of it (`saved_tensors_hooks`), and
-the stage's input. Memory that several tensors share counts once; that of weights, and of what the
+the stage's input. Of that an I leaves to its W what nodes of the graph still have, and gradients
+that came to them; hooks would have it do more (`split_backward`), so it is another microbatch that
+this is seen of. Memory that several tensors share counts once; that of weights, and of what the
 user has given, does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from schedir.runtime.call import Call
-from schedir.runtime.program.compute import Compute, Forward, Recompute
+from schedir.runtime.program.compute import BackwardInput, Compute, Forward, Recompute
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.update import OptimStep
-from schedir.runtime.stage.cells import Cells
+from schedir.runtime.stage.cells import Cell, Cells
 from schedir.runtime.stage.stage import Stage
 
 _Saved: TypeAlias = tuple[Tensor, int]
@@ -32,16 +35,19 @@ class Gauge:
     """Measures what the stages here keep, in bytes by stage, while a call is made.
 
     `boundary` is what one microbatch sends to the next stage, `input` what it needs to be run
-    again, `activation` all that its forward leaves to its backward, with its input. `gradient` is
-    what has been accumulated before an OPTIM_STEP, or when the call ends.
+    again, `activation` all that its forward leaves to its backward, with its input, and `deferred`
+    what of it is left between I and W. `gradient` is what has been accumulated before an
+    OPTIM_STEP, or when the call ends.
     """
 
     boundary: dict[int, int] = attrs.field(factory=dict)
     input: dict[int, int] = attrs.field(factory=dict)
     activation: dict[int, int] = attrs.field(factory=dict)
+    deferred: dict[int, int] = attrs.field(factory=dict)
     gradient: dict[int, int] = attrs.field(factory=dict)
     finished: bool = False
     _seen: set[tuple[int, type[Compute]]] = attrs.field(factory=set)
+    _hooked: set[Cell] = attrs.field(factory=set)
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
@@ -50,6 +56,8 @@ class Gauge:
             return attrs.evolve(instruction, run=self._before_step(operation.stage, run))
         if isinstance(operation, (Forward, Recompute)):
             return attrs.evolve(instruction, run=self._weighed(operation, run))
+        if isinstance(operation, BackwardInput):
+            return attrs.evolve(instruction, run=self._split(operation, run))
         return instruction
 
     def _weighed(self, compute: Compute, run: Callable[[Call], None]) -> Callable[[Call], None]:
@@ -62,6 +70,7 @@ class Gauge:
                 run(call)
                 return
             self._seen.add(key)
+            self._hooked.add(cell)
             inputs = _memory(cell.inputs)
             saved: dict[int, int] = {}
 
@@ -72,11 +81,34 @@ class Gauge:
 
             with saved_tensors_hooks(save, _as_it_was):
                 run(call)
-            beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
-            others = _memory([*_held(stage.modules), *tree_leaves(beside)])
+            others = _not_counted(stage, cell)
             kept = sum((saved | inputs)[m] for m in (saved | inputs).keys() - others)
             self.input[stage.index] = max(self.input.get(stage.index, 0), sum(inputs.values()))
             self.activation[stage.index] = max(self.activation.get(stage.index, 0), kept)
+
+        return weighed
+
+    def _split(
+        self, operation: BackwardInput, run: Callable[[Call], None]
+    ) -> Callable[[Call], None]:
+        """Around the first I of a stage whose forward was not weighed."""
+        stage, cell = operation.stage, operation.cell
+
+        def weighed(call: Call) -> None:
+            if stage.index in self.deferred or cell in self._hooked:
+                run(call)
+                return
+            roots = [
+                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+                for root in cell.outputs
+                if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
+            ]
+            run(call)
+            part = cell.weight_part
+            arrived = [] if part is None else part.kept()
+            others = _not_counted(stage, cell)
+            kept = _memory([*arrived, *_still_saved(roots)])
+            self.deferred[stage.index] = sum(kept[m] for m in kept.keys() - others)
 
         return weighed
 
@@ -111,6 +143,27 @@ def optimizer_bytes(stage: Stage) -> int:
     """Of what the optimiser of a stage keeps from step to step."""
     states = [] if stage.optimizer is None else stage.optimizer.state.values()
     return sum(_memory(tree_leaves(list(states))).values())
+
+
+def _not_counted(stage: Stage, cell: Cell) -> dict[int, int]:
+    """The memory of the weights, and of what the user has given."""
+    beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
+    return _memory([*_held(stage.modules), *tree_leaves(beside)])
+
+
+def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
+    """What the nodes of a graph have saved, and not freed."""
+    nodes, seen = list(roots), set(roots)
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                with suppress(RuntimeError):  # it is freed
+                    found = getattr(node, name)
+                    yield from found if isinstance(found, tuple) else (found,)
+        below = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= below
+        nodes += below
 
 
 def _held(modules: Iterable[nn.Module]) -> list[Tensor]:

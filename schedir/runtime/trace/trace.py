@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -151,6 +152,7 @@ class Trace:
             "boundary": gauge.boundary,
             "input": gauge.input,
             "activation": gauge.activation,
+            "deferred": gauge.deferred,
             "gradient": gauge.gradient,
             "weight": {s: weight_bytes(stage) for s, stage in self._stages.items()},
             "optimizer": {s: optimizer_bytes(stage) for s, stage in self._stages.items()},
@@ -163,6 +165,13 @@ def _sizes(found: Sequence[Mapping[str, Mapping[int, int]]], stages: int) -> Siz
     def of(name: str, stage: int) -> int:
         return max(sizes[name].get(stage, 0) for sizes in found)
 
-    by_stage = {name: tuple(of(name, stage) for stage in range(stages)) for name in found[0]}
+    by_stage: dict[str, Any] = {
+        name: tuple(of(name, stage) for stage in range(stages)) for name in found[0]
+    }
+    # All of an activation, where no I of a stage was seen.
+    seen = {stage for sizes in found for stage in sizes["deferred"]}
+    whole = zip(by_stage["deferred"], by_stage["activation"], strict=True)
+    known = tuple(kept if s in seen else every for s, (kept, every) in enumerate(whole))
+    by_stage["deferred"] = known if seen else None
     # There is a boundary after each stage but the last.
     return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})
