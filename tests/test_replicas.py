@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections import Counter
 from collections.abc import Callable
 
 import pytest

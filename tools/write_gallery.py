@@ -5,6 +5,7 @@ python tools/write_gallery.py
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -42,10 +43,16 @@ class Exhibit:
     share: Fraction
 
     @property
-    def title(self) -> str:
-        """What it is and where it comes from: the first line of its file, without the stop."""
+    def source(self) -> str:
+        """Whose idea it is and where it is from: what its file begins with."""
         module = sys.modules[self.generator.function.__module__]
-        return (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
+        return (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
+    @property
+    def idea(self) -> str:
+        """What it does, in the sentence that its docstring begins with."""
+        doc = inspect.getdoc(self.generator.function) or ""
+        return doc.partition("\n\n")[0].replace("\n", " ")
 
     @property
     def figures(self) -> tuple[str, str, str]:
@@ -87,7 +94,7 @@ def _table(shown: list[Exhibit]) -> Iterator[str]:
 def _section(one: Exhibit) -> str:
     name, (makespan, idle, peak) = one.generator.name, one.figures
     return (
-        f"## {name}\n\n{one.title}.\n\n![Timeline of {name}]({_picture(one)})\n\n"
+        f"## {name}\n\n{one.idea} *{one.source}*\n\n![Timeline of {name}]({_picture(one)})\n\n"
         f"Makespan {makespan}, bubble {idle}, peak {peak}. `schedir show {name}`\n"
     )
 

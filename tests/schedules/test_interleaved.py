@@ -80,6 +80,7 @@ def figures(name: str, ranks: int, microbatches: int, chunks: int, size: int) ->
 @pytest.mark.parametrize(("chunks", "size"), GROUPED)
 def test_grouped_interleaving_is_as_published(chunks: int, size: int) -> None:
     makespan, peak = GROUPED[chunks, size]
+    assert figures("grouped-interleaved-1f1b", 4, 8, chunks, size) == (makespan, peak)
     if size < 4:  # from there on Megatron's order, whose backwards are whole
         assert figures("interleaved-1f1b", 4, 8, chunks, size) == (makespan, peak)
     ours, held = figures("interleaved-zb", 4, 8, chunks, size)
@@ -87,7 +88,7 @@ def test_grouped_interleaving_is_as_published(chunks: int, size: int) -> None:
     assert held == peak
 
 
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "grouped-interleaved-1f1b", "interleaved-zb"])
 def test_small_groups_run_and_hold_less(name: str) -> None:
     for ranks, microbatches, chunks in product((2, 3, 5, 8), (4, 7, 9), (1, 2, 3)):
         for size in range(1, min(ranks, microbatches)):
