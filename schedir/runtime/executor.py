@@ -72,6 +72,12 @@ class Executor:
     up in that one, which may round differently. What requires grad must not change after the
     first step: make a new Executor to freeze or thaw a stage.
 
+    Each update is by the mean over its own microbatches. Gradients are accumulated with the weights
+    of the loss stage, the share that each microbatch has in the samples of that stage's update; a
+    stage that updates after other microbatches (1F1B-RR's replicated ones, once a round) scales
+    what it has, summed over its replicas, by one over the sum of those weights. There gradients
+    from before a call are refused, as they would be scaled with the rest.
+
     Uses the default process group, and initialises one where nobody has. With one rank it runs
     without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
     stages then, and nothing of torchrun is needed; for tests and to look inside, not for speed.
