@@ -100,7 +100,7 @@ time      long  compute  critical path
 
 MEASURED = """\
 x: 2 ranks, 2 stages, 1 microbatch
-makespan 10 s, bubble 65.0%, measured at step 3
+makespan 10 s, bubble 65.0% (63.2% of the longest span), measured at step 3
 
 rank    idle (s)    warm-up  communication    overhead  nothing left to do
    0   7 (70.0%)  5 (50.0%)      1 (10.0%)   1 (10.0%)
