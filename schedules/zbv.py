@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from schedir import (
     Action,
+    CostModel,
     Pipeline,
     backward_input,
     forward,
@@ -16,7 +17,7 @@ from schedir import (
 
 
 @schedule("zbv", aliases=("v-zb",), placement=wave, chunks=2)
-def zbv(pipe: Pipeline, rank: int) -> Iterator[Action]:
+def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
     """Zero bubble on a V: at 1F1B's memory, no rank waits once it has begun.
 
     Every rank holds a stage of the way down and one of the way up. A microbatch takes four slots a
@@ -30,15 +31,15 @@ def zbv(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Where the parts of a backward each take as long as a forward, and there are 2 * ranks - 1
     microbatches or more, the only idle time is before a rank's first forward and after its last
-    action.
+    action. Other `costs` move the gradients of weights to the gaps that there are then.
     """
-    yield from _plan(pipe)[rank]
+    yield from _plan(pipe, costs)[rank]
     for stage in pipe.stages_of(rank):
         yield optim_step(stage)
 
 
 @lru_cache(maxsize=1)
-def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
+def _plan(pipe: Pipeline, costs: CostModel) -> tuple[tuple[Action, ...], ...]:
     """The lists of all ranks, before the updates."""
     if pipe.chunks != 2:
         raise ValueError(f"zbv takes 2 chunks, the two arms of its V, not {pipe.chunks}")
@@ -50,4 +51,4 @@ def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
         block[forward(ranks + s, 0)] = 4 * ranks - 3 + 2 * s
         block[backward_input(last - s, 0)] = turn + 4 * s
         block[backward_input(ranks - 1 - s, 0)] = turn + 4 * ranks - 3 + 2 * s
-    return repeat_block(pipe, block)
+    return repeat_block(pipe, block, costs)

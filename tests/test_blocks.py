@@ -60,6 +60,25 @@ def test_weights_wait_for_a_gap_or_for_memory() -> None:
     assert " ".join(map(str, wide[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
 
 
+def test_weights_wait_for_a_gap_that_is_long_enough() -> None:
+    """Rank 0 waits half a forward for its second gradient: time enough for a W, or not."""
+    block = {forward(0, 0): 0, forward(1, 0): 1, backward_input(1, 0): 2, backward_input(0, 0): 4}
+    short, long = (
+        repeat_block(
+            pipeline(2, 2), block, schedir.CostModel(forward=(1, 0.5), backward_weight=weights)
+        )
+        for weights in (0.5, 0.6)
+    )
+    assert " ".join(map(str, short[0])) == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert " ".join(map(str, long[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
+
+
+def test_costs_of_other_stages() -> None:
+    costs = schedir.CostModel(forward=(1, 2, 3))
+    with pytest.raises(ValueError, match="the costs lack those of 3: are they for other stages"):
+        repeat_block(pipeline(4, 2), of_1f1b(4), costs)
+
+
 def a_block(chance: random.Random, pipe: Pipeline) -> Block:
     """Each action a few slots after the one before it, where it does not meet another one."""
     block: Block = {}

@@ -20,6 +20,9 @@ Number: TypeAlias = int
 the backwards from the last stage on, each of which needs the one before it; the BACKWARD_WEIGHT of
 backward n is n + S."""
 
+Run: TypeAlias = tuple[Number, int]
+"""An action of a block, and the microbatch."""
+
 
 @attrs.frozen
 class Block:

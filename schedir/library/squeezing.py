@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
 
 from schedir.ir import Action, Ints, Kind
 from schedir.library.authoring import Pipeline
-from schedir.library.blocks import Block, Number, block_of
+from schedir.library.blocks import Block, Number, Run, block_of
+from schedir.library.filling import weights_put_off
+from schedir.simulator import CostModel
 
-Run = tuple[Number, int]
-"""An action of a block, and the microbatch."""
 
-
-def repeat_block(pipe: Pipeline, block: Mapping[Action, int]) -> tuple[tuple[Action, ...], ...]:
+def repeat_block(
+    pipe: Pipeline, block: Mapping[Action, int], costs: CostModel | None = None
+) -> tuple[tuple[Action, ...], ...]:
     """The compute of every rank, without updates, from that of one microbatch (Qi et al., arXiv
     2405.15362, section 3 and appendix on squeezing).
 
@@ -28,17 +28,18 @@ def repeat_block(pipe: Pipeline, block: Mapping[Action, int]) -> tuple[tuple[Act
     earliest slot that is free and after their inputs, and that does not raise the most activations
     that a rank holds at once above what the repeated block needs. Then the BACKWARD_WEIGHTs are put
     off: one runs where its rank would wait otherwise, or lacks the memory for its next FORWARD.
+    Where a rank waits is told from `costs`, without them from the slots.
 
     Raises ValueError for a block that has not just these actions, in which one runs before its
     input is there or meets another one in a slot of its rank once it is repeated, and for a stage
-    on several ranks.
+    on several ranks; and for costs of other stages or links.
     """
     one = block_of(pipe, block)
     program = _Squeezed(one, pipe.microbatches)
     program.squeeze()
     return tuple(
         tuple(Action(one.actions[n].kind, one.actions[n].stage, m) for n, m in runs)
-        for runs in _weights_put_off(one, program.order(), program.limit)
+        for runs in weights_put_off(one, program.order(), program.limit, costs)
     )
 
 
@@ -126,53 +127,3 @@ class _Squeezed:
         elif block.actions[n].kind is not Kind.BACKWARD_INPUT:
             after = block.length[n]
             self.live[block.rank[n], slot + after : until + after] -= 1
-
-
-def _weights_put_off(block: Block, order: list[list[Run]], limit: int) -> list[list[Run]]:
-    """The lists with each rank's BACKWARD_WEIGHTs where it would wait otherwise, or holds `limit`
-    activations and is to run a FORWARD.
-
-    The rest stays in its order until a rank has run its last FORWARD. Then memory no longer
-    decides, and its BACKWARD_INPUTs run as soon as they can; a BACKWARD, being longer, would be in
-    the way of a more urgent one.
-    """
-    ahead = [deque(run for run in own if run[0] < 2 * block.stages) for own in order]
-    forwards = [sum(block.is_forward(n) for n, _ in own) for own in order]
-    weights: list[deque[Run]] = [deque() for _ in order]
-    lists: list[list[Run]] = [[] for _ in order]
-    free, live = [0] * block.ranks, [0] * block.ranks
-    ends: dict[Run, int] = {}
-
-    def next_run(rank: int, now: int) -> Run | None:
-        for n, m in ahead[rank]:
-            ready = n == 0 or ends.get((block.need_of(n), m), now + 1) <= now
-            if ready and not (block.is_forward(n) and live[rank] == limit):
-                return n, m
-            if forwards[rank] or block.actions[n].kind is Kind.BACKWARD:
-                return None
-        return None
-
-    now = 0
-    while any(ahead) or any(weights):
-        for rank in range(block.ranks):
-            if free[rank] > now:
-                continue
-            run = next_run(rank, now)
-            if run is not None:
-                ahead[rank].remove(run)
-            elif weights[rank]:
-                run = weights[rank].popleft()
-            else:
-                continue
-            n, m = run
-            lists[rank].append(run)
-            ends[run] = free[rank] = now + block.length[n]
-            if block.is_forward(n):
-                live[rank] += 1
-                forwards[rank] -= 1
-            elif block.actions[n].kind is Kind.BACKWARD_INPUT:
-                weights[rank].append((n + block.stages, m))
-            else:
-                live[rank] -= 1
-        now += 1
-    return lists
