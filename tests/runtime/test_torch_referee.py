@@ -127,5 +127,6 @@ def test_ours_train_on_torch(rank: int, form: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(4)
 def test_ours_train_on_torch_on_four_ranks(rank: int) -> None:
-    for schedule in expressible(4).values():
-        run_on_torch(schedule, rank, "torch-csv-comms")
+    schedules = expressible(4)
+    for name in ("1f1b", "dualpipev", "interleaved-zb", "zbv"):
+        run_on_torch(schedules[name], rank, "torch-csv-comms")
