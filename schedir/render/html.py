@@ -12,8 +12,11 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
-from schedir.ir import KINDS, Kind, Schedule
+import numpy as np
+
+from schedir.ir import COMPUTE, KINDS, Kind, Schedule
 from schedir.render import palette
+from schedir.render.lanes import has_replicas
 from schedir.render.page_data import Part, page_data, parts_of, shown_at_first
 from schedir.render.palette import CAUSE_WORDS, WORDS, picture_fill
 from schedir.render.timeline import title
@@ -105,8 +108,17 @@ def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
             yield _swatch(shades, f"{kind.value} {WORDS[kind]}")
     if any(KINDS[number] is Kind.OPTIM_STEP for number in occurring):
         yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.traits.word)
-    if any(s.columns.shared[s.columns.microbatch >= 0].any() for s in schedules):
+    if any(_draws_pairs(s) for s in schedules):
         yield _swatch([palette.PAIR_FILL.area], "two as one")
+
+
+def _draws_pairs(schedule: Schedule) -> bool:
+    """Whether there are overlapped pairs in one lane."""
+    columns = schedule.columns
+    pairs = columns.joined & columns.is_kind(*COMPUTE)
+    if has_replicas(schedule):
+        pairs &= columns.stage == np.roll(columns.stage, 1)
+    return bool(pairs.any())
 
 
 def _causes(timelines: Sequence[Timeline]) -> Iterator[str]:

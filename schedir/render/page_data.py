@@ -15,9 +15,9 @@ import numpy as np
 from schedir.ir import COMPUTE, KINDS, Kind
 from schedir.render import palette
 from schedir.render.captions import bubble, captions
-from schedir.render.cells import Labels
 from schedir.render.clock import readable, with_unit
 from schedir.render.kept import Curve, kept_by, most_of
+from schedir.render.lanes import has_replicas, labels_of
 from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill
 from schedir.simulator import CAUSES, Timeline
@@ -78,7 +78,7 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
     lines = [part.timeline for part in parts]
     ticks = ticks_for(lines)
     stream = Stream()
-    several = Labels.of_schedules(line.schedule for line in lines).several
+    several = labels_of(lines).several
     kept = kept_by(lines)
     timelines = [
         _put(stream, part, ticks, several, curves)
@@ -140,6 +140,7 @@ def _put(
         "starts": schedule.columns.starts.tolist(),
         "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
         "several": several,
+        "replicas": has_replicas(schedule),
         "ticks": int(ticks.of(np.array(timeline.makespan))),
         "sources": [f"{line.file}:{line.line}" for line in sources.lines] if sources else [],
         "idle": timeline.idle_columns.bounds.tolist(),

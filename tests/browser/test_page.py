@@ -105,6 +105,30 @@ def test_the_page_reads_what_the_timeline_holds(
         assert told == pytest.approx(times[known], rel=0, abs=3e-9 * line.makespan)
 
 
+def test_each_replica_has_a_lane_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    """Both parts of an overlapped pair of two stages are drawn, named and found by the pointer."""
+    line = simulated("dualpipe", costs=CostModel(), ranks=2, microbatches=6)
+    schedule = line.schedule
+    places = schedule.columns.where(*COMPUTE - {Kind.OPTIM_STEP}).tolist()
+    fills = []
+    for place in places:
+        rank, action = schedule.columns.position(place)[0], schedule.columns.action(place)
+        turn = schedule.stages_of(rank).index(action.stage)
+        fills.append(picture_fill(action.kind, turn).area)
+    with opened(browser, tmp_path, line) as it:
+        spots = it.spots(0, places)
+        assert len({spots[places.index(p)][1] for p in places}) == 4
+        high = it.ask("laneBox(5, schedir.lines[0], 0)[1]")
+        assert it.pixels([(x, y - high / 2 + 3) for x, y in spots]) == fills  # above the label
+        for place, (x, y) in zip(places, spots, strict=True):
+            it.page.mouse.move(x, y)
+            it.settle()
+            assert it.box().startswith(str(schedule.columns.action(place)))
+        labels = it.ask("schedir.lines[0].several")
+        assert labels is False  # the lane says of which stage
+        assert "two as one" not in it.page.locator("form").inner_text()
+
+
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("name", ["fractions", "interleaved", "pairs and batches"])
 def test_every_action_is_drawn_where_it_is(

@@ -107,7 +107,7 @@ function readTimeline(stream, about) {
   for (let p = 0; p < count; p++) {
     if (known[p] && lane[p] >= IN) lasts[p] = stream.next() + (lasts[before[p]] || 0);
   }
-  const turnOf = (place) => (lane[place] >= IN) + (lane[place] > COMPUTE);
+  const turnOf = (place) => (lane[place] >= IN) + (lane[place] > 0);
   for (const [turn, origin] of [null, end, start].entries()) {
     for (let p = 0, free = 0, r = -1; p < count; p++) {
       if (!known[p] || turnOf(p) !== turn) continue;
@@ -128,6 +128,9 @@ function readTimeline(stream, about) {
   }
   const line = { ...about, ranks, count, rank, kind, lane, joined, stage, microbatch, version };
   Object.assign(line, { before, known, start, end, source, index });
+  // The turn of each one's stage on its rank, and the lane that it is drawn in.
+  line.turn = stage.map((own, place) => Math.max(0, about.stages[rank[place]].indexOf(own)));
+  line.row = lane.map((own, place) => own || about.replicas && PARTS + line.turn[place]);
   line.style = stylesOf(line);
   line.lanes = lanesOf(line);
   line.idle = readIdle(stream, line);
@@ -163,27 +166,29 @@ function readIdle(stream, line) {
   return { lanes, starts, ends, cause, entry, before, transfer, blamed };
 }
 
+// Whether a part of a pair is drawn in the lane of the part before it.
+const follows = (line, place) => line.joined[place] && line.row[place] === line.row[place - 1];
+
 // One number for the colour of each place: its kind, and the turn of its stage on its rank.
 function stylesOf(line) {
-  const turns = line.stages.map((own) => new Map(own.map((stage, turn) => [stage, turn % 4])));
   return line.kind.map((kind, place) => {
-    if (line.lane[place] === COMPUTE && line.joined[place + 1]) return 4 * page.kinds.length;
-    return 4 * kind + (turns[line.rank[place]].get(line.stage[place]) || 0);
+    if (!line.lane[place] && follows(line, place + 1)) return 4 * page.kinds.length;
+    return 4 * kind + (line.turn[place] % 4);
   });
 }
 
-// lanes[rank][lane]; the parts of a pair are one cell.
+// lanes[rank][lane]; the parts of a pair are one cell, but where each has a lane of its own.
 function lanesOf(line) {
-  const lanes = [];
-  for (let rank = 0; rank < line.ranks; rank++) {
-    const ids = LANES.map(() => []);
+  return line.stages.map((stages, rank) => {
+    const ids = LANES.concat(stages).map(() => []);
     for (let place = line.starts[rank]; place < line.starts[rank + 1]; place++) {
-      const lane = line.lane[place];
-      if (line.known[place] && !(lane === COMPUTE && line.joined[place])) ids[lane].push(place);
+      const lane = line.lane[place], row = line.row[place];
+      if (!line.known[place]) continue;
+      if (lane || !line.joined[place]) ids[lane].push(place);
+      if (row !== lane && !follows(line, place)) ids[row].push(place);
     }
-    lanes.push(ids.map((own) => new Lane(new Int32Array(own), line.start, line.end)));
-  }
-  return lanes;
+    return ids.map((own) => new Lane(new Int32Array(own), line.start, line.end));
+  });
 }
 
 // For each place, what it hands its data to: `first[place]`, then `next` of that, until -1.

@@ -48,14 +48,22 @@ function draw(canvas, lines) {
       write(pen, band.text, 16, y + HEADING / 2 + 1, page.ink.ink, 12, "left");
       continue;
     }
-    const { compute, all, curve } = placed.parts;
+    const { compute, all, curve, gap } = placed.parts;
+    const { at, rank } = band;
+    const line = lines[at];
     // Where lanes are thin, not each is named.
-    if (band.rank % Math.ceil(11 / all) === 0) {
-      const name = all > 11 ? `rank ${band.rank}` : band.rank;
-      write(pen, name, GUTTER - 6, y + compute / 2, page.ink.ink);
+    if (rank % Math.ceil(11 / all) === 0) {
+      const name = all > 11 && !line.replicas ? `rank ${rank}` : rank;
+      write(pen, name, GUTTER - (line.replicas ? 44 : 6), y + compute / 2, page.ink.ink);
     }
-    if (compute >= 9) drawLabels(pen, lines[band.at], band.rank, y);
-    if (curve) drawMemory(pen, lines[band.at], band.rank, y + all - placed.parts.gap);
+    for (const lane of lanesIn(line, rank).filter(computes)) {
+      const [down, height] = laneBox(lane, line, rank);
+      if (height < 9) continue;
+      drawLabels(pen, line.lanes[rank][lane], line, y + down, height);
+      const own = lane && `stage ${line.stages[rank][lane - PARTS]}`;
+      if (own) write(pen, own, GUTTER - 6, y + down + height / 2, page.ink.faint, 9);
+    }
+    if (curve) drawMemory(pen, line, rank, y + all - gap);
   }
   if (shown.critical) inPlot(pen, () => lines.forEach((line, at) => drawCritical(pen, line, at)));
   drawAxis(pen, lines);
@@ -70,36 +78,30 @@ function drawLanes(pen, lines, rows) {
   const ratio = devicePixelRatio;
   const width = Math.round(frame.width * ratio);
   const scale = width / (view.to - view.from);
-  const lanes = frame.placed.parts.strip ? LANES : [COMPUTE];
+  const strips = rows.flatMap(({ at, rank, y }) =>
+    lanesIn(lines[at], rank).map((lane) => ({ line: lines[at], rank, lane, y })));
   frame.drawn = 0;
   pad.width = width;
-  pad.height = rows.length * lanes.length || 1;
+  pad.height = strips.length || 1;
   const image = new ImageData(width, pad.height);
   const all = new Uint32Array(image.data.buffer);
-  rows.forEach(({ at, rank }, row) => {
-    const line = lines[at];
-    for (const lane of lanes) {
-      const pixels = all.subarray((row * lanes.length + lane) * width).subarray(0, width);
-      const within = (ticks) => Math.max(0, Math.round((ticks - view.from) * scale));
-      pixels.fill(colours.idle, within(0), within(line.ticks));
-      if (lane === COMPUTE && shown.causes) {
-        const { lanes, cause } = line.idle;
-        rasterise(lanes[rank], scale, pixels, (idle) => colours.causes[cause[idle]]);
-      }
-      const { areas, pale } = colours;
-      frame.drawn += rasterise(line.lanes[rank][lane], scale, pixels, (place) =>
-        (shown.critical && !line.critical[place] ? pale : areas)[line.style[place]]);
+  strips.forEach(({ line, rank, lane }, row) => {
+    const pixels = all.subarray(row * width, (row + 1) * width);
+    const within = (ticks) => Math.max(0, Math.round((ticks - view.from) * scale));
+    pixels.fill(colours.idle, within(0), within(line.ticks));
+    if (computes(lane) && shown.causes) {
+      const { lanes, cause } = line.idle;
+      rasterise(lanes[rank], scale, pixels, (idle) => colours.causes[cause[idle]]);
     }
+    frame.drawn += rasterise(line.lanes[rank][lane], scale, pixels, (place) =>
+      colours[shown.critical && !line.critical[place] ? "pale" : "areas"][line.style[place]]);
   });
   pad.getContext("2d").putImageData(image, 0, 0);
   pen.imageSmoothingEnabled = false;
-  rows.forEach((band, row) => {
-    for (const lane of lanes) {
-      const [y, height] = laneBox(lane);
-      const top = Math.round((yOf(band) + y) * ratio) / ratio;
-      const from = row * lanes.length + lane;
-      pen.drawImage(pad, 0, from, width, 1, frame.left, top, width / ratio, height);
-    }
+  strips.forEach((band, row) => {
+    const [y, height] = laneBox(band.lane, band.line, band.rank);
+    const top = Math.round((yOf(band) + y) * ratio) / ratio;
+    pen.drawImage(pad, 0, row, width, 1, frame.left, top, width / ratio, height);
   });
 }
 
@@ -111,12 +113,10 @@ function write(pen, words, x, y, ink, size = 11, align = "right") {
   pen.fillText(words, x, y);
 }
 
-function drawLabels(pen, line, rank, y) {
-  const { compute } = frame.placed.parts;
-  const lane = line.lanes[rank][COMPUTE];
+function drawLabels(pen, lane, line, y, height) {
   const [first, last] = [lane.first(view.from), lane.after(view.to)];
   if (last - first > frame.width / 6) return;
-  const most = Math.min(13, compute - 2);
+  const most = Math.min(13, height - 2);
   pen.font = `${most}px ${FONT}`;
   const wide = (pen.measureText("0").width / most) * 1.05; // of a letter, in its heights
   for (let i = first; i < last; i++) {
@@ -134,7 +134,7 @@ function drawLabels(pen, line, rank, y) {
     if (!size) continue;
     const faint = shown.critical && !line.critical[lane.id[i]];
     const ink = faint ? page.ink.faint : colours.inks[line.style[lane.id[i]]];
-    write(pen, words, left + room / 2, y + compute / 2 + 1, ink, size, "center");
+    write(pen, words, left + room / 2, y + height / 2 + 1, ink, size, "center");
   }
 }
 
@@ -172,23 +172,23 @@ function drawMemory(pen, line, rank, base) {
 // The middle of the lane of a place.
 function middleOf(at, line, place) {
   const band = frame.placed.bands.find((each) => each.at === at && each.rank === line.rank[place]);
-  const [y, height] = laneBox(line.lane[place]);
+  const [y, height] = laneBox(line.row[place], line, band.rank);
   return yOf(band) + y + height / 2;
 }
 
 function drawCritical(pen, line, at) {
-  const edge = new Map(); // by rank and lane
+  const edge = {}; // by rank and lane
   pen.strokeStyle = page.ink.critical;
   pen.lineWidth = 2;
   pen.beginPath();
   for (let i = Math.max(0, bisect(line.pathStart, view.from) - 2); i < line.path.length; i++) {
     const place = line.path[i];
-    const lane = line.rank[place] * 5 + line.lane[place];
+    const [rank, row] = [line.rank[place], line.row[place]];
     // Along the lower edge of a cell, where no label stands.
-    const low = line.lane[place] ? 0 : frame.placed.parts.compute / 2 - 2;
-    if (!edge.has(lane)) edge.set(lane, middleOf(at, line, place) + low);
-    pen.lineTo(xOf(line.start[place]), edge.get(lane));
-    pen.lineTo(xOf(line.end[place]), edge.get(lane));
+    const low = computes(row) ? laneBox(row, line, rank)[1] / 2 - 2 : 0;
+    const y = (edge[[rank, row]] ??= middleOf(at, line, place) + low);
+    pen.lineTo(xOf(line.start[place]), y);
+    pen.lineTo(xOf(line.end[place]), y);
     if (line.start[place] > view.to) break;
   }
   pen.stroke();
@@ -255,7 +255,7 @@ function drawOver(canvas, lines, found) {
       const pairs = shown.dependencies ? dependenciesOf(line, place) : [];
       for (const [from, to] of pairs) drawArrow(pen, at, line, from, to);
       pen.lineWidth = 2;
-      const height = laneBox(line.lane[place])[1] + 2;
+      const height = laneBox(line.row[place], line, line.rank[place])[1] + 2;
       const [left, right] = [xOf(line.start[place]), xOf(line.end[place])];
       const top = middleOf(at, line, place) - height / 2;
       pen.strokeRect(left - 1, top, Math.max(2, right - left) + 2, height);
@@ -268,17 +268,16 @@ function drawOver(canvas, lines, found) {
 function dependenciesOf(line, place) {
   const pairs = [];
   const { first, next } = usersOf(line);
-  const alone = line.lane[place] !== COMPUTE;
-  for (const part of alone ? [place] : entryOf(line, place)) {
+  for (const part of line.lane[place] ? [place] : entryOf(line, place)) {
     for (let to = part, from; (from = line.before[to]) >= 0; to = from) {
       pairs.push([from, to]);
-      if (line.lane[from] === COMPUTE) break;
+      if (!line.lane[from]) break;
     }
     for (const ahead = [part]; ahead.length; ) {
       const from = ahead.pop();
       for (let user = first[from]; user >= 0; user = next[user]) {
         pairs.push([from, user]);
-        if (line.lane[user] !== COMPUTE) ahead.push(user);
+        if (line.lane[user]) ahead.push(user);
       }
     }
   }
@@ -288,7 +287,7 @@ function dependenciesOf(line, place) {
 function drawArrow(pen, at, line, from, to) {
   // Where transfers are not shown, from compute to compute.
   if (!frame.placed.parts.strip) {
-    if (line.lane[to] !== COMPUTE) return;
+    if (line.lane[to]) return;
     while (line.lane[from]) from = line.before[from];
   }
   const sent = line.lane[to] >= IN; // the two ends of a transfer go side by side
@@ -298,7 +297,7 @@ function drawArrow(pen, at, line, from, to) {
   pen.moveTo(x0, y0);
   pen.lineTo(x1, y1);
   pen.stroke();
-  if (line.lane[to] !== COMPUTE) return;
+  if (line.lane[to]) return;
   const angle = Math.atan2(y1 - y0, x1 - x0);
   pen.beginPath();
   pen.moveTo(x1, y1);

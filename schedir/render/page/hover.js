@@ -11,14 +11,14 @@ function under(lines, x, y) {
   if (!band || y < AXIS || x < frame.left) return null;
   const line = lines[band.at];
   const now = timeAt(x);
-  if (shown.memory && depth > band.y + laneBox(IN + 1)[0] + laneBox(IN + 1)[1]) {
+  if (shown.memory && depth > band.y + parts.compute + 4 * parts.strip) {
     return now < 0 || now > line.ticks ? null : { at: band.at, rank: band.rank, now };
   }
-  const lanes = parts.strip ? LANES : [COMPUTE];
-  const lane = lanes.findLast((each) => depth - band.y >= laneBox(each)[0]);
+  const lane = lanesIn(line, band.rank).findLast(
+    (each) => depth - band.y >= laneBox(each, line, band.rank)[0]);
   const place = nearest(line.lanes[band.rank][lane], now);
   if (place >= 0) return { at: band.at, place };
-  const idle = lane ? -1 : nearest(line.idle.lanes[band.rank], now);
+  const idle = computes(lane) ? nearest(line.idle.lanes[band.rank], now) : -1;
   return idle < 0 ? null : { at: band.at, idle };
 }
 

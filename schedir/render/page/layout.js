@@ -1,8 +1,9 @@
 // Where every lane is: rows of ranks, one below the other, in pixels from the top of the first.
 
 const HEADING = 22, EDGE = 5;
-// A rank's compute, its sends of activations and of gradients, and, from IN on, its receives.
-const LANES = [0, 1, 2, 3, 4], COMPUTE = 0, IN = 3;
+// A rank's compute, its sends of activations and of gradients, and, from IN on, its receives; from
+// PARTS on, the compute of each of its replicas, within the lane of its compute.
+const LANES = [0, 1, 2, 3, 4], IN = 3, PARTS = 5;
 
 // The heights of the parts of a rank's row, given that of its compute lane.
 function heights(compute) {
@@ -44,8 +45,21 @@ function layout(lines, room) {
   return { bands, height, parts };
 }
 
-// The top and the height of a lane in a row.
-function laneBox(lane) {
+const computes = (lane) => !lane || lane >= PARTS;
+
+// The lanes that are drawn of a rank.
+function lanesIn(line, rank) {
+  const parts = line.stages[rank].map((_, turn) => PARTS + turn);
+  const computing = line.replicas && parts.length ? parts : [0];
+  return frame.placed.parts.strip ? computing.concat(1, 2, 3, 4) : computing;
+}
+
+// The top and the height of a lane in the row of a rank.
+function laneBox(lane, line, rank) {
   const { compute, strip } = frame.placed.parts;
-  return lane === COMPUTE || !strip ? [0, compute] : [compute + (lane - 1) * strip, strip];
+  if (lane >= PARTS) {
+    const height = compute / line.stages[rank].length;
+    return [(lane - PARTS) * height, height];
+  }
+  return !lane || !strip ? [0, compute] : [compute + (lane - 1) * strip, strip];
 }

@@ -36,7 +36,7 @@ async function start() {
   }
   // To the next or the one before in its lane, or to another rank at the same time.
   function step(along, across) {
-    if (!selected) return select({ at: 0, place: lines[0].lanes[0][COMPUTE].id[0] });
+    if (!selected) return select({ at: 0, place: lines[0].lanes[0][0].id[0] });
     const { at, place } = selected;
     const line = lines[at];
     const lanes = line.lanes[line.rank[place] + across];

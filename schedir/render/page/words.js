@@ -43,7 +43,7 @@ function label(line, place, staged) {
   const { token } = page.kinds[line.kind[place]];
   if (line.microbatch[place] < 0) return token[0] === "O" ? "*" : token;
   const own = `${staged ? line.stage[place] : ""}${token}${line.microbatch[place]}`;
-  return line.joined[place + 1] ? `${own};${label(line, place + 1, staged)}` : own;
+  return follows(line, place + 1) ? `${own};${label(line, place + 1, staged)}` : own;
 }
 
 // [name, value] for each thing to be told of an action.
