@@ -88,6 +88,14 @@ def test_grouped_interleaving_is_as_published(chunks: int, size: int) -> None:
     assert held == peak
 
 
+def test_groups_of_one_follow_each_other_without_a_gap() -> None:
+    """A chunk waits for two of them, and its slots are moved on, lest two chunks want the same."""
+    assert figures("interleaved-1f1b", 4, 8, 2, 1) == (57, 7)
+    assert figures("interleaved-zb", 4, 8, 2, 1) == (55, 7)
+    assert figures("interleaved-1f1b", 4, 8, 4, 1) == (114, 11)
+    assert figures("interleaved-zb", 4, 8, 4, 1) == (112, 11)
+
+
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "grouped-interleaved-1f1b", "interleaved-zb"])
 def test_small_groups_run_and_hold_less(name: str) -> None:
     for ranks, microbatches, chunks in product((2, 3, 5, 8), (4, 7, 9), (1, 2, 3)):
