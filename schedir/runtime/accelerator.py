@@ -59,6 +59,15 @@ class Accelerator:
         """A new stream."""
         return self._module.Stream(self.device)
 
+    def side(self) -> Any:
+        """A new stream for compute beside that of a rank.
+
+        A parameter's gradients then come from both. Autograd has them wait for each other, which is
+        what it would warn of.
+        """
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        return self.stream()
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make it the current stream inside; None leaves the one that is."""
         if stream is None:

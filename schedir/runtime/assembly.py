@@ -79,7 +79,14 @@ class Parts:
         clock = self.clock if trace is None else trace.recorder
         observers: list[Observer] = [clock, self.trail]
         compiler = Compiler(
-            self.stages, self.replicas, cells, barriers, self.scaling, observers, beside
+            plan.accelerator,
+            self.stages,
+            self.replicas,
+            cells,
+            barriers,
+            self.scaling,
+            observers,
+            beside,
         )
         programs = Programs(plan, schedule, compiler, transports, self.control)
         newcomers = None if trace is None else trace.observers

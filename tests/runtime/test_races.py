@@ -24,9 +24,12 @@ from schedir.ir import flat
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
 from schedir.runtime.boundaries import buffers
+from schedir.runtime.program import abreast
+from schedir.runtime.program.abreast import Pair
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.transports.in_process import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
+from tests.literals import listed
 from tests.runtime import aliasing
 from tests.runtime.features import round_robin
 from tests.runtime.kit import MSE, adamw, numbered
@@ -270,6 +273,67 @@ def test_a_send_that_nobody_waits_for_is_found(
     monkeypatch.setattr(posted, "wait", lambda self: True)
     races = Run(built("1f1b", 2, 3), communicators).on(FakeDevice())
     assert {("1SEND_GRAD0", "0B0") if not communicators else ("1RECV_ACT0", "1F0")} <= tokens(races)
+
+
+@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@pytest.mark.parametrize("missing", ["_part", "_meet"])
+def test_a_pair_that_does_not_part_or_meet_is_found(
+    missing: str, communicators: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, missing, lambda _: None)
+    assert Run(bidirectional_v(2, 4), communicators).on(FakeDevice())
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_memory_that_a_pair_gives_back_is_not_given_again_within_it(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1F0's input, say: 0F0 has made it on the rank's own stream, to which 0F2 goes on, and 1B0
+    gives it back on the other one."""
+    if not holds:
+        monkeypatch.setattr(abreast, "_shared", lambda _: None)
+    device = FakeDevice()
+    stages = [nn.Linear(4, 4) for _ in range(2)]
+    schedule = listed(
+        3,
+        "0 0",
+        "0F0 0F1 1F1 1B1 0R1 (1F0;0B1) (1B0;0F2) 0R0 0B0 1F2 1B2 0R2 0B2 0OPTIM_STEP 1OPTIM_STEP",
+    )
+    with (
+        watching(device, communicators=False),
+        Executor(schedule, numbered(stages), MSE, adamw) as executor,
+    ):
+        x, y = torch.randn(2, 6, 4)
+        executor.step(x, target=y)
+    assert any(race.freed for race in device.races) is not holds
+
+
+def test_the_two_of_a_pair_do_not_wait_for_each_other() -> None:
+    """What both of them touched would be raced for."""
+    touched = torch.zeros(1)
+
+    class Touches(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = super().forward(x)
+            if type(x) is torch.Tensor and made.requires_grad:
+                touched.add_(1)
+                made.register_hook(lambda _: touched.add_(1) and None)
+            return made
+
+    device = FakeDevice()
+    schedule = bidirectional_v(2, 4)
+    with watching(device, communicators=False):
+        stages = numbered([Touches(4, 4) if s in (0, 3) else nn.Linear(4, 4) for s in range(4)])
+        with Executor(schedule, stages, MSE, adamw, in_process=True) as executor:
+            x, y = torch.randn(2, 8, 4)
+            executor.step(x, target=y)
+    pairs = {
+        tuple(str(action) for action in entry.actions)
+        for entry in schedule.actions[0]
+        if isinstance(entry, schedir.Together) and entry.actions[0].kind is Kind.FORWARD
+    }
+    assert pairs
+    assert tokens(device.races) == pairs
 
 
 def test_memory_that_another_stream_still_uses_is_not_given_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import attrs
 
@@ -18,10 +19,12 @@ from schedir.ir import (
     Together,
     weight_versions,
 )
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.scaling import Scaling
+from schedir.runtime.program.abreast import Pair, forwards_aside
 from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
     Backward,
@@ -74,8 +77,10 @@ class Compiler:
     OPTIM_STEPs; None where these are left to the caller. `scaling` is for those that apply other
     microbatches than the loss stage's. `observers` watch every run. `beside` takes from rank to
     rank what hosts have to know; None where the transport of the payloads does that as well.
+    `sides` are the streams beside those of the ranks, for the second of two that run abreast.
     """
 
+    accelerator: Accelerator
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
     cells: Cells
@@ -83,6 +88,7 @@ class Compiler:
     scaling: Scaling
     observers: Sequence[Observer]
     beside: Poster | None
+    sides: dict[int, Any] = attrs.field(factory=dict)
 
     def compile(
         self, schedule: Schedule, rank: int, transport: Transport, listed_at: Sequence[int]
@@ -98,6 +104,7 @@ class Compiler:
         versions = weight_versions(schedule.columns, rank)
         beside = self.beside or transport
         program: list[Instruction] = []
+        aside = forwards_aside(schedule.actions[rank])
         turn = 0
         for index, entry in enumerate(schedule.actions[rank]):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
@@ -118,9 +125,23 @@ class Compiler:
             if batch is not None:
                 made.append(post_of(batch, made))
             elif len(parts) > 1:
-                made.insert(0, wait_of(made[1]))
+                wait = wait_of(made[1])
+                if self.accelerator.queues:
+                    made = self._abreast(made, index in aside)
+                made.insert(0, wait)
             program += made
         return observed(program, self.observers)
+
+    def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
+        """The two of an overlapped pair on two streams."""
+        first, second = pair
+        if first.rank not in self.sides:
+            self.sides[first.rank] = self.accelerator.side()
+        (aside,) = (
+            one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
+        )
+        made = Pair(self.accelerator, self.sides[first.rank], self._cell(first.action))
+        return made.abreast(first, second, aside)
 
     def _in_turn(self, made: Instruction) -> Instruction:
         """One that uses a stage which other ranks here use as well waits for these."""

@@ -1,6 +1,7 @@
 """Entries of several actions: what is run for them beside the actions themselves.
 
-(0F4;7B3)                   7B3's wait, 0F4, 7B3           neither starts before both can
+(0F4;7B3)                   7B3's wait, 0F4, 7B3           neither starts before both can; on a
+                                                           device they run `abreast`
 (0SEND_ACT1;0RECV_GRAD0)    0SEND_ACT1, 0RECV_GRAD0, post  each says what it posts; then all of
                                                            it is posted as one
 """
