@@ -9,7 +9,7 @@ from collections.abc import Callable
 _RATE = 800_000  # units of work a second, on a slow core
 SCHEDULED, RUN = 8, 1
 """Units of work for each action that a rule puts in order, and for each that an order runs."""
-_ANY = 60  # units of work of any candidate
+_ANY = 15  # units of work of any candidate
 
 
 class Budget:

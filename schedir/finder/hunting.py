@@ -17,7 +17,7 @@ from schedir.finder.list_scheduling import scheduled
 from schedir.finder.merging import merged
 from schedir.finder.rescheduling import rescheduled
 from schedir.finder.rules import Style, rule_of, styles, varied
-from schedir.finder.task import Order, Task
+from schedir.finder.task import INPUT, LEAN, Order, Task
 from schedir.finder.terms import Terms
 from schedir.finder.writing import order_of
 from schedir.library import Generator, Parameter, built_in, load
@@ -77,31 +77,31 @@ class Hunt:
 
     def _candidates(self) -> Iterator[Candidate | None]:
         """One after the other; None for what is not within the limits."""
-        yield from self._begun()
-        yield from self._ruled()
+        ruled = self._ruled()
+        # What keeps the least, and one of a rule, also where there is time for nothing else.
+        for task in self._tasks:
+            least = Candidate.serial(task)
+            yield least if within(task, least.order) else None
+            yield next(ruled)
+        for task in self._tasks:
+            for generator in built_in():
+                if generator.chunks <= self._terms.chunks:
+                    for parameters in self._parameters(generator):
+                        yield self._built_in(task, generator, parameters)
+        yield from ruled
         while self._best:
             yield from self._improved()
 
-    def _begun(self) -> Iterator[Candidate | None]:
-        """The built-in schedules, and what keeps the least."""
-        for task in self._tasks:
-            least = Candidate.serial(task)
-            yield least if _within(task, least.order) else None
-            for generator in built_in():
-                for parameters in self._parameters(generator):
-                    yield self._built_in(task, generator, parameters)
-
     def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
-        """What a built-in schedule is tried with: where it takes a limit, a few of them."""
-        yield {}
-        terms = self._terms
-        if "max_activations" in generator.parameters:
-            chunks = terms.chunks
-            limits = {terms.ranks, 2 * terms.ranks, 3 * terms.ranks}
-            if terms.max_activations is not None:
-                limits = {terms.max_activations // chunks}
-            for limit in sorted(limits):
-                yield {"max_activations": max(1, limit)}
+        """What a built-in schedule is tried with: one that takes a limit gets it."""
+        most, takes = self._terms.max_activations, generator.parameters
+        if most is None or "max_activations" not in takes:
+            yield {}
+            return
+        limit = max(1, most // self._terms.chunks)
+        yield {"max_activations": limit}
+        if "held_until" in takes:
+            yield {"max_activations": limit, "held_until": self._terms.held_until}
 
     def _built_in(
         self, task: Task, generator: Generator, parameters: dict[str, Parameter]
@@ -118,10 +118,11 @@ class Hunt:
             )
         except SchedirError:
             return None  # not to be made in this shape
-        self._budget.spend(task.actions, RUN)
+        # Those that are made for given costs try several lists themselves.
+        self._budget.spend(task.actions, 2 * SCHEDULED if generator.sees_costs else 2 * RUN)
         order = order_of(task, made)
         run = None if order is None else timed(task, order)
-        if order is None or run is None or not _within(task, order):
+        if order is None or run is None or not within(task, order):
             return None
         return Candidate(task, order, run, origin=generator.name)
 
@@ -145,13 +146,14 @@ class Hunt:
 
     def _improved(self) -> Iterator[Candidate | None]:
         """One of the best made better, in each way in turn, each for a share of the work."""
-        for way in (rescheduled, rearranged):
+        for way in (rescheduled, rearranged, rearranged):
             chosen = self._chosen()
             units = SCHEDULED if way is rescheduled else RUN
             until = self._budget.left - self._budget.total // _TURNS
             for made in way(chosen.task, chosen.order, chosen.run, self._random):
-                one = chosen.task.ranks if made is None and units == RUN else 1  # its list alone
-                self._budget.spend(chosen.task.actions // one, units)
+                # Most of what is rearranged is seen not to fit at the first few steps.
+                least = made is None and way is rearranged
+                self._budget.spend(0 if least else chosen.task.actions, units)
                 if made is None:
                     yield None
                 else:
@@ -173,6 +175,9 @@ class Hunt:
             self._best = sorted([*self._best, candidate], key=lambda each: each.rank)[:_KEPT]
 
 
-def _within(task: Task, order: Order) -> bool:
-    """Whether every rank keeps no more than it may."""
+def within(task: Task, order: Order) -> bool:
+    """Whether every rank does and keeps no more than it may."""
+    denied = ((INPUT,) if not task.split else ()) + ((LEAN,) if not task.recompute else ())
+    if any(step // task.stages in denied for steps in order for step in steps):
+        return False
     return all(fits(task, rank, steps) for rank, steps in enumerate(order))

@@ -24,9 +24,11 @@ from schedir.finder.task import (
     Task,
 )
 
-_MEMORY = 60  # trials
+_MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
 _FAR = 0.25  # moves are by 1 + a geometric number of places
 _CHANGED_KIND = 0.2
+_ANYWHERE = 0.2  # how often a change is made off the chain
+_MORE = 1.2  # changes at once are 1 + an exponential of this rate
 
 
 def rearranged(
@@ -34,27 +36,36 @@ def rearranged(
 ) -> Iterator[tuple[Order, Run] | None]:
     """One trial after the other: what each has made, None where it is nothing."""
     at = score(task, run)
-    past = [at] * _MEMORY
+    past = [at] * random.choice(_MEMORIES)
     chain = critical(task, order, run)
     trial = 0
     while True:
         trial += 1
-        rank, place = chain[random.randrange(len(chain))]
-        steps = _changed(task, order[rank], place, random)
-        if steps is None or not fits(task, rank, steps):
+        changed = [*order]
+        for _ in range(1 + int(random.expovariate(_MORE))):
+            rank, place = chain[random.randrange(len(chain))]
+            if random.random() < _ANYWHERE:
+                rank = random.randrange(task.ranks)
+                place = random.randrange(len(order[rank]))
+            steps = _changed(task, changed[rank], min(place, len(changed[rank]) - 1), random)
+            if steps is not None:
+                changed[rank] = steps
+        fitting = all(
+            now is before or fits(task, rank, now)
+            for rank, (now, before) in enumerate(zip(changed, order, strict=True))
+        )
+        if not fitting or changed == order:
             yield None
             continue
-        changed = [*order]
-        changed[rank] = steps
         new = timed(task, changed)
         if new is None:
             yield None
             continue
         now = score(task, new)
-        if now <= at or now <= past[trial % _MEMORY]:
+        if now <= at or now <= past[trial % len(past)]:
             order, run, at = changed, new, now
             chain = critical(task, order, run)
-        past[trial % _MEMORY] = at
+        past[trial % len(past)] = at
         yield changed, new
 
 

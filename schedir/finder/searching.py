@@ -18,7 +18,7 @@ from schedir.finder.bounds import Objective
 from schedir.finder.budget import Budget
 from schedir.finder.evaluating import peak
 from schedir.finder.found import Found
-from schedir.finder.hunting import Candidate, Hunt
+from schedir.finder.hunting import Candidate, Hunt, within
 from schedir.finder.terms import Terms
 from schedir.finder.writing import schedule_of
 from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Schedule, peak_activations
@@ -128,32 +128,44 @@ def find(
 
 
 def _find(terms: Terms, budget: Budget, seed: int) -> Found:
-    tasks = [terms.task(named) for named in terms.placements]
-    bound = min(map(terms.lower_bound, tasks))
-    least = [_Finished.of(terms, Candidate.serial(task)) for task in tasks]
-    best = min((each for each in least if not each.over), key=lambda each: each.value, default=None)
+    least = [Candidate.serial(terms.task(named)) for named in terms.placements]
+    bound = min(terms.lower_bound(each.task) for each in least)
+    best = None
+    if terms.counts_boundaries:
+        best = _with_boundaries(terms, least, budget, seed, bound)
+    elif any(within(each.task, each.order) for each in least):
+        tasks = [each.task for each in least]
+        best = _Finished.of(terms, Hunt(terms, tasks, Random(seed), budget, bound).best()[0])
     if best is None:
-        raise SchedirError(_refusal(terms, least))
-    # What sends and receives keep is known only of complete lists: so much is left free for them
-    # as they have kept in the one before, more where that was not enough.
-    shares = _SHARES if terms.counts_boundaries else (1.0,)
-    free = {each.candidate.task.named: each.boundaries for each in least}
-    for share in shares:
+        raise SchedirError(_refusal(terms, [_Finished.of(terms, each) for each in least]))
+    return best.found(bound, budget.candidates, seed)
+
+
+def _with_boundaries(
+    terms: Terms, least: list[Candidate], budget: Budget, seed: int, bound: float
+) -> _Finished | None:
+    """The best where sends and receives count, which only complete lists tell: so much is left free
+    for them as they have kept in one before, and more where that was not enough."""
+    done = [_Finished.of(terms, each) for each in least]
+    best = min((each for each in done if not each.over), key=lambda each: each.value, default=None)
+    if best is None:
+        return None
+    free = {each.candidate.task.named: each.boundaries for each in done}
+    for share in _SHARES:
         tasks = [terms.task(named, free[named]) for named in terms.placements]
         budget.allow(share)
         over = set()
         for candidate in Hunt(terms, tasks, Random(seed), budget, bound).best():
-            named = candidate.task.named
             if candidate.run.value > best.value:
-                continue
+                break
             now = _Finished.of(terms, candidate)
             if not now.over:
                 best = now
                 break
-            if named not in over:
-                over.add(named)
-                free[named] = now.raised(free[named])
-    return best.found(bound, budget.candidates, seed)
+            if candidate.task.named not in over:
+                over.add(candidate.task.named)
+                free[candidate.task.named] = now.raised(free[candidate.task.named])
+    return best
 
 
 @attrs.frozen(eq=False)

@@ -58,3 +58,51 @@ def test_the_same_seed_finds_the_same_schedule() -> None:
         for _ in range(2)
     )
     assert first == again
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_nothing_is_split_where_that_is_not_allowed(chunks: int) -> None:
+    found = find(3, 6, chunks, split=False, seconds=0.2, objective="span")
+    assert found.split == 0
+
+
+BYTES = CostModel(
+    forward=3,
+    backward=6,
+    backward_input=3,
+    backward_weight=3,
+    latency=0.1,
+    boundary_bytes=2,
+    bandwidth=4,
+    input_bytes=2,
+    activation_bytes=20,
+    deferred_bytes=15,
+    weight_bytes=10,
+    gradient_bytes=10,
+    optimizer_bytes=30,
+)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_bytes_are_all_that_simulate_counts(chunks: int) -> None:
+    with pytest.raises(SchedirError, match="the least that works is") as refused:
+        schedir.search(4, 6, chunks, costs=BYTES, memory_limit=10)
+    least = int(str(refused.value).split()[-1])
+    with pytest.raises(SchedirError, match=f"the least that works is {least}$"):
+        schedir.search(4, 6, chunks, costs=BYTES, memory_limit=least - 1)
+    values = []
+    for limit in (least, least + 25, least + 100):
+        found = find(4, 6, chunks, costs=BYTES, memory_limit=limit, seconds=0.3)
+        assert max(rank.peak_bytes or 0 for rank in found.timeline.ranks) <= limit
+        assert found.value >= found.lower_bound
+        values.append(found.value)
+    assert values == sorted(values, reverse=True)
+
+
+def test_forwards_are_run_again_where_memory_is_short_alone() -> None:
+    costs = CostModel(input_bytes=1, activation_bytes=10)
+    tight, wide = (find(4, 8, costs=costs, memory_limit=limit, seconds=0.5) for limit in (13, 99))
+    assert tight.recomputed > 0
+    assert wide.recomputed == 0
+    never = find(4, 8, costs=costs, memory_limit=13, seconds=0.5, recompute=False)
+    assert tight.value < never.value
