@@ -313,6 +313,14 @@ def test_a_version_to_come_is_said_of_the_forward_alone() -> None:
     assert found(both) == [("S401", "rank 0 #0 0F0@3")]
 
 
+def test_versions_agree_by_what_they_have_seen() -> None:
+    """The first stage has stepped once, the other twice, after the same microbatches."""
+    both = "1B0 1OPTIM_STEP 1B1 1OPTIM_STEP 0B0 0B1 0OPTIM_STEP"
+    later = "0F2 1F2 1B2 1OPTIM_STEP 0B2 0OPTIM_STEP"
+    (note,) = schedir.check(schedule(3, "0 0", f"0F0 1F0 0F1 1F1 {both} {later}")).diagnostics
+    assert note.code == "S216"
+
+
 def test_a_list_without_steps_is_told_that_the_caller_steps() -> None:
     (finding,) = schedir.check(schedule(1, "0 1", "0F0 0B0", "1F0 1B0")).diagnostics
     assert (finding.code, finding.severity) == ("S213", "note")
