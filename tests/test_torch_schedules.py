@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from check_torch import Verdict, table, verdicts
+from check_torch import Verdict, computed, table, verdicts
 
-from schedir import CHANNELS
+from schedir import CHANNELS, append_steps
+from schedir.library import load
 
 MIS_PAIRED = {
     ("ScheduleInterleavedZeroBubble", 2),
@@ -36,6 +37,27 @@ def test_torchs_schedules(verdict: Verdict) -> None:
         assert codes == {"S301"}
     if verdict.name == "ScheduleInterleaved1F1B" and verdict.deferred:
         assert verdict.clean == ("edge", "async")
+
+
+BUILT_IN = {
+    "ScheduleInterleaved1F1B": "interleaved-1f1b",
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
+    "ScheduleLoopedBFS": "looped-bfs",
+    "ScheduleZBVZeroBubble": "zbv-handcrafted",
+    "ScheduleDualPipeV": "dualpipev",
+}
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 12)])
+@pytest.mark.parametrize("theirs", BUILT_IN)
+def test_the_built_in_schedule_of_each_is_torchs_list(
+    theirs: str, ranks: int, microbatches: int
+) -> None:
+    """Entry by entry, up to the updates, which torch leaves to the caller."""
+    ours = load(BUILT_IN[theirs], ranks=ranks, microbatches=microbatches, chunks=2)
+    listed = append_steps(computed(theirs, ranks, 2, microbatches))
+    assert ours.actions == listed.actions
+    assert ours.placement == listed.placement
 
 
 def test_the_readme_holds_the_table() -> None:
