@@ -267,10 +267,23 @@ class _Model:
                 # It starts as soon as it can: later would be shorter, and no list can say so.
                 since = sum(costs.forward[: own[0]]) + sum(costs.down[: own[0] + 1])
                 model.add(self.cells[own[0]][0].forward == since)
+            # Said once more: what a rank does all in all is no sum that its order shows.
+            model.add(longest >= after + sum(self._busy(stage) for stage in own))
             for stage in own:
                 for cell in self.cells[stage]:
                     model.add(longest >= cell.complete + after - since)
         model.minimize(longest)
+
+    def _busy(self, stage: int) -> Any:
+        """How long the actions of a stage take, of all microbatches."""
+        costs, cells = self.costs, self.cells[stage]
+        whole = costs.backward[stage]
+        more = costs.backward_input[stage] + costs.backward_weight[stage] - whole
+        return (
+            len(cells) * (costs.forward[stage] + whole)
+            + more * sum(cell.split for cell in cells)
+            + costs.recompute[stage] * sum(cell.runs_again for cell in cells)
+        )
 
     def lists(self, solver: Any) -> list[list[tuple[Kind, int, int]]]:
         """The actions of each rank in the order of time."""

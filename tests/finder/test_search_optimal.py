@@ -1,0 +1,139 @@
+"""What search finds, where the best is known: solved exactly, published, or found by hand.
+
+`tools/check_search.py` goes through all shapes up to 40 actions; here is a sample of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir import CostModel, SchedirError
+from schedir.finder import Found, exact, find
+
+EQUAL = CostModel(backward=1)
+SLOW_LINKS = CostModel(forward=10, backward=19, backward_input=10, backward_weight=9, latency=2)
+
+
+def uneven(stages: int) -> CostModel:
+    def times(least: int) -> tuple[int, ...]:
+        return tuple(least + (7 * s + 3 * least) % 4 for s in range(stages))
+
+    return CostModel(
+        forward=times(3),
+        backward=times(7),
+        backward_input=times(4),
+        backward_weight=times(2),
+        optim_step=1,
+        latency=1,
+    )
+
+
+def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float:
+    line = schedir.simulate(schedule, costs)
+    return line.makespan if objective == "makespan" else max(rank.span for rank in line.ranks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [
+        ((2, 4, 1), {"max_activations": 2}),
+        ((2, 6, 1), {"max_activations": 1, "costs": uneven(2)}),
+        ((2, 6, 1), {"max_activations": 3, "costs": uneven(2), "objective": "span"}),
+        ((3, 4, 1), {"max_activations": 2, "costs": SLOW_LINKS}),
+        ((3, 4, 1), {"costs": uneven(3)}),
+        ((4, 3, 1), {"max_activations": 3, "costs": SLOW_LINKS, "objective": "span"}),
+        ((2, 3, 2), {"max_activations": 3, "placement": "wave"}),
+        ((2, 3, 2), {"max_activations": 5, "placement": "wrapped", "costs": SLOW_LINKS}),
+        ((3, 3, 2), {"split": False, "placement": "wave", "costs": EQUAL}),
+        ((3, 3, 2), {"split": False, "max_activations": 4, "costs": EQUAL}),
+    ],
+)
+def test_it_is_the_exact_optimum(shape: tuple[int, int, int], arguments: dict[str, Any]) -> None:
+    costs = arguments.get("costs") or CostModel()
+    objective = arguments.get("objective", "makespan")
+    best = value(exact(*shape, **arguments), costs, objective)
+    found = find(*shape, **arguments, seconds=1)
+    assert found.value == value(found.schedule, costs, objective) == best
+    assert found.lower_bound <= best
+    most = arguments.get("max_activations")
+    assert most is None or max(r.peak_activations for r in found.timeline.ranks) <= most
+    assert schedir.check(found.schedule).ok
+
+
+def bubble(found: Found, costs: CostModel) -> float:
+    """The part of the objective in which a rank of one stage has nothing to do."""
+    forward, first, second = costs.forward, costs.backward_input, costs.backward_weight
+    assert not isinstance(forward, tuple)
+    assert not isinstance(first, tuple)
+    assert not isinstance(second, tuple)
+    return 1 - found.schedule.microbatches * (forward + first + second) / found.value
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "times", "zb_1p", "zb_2p"),
+    [
+        (8, 24, (18522, 18086, 9337, 601), 0.1585, 0.0433),
+        (8, 32, (18513, 18086, 9331, 626), 0.1242, 0.0039),
+        (8, 64, (18546, 18097, 9321, 762), 0.0674, 0.0026),
+        (16, 48, (11347, 11248, 8132, 377), 0.1397, 0.0066),
+        (32, 96, (10419, 10207, 7715, 408), 0.1421, 0.0038),
+    ],
+)
+def test_zero_bubble_on_an_a100(
+    ranks: int, microbatches: int, times: tuple[int, ...], zb_1p: float, zb_2p: float
+) -> None:
+    """Published bubble rates of searched schedules, at one activation for each rank and at two;
+    what their limit counts is held until the I."""
+    f, i, w, latency = times
+    costs = CostModel(
+        forward=f, backward_input=i, backward_weight=w, backward=i + w, latency=latency
+    )
+    shape: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "costs": costs}
+    shape |= {"objective": "span", "seconds": ranks / 10}
+    one = find(max_activations=ranks, **shape)
+    assert round(bubble(one, costs), 4) <= zb_1p
+    two = find(max_activations=2 * ranks, held_until="I", **shape)
+    assert round(bubble(two, costs), 4) <= zb_2p
+    for found, most, until in ((one, ranks, "W"), (two, 2 * ranks, "I")):
+        assert schedir.check(found.schedule, max_activations=most, held_until=until).ok  # type: ignore[arg-type]
+
+
+def test_never_worse_than_what_is_built_in() -> None:
+    """From one activation for each rank to three."""
+    costs = CostModel(
+        forward=18522, backward_input=18086, backward_weight=9337, backward=27423, latency=601
+    )
+    for most in (8, 12, 16, 24):
+        found = find(8, 24, costs=costs, max_activations=most, seconds=0.1)
+        beside = schedir.compare(
+            ["1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "eager-1f1b", "zb"],
+            ranks=8,
+            microbatches=24,
+            costs=costs,
+        )
+        for row in beside.rows:
+            if row.peak_activations is not None and row.peak_activations <= most:
+                assert row.makespan is not None
+                assert found.value <= row.makespan * (1 + 1e-12)
+
+
+def test_an_impossible_limit_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(SchedirError, match="at most 1 activations on each rank: the least that works is 2"):
+        find(2, 3, 2, max_activations=1)
+    with pytest.raises(SchedirError, match="no schedule of this work is within the limit"):
+        exact(2, 3, 2, max_activations=1)
+    exact(2, 3, 2, max_activations=2, split=False)
+    costs = CostModel(activation_bytes=10, weight_bytes=7)
+    with pytest.raises(SchedirError, match=r"at most 16 bytes on each rank: the least that works is 17"):
+        find(2, 3, costs=costs, memory_limit=16, recompute=False)
+    assert find(2, 3, costs=costs, memory_limit=17, recompute=False).value == 15
+
+
+def test_the_same_seed_finds_the_same_schedule_whatever_was_searched_before() -> None:
+    arguments: dict[str, Any] = {"costs": uneven(6), "max_activations": 4, "seconds": 0.3}
+    first = schedir.search(3, 5, 2, seed=1, **arguments)
+    schedir.search(3, 5, 2, seed=2, **arguments)
+    assert schedir.search(3, 5, 2, seed=1, **arguments) == first
