@@ -34,7 +34,8 @@ def insert_reductions(schedule: Schedule) -> Schedule:
             completed.append(last.pop(key))
             stepped.add(key)
     trained = {stage for _, stage in last} - {stage for _, stage in stepped}
-    replicas = {stage for stage in trained if len(schedule.placement[stage]) > 1}
+    held = enumerate(schedule.placement)
+    replicas = {stage for stage, ranks in held if len(ranks) > 1 and stage in trained}
     completed += [
         place for key, place in last.items() if key not in stepped and key[1] not in replicas
     ]
