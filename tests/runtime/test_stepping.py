@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import schedir
 from schedir.runtime import Executor
 from tests.built_in import SYNCHRONOUS
-from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, linear_stages, momentum, numbered
 
 
@@ -209,11 +208,3 @@ def test_wrapped_modules_are_refused() -> None:
     stages[1] = nn.Sequential(Wrapped(stages[1]))
     with pytest.raises(schedir.ExecutionError, match=r"stage 1 \(0\) is wrapped by Wrapped"):
         Executor(schedule, stages, MSE, adamw, in_process=True)
-
-
-def test_replicated_stages_are_refused_in_one_process() -> None:
-    replicated = listed(
-        2, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP"
-    )
-    with pytest.raises(schedir.ExecutionError, match="stage 0 lives on several ranks"):
-        Executor(replicated, {0: nn.Linear(1, 1)}, MSE, torch.optim.SGD, in_process=True)
