@@ -64,8 +64,9 @@ class PassBarriers(Operation):
         """Whether some rank of this process has not arrived yet."""
         if not call.request.updates:
             return False
-        if not all(replicas.is_over(self.rank) for replicas in self.replicas):
-            return True
+        for replicas in self.replicas:
+            if not replicas.is_over(self.rank):
+                return True
         turns = self._arrive()
         return not all(
             barrier.is_past(turn) for barrier, turn in zip(self.barriers, turns, strict=True)
