@@ -121,13 +121,13 @@ def test_never_worse_than_what_is_built_in() -> None:
 
 
 def test_an_impossible_limit_is_refused_with_the_least_that_works() -> None:
-    with pytest.raises(SchedirError, match="each rank: the least that works is 2$"):
+    with pytest.raises(SchedirError, match=r"each rank: the least that works is 2$"):
         find(2, 3, 2, max_activations=1)
     with pytest.raises(SchedirError, match="no schedule of this work is within the limit"):
         exact(2, 3, 2, max_activations=1)
     exact(2, 3, 2, max_activations=2, split=False)
     costs = CostModel(activation_bytes=10, weight_bytes=7)
-    with pytest.raises(SchedirError, match="each rank: the least that works is 17$"):
+    with pytest.raises(SchedirError, match=r"each rank: the least that works is 17$"):
         find(2, 3, costs=costs, memory_limit=16, recompute=False)
     assert find(2, 3, costs=costs, memory_limit=17, recompute=False).value == 15
 
