@@ -54,7 +54,6 @@ def styles(task: Task) -> Iterator[Style]:
     """The styles to begin with, the likeliest first."""
     splits = [True, False] if task.split else [False]
     agains = [NEVER, NEEDED, ALWAYS] if task.recompute else [NEVER]
-    several = len(task.stages_of[0]) > 1
     caps = [0.0] if task.memory.limited else [0.0, 2.0 * task.ranks, 1.0 * task.ranks]
     plain = Style()
     ways = [
@@ -69,10 +68,18 @@ def styles(task: Task) -> Iterator[Style]:
         attrs.evolve(plain, patience=1.0, late=1.0),
         attrs.evolve(plain, urgent=-_FIRST),
     ]
-    deeps = [0.0, 1.0, _FIRST, -_FIRST] if several else [0.0]
-    for way, deep, cap, again, split in product(ways, deeps, caps, agains, splits):
-        if split or way.lazy:
-            yield attrs.evolve(way, deep=deep, cap=cap, split=split, again=again)
+    deeps = [0.0, 1.0, _FIRST, -_FIRST] if len(task.stages_of[0]) > 1 else [0.0]
+    turns = product(*(range(len(each)) for each in (ways, deeps, caps, agains, splits)))
+    # Those that are likely in all respects come before those that are so in one alone.
+    for way, deep, cap, again, split in sorted(turns, key=sum):
+        if splits[split] or ways[way].lazy:
+            yield attrs.evolve(
+                ways[way],
+                deep=deeps[deep],
+                cap=caps[cap],
+                again=agains[again],
+                split=splits[split],
+            )
 
 
 def varied(style: Style, random: Random) -> Style:
