@@ -149,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     }
     try:
         if args.exact:
-            found = exactly(Terms(**terms), args.seconds or EXACT_SECONDS, args.seed)
+            seconds = EXACT_SECONDS if args.seconds is None else args.seconds
+            found = exactly(Terms(**terms), seconds, args.seed)
         else:
             seconds = DEFAULT_SECONDS if args.seconds is None else args.seconds
             with _interruptible() as stop, progress("searching") as advance:

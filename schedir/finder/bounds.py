@@ -57,7 +57,7 @@ def lower_bound(
     Raises SchedirError where the costs are those of other stages, or lack a link.
     """
     costs = CostModel() if costs is None else costs
-    of = _Work(StageCosts.of(placement, costs), microbatches, split, recompute)
+    of = Work(StageCosts.of(placement, costs), microbatches, split, recompute)
     found = [*of.bounds(objective)]
     for rank in of.costs.ranks:
         own = of.rank(rank)
@@ -102,7 +102,7 @@ def _bytes_limit(costs: CostModel, own: _Rank, limit: float) -> _Limit:
 
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
-class _Work:
+class Work:
     """The work of a step, and what follows from its data flow alone; each list is by stage."""
 
     costs: StageCosts
@@ -194,7 +194,7 @@ class _Work:
 class _Rank:
     """One rank's part of the work."""
 
-    work: _Work
+    work: Work
     stages: list[int]
 
     def _sum(self, *parts: Sequence[float]) -> float:

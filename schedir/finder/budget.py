@@ -3,12 +3,14 @@ machine, and cut by the time of the process and by whoever waits for it."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 _RATE = 800_000  # units of work a second, on a slow core
-SCHEDULED, RUN = 8, 1
-"""Units of work for each action that a rule puts in order, and for each that an order runs."""
+SCHEDULED, RUN, BRANCHED = 8, 1, 25
+"""Units of work for each action that a rule puts in order, for each that an order runs, and for
+each state of small work that is made."""
 _ANY = 15  # units of work of any candidate
 
 
@@ -21,6 +23,10 @@ class Budget:
         stop: Callable[[], bool],
         progress: Callable[[int, int], None] | None,
     ) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"seconds must be a number, not {seconds!r}")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a number >= 0, not {seconds}")
         self.total = self.left = int(seconds * _RATE)
         self._last = 0
         self.candidates = 0

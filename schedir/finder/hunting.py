@@ -3,14 +3,16 @@ made better, until the work that is allowed is done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator
 from itertools import zip_longest
 from random import Random
 
 import attrs
 
 from schedir.errors import SchedirError
-from schedir.finder.budget import RUN, SCHEDULED, Budget
+from schedir.finder.branching import branched, is_small
+from schedir.finder.budget import BRANCHED, RUN, SCHEDULED, Budget
 from schedir.finder.evaluating import Run, fits, serial, timed
 from schedir.finder.improving import rearranged
 from schedir.finder.list_scheduling import scheduled
@@ -20,10 +22,12 @@ from schedir.finder.rules import Style, rule_of, styles, varied
 from schedir.finder.task import INPUT, LEAN, Order, Task
 from schedir.finder.terms import Terms
 from schedir.finder.writing import order_of
-from schedir.library import Generator, Parameter, built_in, load
+from schedir.library import Generator as BuiltIn
+from schedir.library import Parameter, built_in, load
 
 _KEPT = 12  # of the best, to make better ones of
 _TURNS = 12
+_BRANCHED_SHARE = 0.6
 
 
 @attrs.frozen(eq=False)
@@ -89,10 +93,15 @@ class Hunt:
                     for parameters in self._parameters(generator):
                         yield self._built_in(task, generator, parameters)
         yield from ruled
-        while self._best:
+        # Of small work nothing else need be tried, where no order was left out.
+        proved = 0
+        for task in self._tasks:
+            if is_small(task):
+                proved += yield from self._branched(task)
+        while self._best and proved < len(self._tasks):
             yield from self._improved()
 
-    def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
+    def _parameters(self, generator: BuiltIn) -> Iterator[dict[str, Parameter]]:
         """What a built-in schedule is tried with: one that takes a limit gets it."""
         most, takes = self._terms.max_activations, generator.parameters
         if most is None or "max_activations" not in takes:
@@ -104,7 +113,7 @@ class Hunt:
             yield {"max_activations": limit, "held_until": self._terms.held_until}
 
     def _built_in(
-        self, task: Task, generator: Generator, parameters: dict[str, Parameter]
+        self, task: Task, generator: BuiltIn, parameters: dict[str, Parameter]
     ) -> Candidate | None:
         terms = self._terms
         try:
@@ -143,6 +152,21 @@ class Hunt:
         if style.split:
             order, run = merged(task, order, run)
         return Candidate(task, order, run, style=style)
+
+    def _branched(self, task: Task) -> Generator[Candidate | None, None, bool]:
+        """Those of a task that are better than the best, for a share of the work; and whether there
+        are no others."""
+        until = self._budget.left - int(self._budget.total * _BRANCHED_SHARE / len(self._tasks))
+        for states, order in branched(task, self._known):
+            self._budget.spend(states, BRANCHED)
+            run = None if order is None else timed(task, order)
+            yield None if order is None or run is None else Candidate(task, order, run)
+            if self._budget.left <= until:
+                return False
+        return True
+
+    def _known(self) -> float:
+        return self._best[0].run.value if self._best else math.inf
 
     def _improved(self) -> Iterator[Candidate | None]:
         """One of the best made better, in each way in turn, each for a share of the work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -40,9 +41,21 @@ def _at_least(least: int) -> Any:
     return check
 
 
+_NAMES = {Real: "a number", type(None): "None"}
+
+
+def _a(*types: type) -> Any:
+    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            names = " or ".join(_NAMES.get(t, t.__name__) for t in types)
+            raise TypeError(f"{attribute.name} must be {names}, not {value!r}")
+
+    return check
+
+
 def _one_of(*names: str) -> Any:
     def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and value not in names:
+        if value not in names:
             raise ValueError(f"{attribute.name} must be {' or '.join(names)}, not {value!r}")
 
     return check
@@ -55,14 +68,16 @@ class Terms:
     ranks: int = attrs.field(validator=_at_least(1))
     microbatches: int = attrs.field(validator=_at_least(1))
     chunks: int = attrs.field(validator=_at_least(1))
-    costs: CostModel = attrs.field(validator=attrs.validators.instance_of(CostModel))
-    placement: str | None = attrs.field(validator=_one_of(*PLACEMENT_NAMES))
-    memory_limit: float | None
+    costs: CostModel = attrs.field(validator=_a(CostModel))
+    placement: str | None = attrs.field(
+        validator=attrs.validators.optional(_one_of(*PLACEMENT_NAMES))
+    )
+    memory_limit: float | None = attrs.field(validator=_a(Real, type(None)))
     max_activations: int | None = attrs.field(validator=_at_least(0))
     held_until: HeldUntil = attrs.field(validator=_one_of(*HELD_UNTIL))
     objective: Objective = attrs.field(validator=_one_of(*OBJECTIVES))
-    split: bool
-    recompute: bool | None
+    split: bool = attrs.field(validator=_a(bool))
+    recompute: bool | None = attrs.field(validator=_a(bool, type(None)))
     channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
 
     def __attrs_post_init__(self) -> None:

@@ -45,6 +45,7 @@ def test_it_writes_to_a_file_that_others_take(cli: Run, tmp_path: Path) -> None:
         (["--memory-limit", "1GiB"], "a memory limit needs bytes"),
         (["--memory-limit", "1", "--max-activations", "1"], "not allowed with"),
         (["--placement", "spiral"], "invalid choice"),
+        (["--seconds", "inf"], "seconds must be a number >= 0, not inf"),
         (["--cost", "forward=1,2"], "forward has 2 numbers"),
     ],
 )

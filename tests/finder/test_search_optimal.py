@@ -49,6 +49,8 @@ def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float
         ((2, 3, 2), {"max_activations": 5, "placement": "wrapped", "costs": SLOW_LINKS}),
         ((3, 3, 2), {"split": False, "placement": "wave", "costs": EQUAL}),
         ((3, 3, 2), {"split": False, "max_activations": 4, "costs": EQUAL}),
+        ((2, 3, 2), {"max_activations": 4, "placement": "wrapped", "costs": SLOW_LINKS}),
+        ((2, 3, 3), {"split": False, "max_activations": 6, "placement": "wave"}),
     ],
 )
 def test_it_is_the_exact_optimum(shape: tuple[int, int, int], arguments: dict[str, Any]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from typing import Any
+
 import pytest
 
 import schedir
@@ -106,3 +110,29 @@ def test_forwards_are_run_again_where_memory_is_short_alone() -> None:
     assert wide.recomputed == 0
     never = find(4, 8, costs=costs, memory_limit=13, seconds=0.5, recompute=False)
     assert tight.value < never.value
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"seconds": math.inf}, ValueError, "seconds must be a number >= 0, not inf"),
+        ({"seconds": math.nan}, ValueError, "seconds must be a number >= 0, not nan"),
+        ({"seconds": "1"}, TypeError, "seconds must be a number, not '1'"),
+        (
+            {"memory_limit": "40GiB"},
+            TypeError,
+            "memory_limit must be a number or None, not '40GiB'",
+        ),
+        ({"split": "no"}, TypeError, "split must be bool, not 'no'"),
+        ({"recompute": 1}, TypeError, "recompute must be bool or None, not 1"),
+        ({"costs": {}}, TypeError, "costs must be CostModel, not {}"),
+        ({"objective": None}, ValueError, "objective must be makespan or span, not None"),
+        ({"held_until": None}, ValueError, "held_until must be W or I, not None"),
+        ({"placement": "spiral"}, ValueError, "placement must be wrapped or wave or v"),
+    ],
+)
+def test_a_bad_argument_is_named(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=re.escape(says)):
+        schedir.search(2, 2, **options)
