@@ -68,7 +68,8 @@ def branched(task: Task, known: Callable[[], float]) -> Iterator[tuple[int, Orde
 @attrs.frozen(eq=False)
 class _State:
     """What has begun: by stage `forwards`, `backwards` (B or I), `inputs` (I alone), `weights`, and
-    `lean`, the microbatches whose forward is still to be run again.
+    `lean`, the microbatches whose forward is still to be run again; of those `short` has where
+    there has been no room for them since.
 
     `free` is when each rank, then each channel is free; `arrivals[queue]` has what was not taken
     yet. Each rank keeps `held`. What begins later does so at `now` or after it. The value can't be
@@ -83,6 +84,7 @@ class _State:
     free: tuple[float, ...]
     arrivals: tuple[tuple[float, ...], ...]
     held: tuple[float, ...]
+    short: tuple[tuple[bool, ...], ...]
     now: float
     past: _Past
     bound: float
@@ -159,6 +161,7 @@ class _Space:
             (0.0,) * (task.ranks + task.wiring.channels),
             ((),) * (2 * task.stages),
             (0.0,) * task.ranks,
+            ((),) * task.stages,
             0.0,
             None,
             0.0,
@@ -230,13 +233,16 @@ class _Space:
         wiring = task.wiring
         kind, s = divmod(step, task.stages)
         forwards, backwards, inputs, weights, lean = state.begun
-        held = state.held[rank] + task.kept[step]
+        held, short = state.held[rank] + task.kept[step], state.short
         if kind <= LEAN:
             if kind == LEAN:
                 lean = _with(lean, s, (*lean[s], forwards[s]))
+                short = _with(short, s, (*short[s], False))
             forwards = _with(forwards, s, forwards[s] + 1)
         elif kind == RECOMPUTE:
-            lean = _with(lean, s, lean[s][1:])
+            if not short[s][0]:
+                return None  # it would be quicker to have kept it
+            lean, short = _with(lean, s, lean[s][1:]), _with(short, s, short[s][1:])
         else:
             if kind in (BACKWARD, WEIGHT) and backwards[s] - inputs[s] + weights[s] == 0:
                 held += task.memory.gradient[s]
@@ -248,6 +254,11 @@ class _Space:
                 backwards = _with(backwards, s, backwards[s] + 1)
                 if kind == INPUT:
                     inputs = _with(inputs, s, inputs[s] + 1)
+        for each in task.stages_of[rank]:
+            if lean[each]:
+                more = task.memory.full[each] - task.memory.lean[each]
+                if held + more > task.memory.limit[rank]:
+                    short = _with(short, each, (True,) * len(lean[each]))
         if task.memory.limited and not task.recompute:
             own = task.stages_of[rank]
             begun = (tuple(counts[s] for s in own) for counts in (forwards, backwards))
@@ -281,6 +292,7 @@ class _Space:
             tuple(free),
             tuple(arrivals),
             _with(state.held, rank, held),
+            short,
             start,
             (state.past, step),
             bound,

@@ -27,7 +27,7 @@ from schedir.library import Parameter, built_in, load
 
 _KEPT = 12  # of the best, to make better ones of
 _TURNS = 12
-_BRANCHED_SHARE = 0.6
+_BRANCHED_SHARE = 0.85
 
 
 @attrs.frozen(eq=False)
