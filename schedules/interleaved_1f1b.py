@@ -41,7 +41,7 @@ def interleaved_1f1b(
     if group_size is None:
         rounds = max(1, microbatches // ranks)
         group_size = ranks if microbatches % rounds else microbatches // rounds
-    small = isinstance(group_size, int) and group_size < min(ranks, microbatches)
+    small = type(group_size) is int and group_size < min(ranks, microbatches)
     yield from _in_groups(pipe, rank, group_size, small)
 
 
@@ -66,7 +66,7 @@ def grouped_interleaved_1f1b(
 def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Iterator[Action]:
     """The list of a rank; `small` groups run ahead by half as much, and split backwards."""
     ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
-    if not isinstance(group_size, int) or group_size < 1:
+    if type(group_size) is not int or group_size < 1:
         raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
     group_size = min(group_size, microbatches)  # beyond, the lists stay the same
 

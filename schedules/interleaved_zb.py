@@ -24,7 +24,7 @@ def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) 
     if group_size is None:
         rounds = max(1, microbatches // ranks)
         group_size = ranks if microbatches % rounds else microbatches // rounds
-    if not isinstance(group_size, int) or group_size < 1:
+    if type(group_size) is not int or group_size < 1:
         raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
     group_size = min(group_size, microbatches)  # beyond, the lists stay the same
 

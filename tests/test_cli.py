@@ -319,6 +319,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b", "--set", "x=1"], "1f1b has no parameter 'x'; it has: none"),
         (["gpipe", "--set", "order=up"], "order must be 'ascending' or 'descending', not 'up'"),
         (["gpipe", "--set", "ranks=2"], "ranks is not set with --set: write --ranks 2"),
+        (["zb", "--set", "costs=2"], "costs are not set with --set: give --costs FILE, or --cost"),
         (["gpipe", "--set", "target=2"], "fill-drain has no parameter 'target'"),
         (["gpipe", "--set", "order=a", "--set", "order=b"], "--set names order twice"),
         (["1f1b", "--ranks", "0"], "argument --ranks: '0' is not a whole number >= 1"),

@@ -107,6 +107,8 @@ def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
     for key, value in args.set:
         if key in _OWN_OPTIONS:
             raise LoadError(f"{key} is not set with --set: write --{key} {value}")
+        if key == "costs":
+            raise LoadError("costs are not set with --set: give --costs FILE, or --cost KEY=VALUE")
         if key in parameters:
             raise LoadError(f"--set names {key} twice")
         parameters[key] = value

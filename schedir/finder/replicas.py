@@ -88,6 +88,6 @@ def _of_boundaries(costs: CostModel, stages: int) -> float:
     """The most that a microbatch occupies a channel."""
     slowest = costs.bandwidth
     if isinstance(slowest, Mapping):
-        slowest = min(slowest.values())
+        slowest = min(slowest.values(), default=math.inf)
     sizes = by_stage("boundary_bytes", costs.boundary_bytes, stages - 1)
     return max((size / slowest for size in sizes), default=0)

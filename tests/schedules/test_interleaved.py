@@ -111,7 +111,7 @@ def test_small_groups_run_and_hold_less(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
-@pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5, True])
 def test_no_such_group(name: str, size: Any) -> None:
     with pytest.raises(schedir.LoadError, match="group_size must be an int >= 1"):
         schedir.build(name, group_size=size)

@@ -286,3 +286,8 @@ def test_what_can_not_be_planned_is_said() -> None:
         schedir.build("1f1b-rr", ranks=2, microbatches=4, costs=costs)
     with pytest.raises(schedir.SchedirError, match="forward has 3 numbers where 2 are needed"):
         plan_replicas(costs, 4, stages=2)
+
+
+def test_the_planner_takes_bandwidths_of_no_link() -> None:
+    """One rank has none, and its costs may say so."""
+    assert plan_replicas(CostModel(bandwidth={}), 1, stages=1).replicas == (1,)
