@@ -31,7 +31,7 @@ def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Every stage is on two ranks, s and ranks - 1 - s (the middle one of an odd number on one). As
     many microbatches as ranks are a unit, whose first half goes down the ranks, the second half
-    up. More are units one after the other (the paper's direct concatenation, section 3.5), whose
+    up. More are units one after the other (the paper's direct concatenation), whose
     forwards fill the gaps at the end of the unit before; fewer at the end are a shorter unit. For
     an even number of ranks and K whole units the bubble is (ranks - 2) (B + (K - 1) (B - F)).
     """

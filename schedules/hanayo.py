@@ -1,4 +1,4 @@
-"""Hanayo: waves down the ranks and up again (Liu et al., SC 2023, arXiv 2308.15762, section 3)."""
+"""Hanayo: waves down the ranks and up again (Liu et al., SC 2023, arXiv 2308.15762)."""
 
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Breadth-first: fill-drain over several chunks (Lamy-Poirier, arXiv 2211.05953, section 4)."""
+"""Breadth-first: fill-drain over several chunks (Lamy-Poirier, arXiv 2211.05953)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""1F1B: PipeDream's order with a flush (PipeDream-Flush, arXiv 2006.09503, section 2.2)."""
+"""1F1B: PipeDream's order with a flush (PipeDream-Flush, arXiv 2006.09503)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""PipeDream-2BW: asynchronous 1F1B with two weight versions (arXiv 2006.09503, section 2.1)."""
+"""PipeDream-2BW: asynchronous 1F1B with two weight versions (arXiv 2006.09503)."""
 
 from collections.abc import Iterator
 

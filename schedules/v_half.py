@@ -1,4 +1,4 @@
-"""V-Half: zero bubble's V at half of 1F1B's memory (arXiv 2405.15362, section 4)."""
+"""V-Half: zero bubble's V at half of 1F1B's memory (arXiv 2405.15362)."""
 
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""V-Min: the least memory of a V, a third of 1F1B's (arXiv 2405.15362, section 4)."""
+"""V-Min: the least memory of a V, a third of 1F1B's (arXiv 2405.15362)."""
 
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""ZBV: no bubble within the span of a rank, at 1F1B's memory (arXiv 2405.15362, section 4)."""
+"""ZBV: no bubble within the span of a rank, at 1F1B's memory (arXiv 2405.15362)."""
 
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """Building blocks: what becomes of one microbatch, and when, which a schedule repeats.
 
 The framework is that of Qi et al. ("Pipeline Parallelism with Controllable Memory", arXiv
-2405.15362, sections 3 and 4). As an activation lives equally long in each repetition, the block
+2405.15362). As an activation lives equally long in each repetition, the block
 alone decides how much memory the schedule takes.
 """
 

@@ -22,7 +22,7 @@ def wrapped(pipe: Pipeline) -> Placement:
 def wave(pipe: Pipeline) -> Placement:
     """Down the ranks, and up again, and down: the last rank hands to itself.
 
-    Two chunks are the V of zero bubble's ZBV (Qi et al. 2024, arXiv 2405.15362, section 4), more
+    Two chunks are the V of zero bubble's ZBV (Qi et al. 2024, arXiv 2405.15362), more
     the wave of Hanayo (Liu et al., SC 2023, arXiv 2308.15762).
     """
     turned = range(pipe.ranks - 1, -1, -1)

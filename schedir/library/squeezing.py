@@ -17,7 +17,7 @@ def repeat_block(
     pipe: Pipeline, block: Mapping[Action, int], costs: CostModel | None = None
 ) -> tuple[tuple[Action, ...], ...]:
     """The compute of every rank, without updates, from that of one microbatch (Qi et al., arXiv
-    2405.15362, section 3 and appendix on squeezing).
+    2405.15362, building blocks and squeezing).
 
     `block` holds the slot in which microbatch 0 runs the FORWARD, and the BACKWARD or
     BACKWARD_INPUT, of every stage. A FORWARD takes one slot, as does a BACKWARD_INPUT, for which
