@@ -69,8 +69,9 @@ class Executor:
 
     A step equals gradient accumulation in one process bit for bit, in the order of the loss
     stage's backwards; a stage that lists its backwards in another order adds the same gradients
-    up in that one, which may round differently. What requires grad must not change after the
-    first step: make a new Executor to freeze or thaw a stage.
+    up in that one, which may round differently, and so do sums over processes: each adds up its own
+    first, and of three or more the transport chooses the order. What requires grad must not change
+    after the first step: make a new Executor to freeze or thaw a stage.
 
     Each update is by the mean over its own microbatches. Gradients are accumulated with the weights
     of the loss stage, the share that each microbatch has in the samples of that stage's update; a
