@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -147,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
         "recompute": args.recompute,
         "channel": args.channel,
     }
+    if args.output is not None and not _writable(Path(args.output)):
+        return fail(f"{args.output} can't be written: what is found would be lost")
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
@@ -161,6 +165,13 @@ def run(args: argparse.Namespace) -> int:
     if code == 0:
         print(found_text(found), file=sys.stderr)
     return code
+
+
+def _writable(file: Path) -> bool:
+    """Whether a file can be written, as far as one can tell without doing it."""
+    if file.exists():
+        return not file.is_dir() and os.access(file, os.W_OK)
+    return os.access(file.parent, os.W_OK)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from schedir.finder.task import (
     placed,
 )
 from schedir.ir import HELD_UNTIL, HeldUntil, expect_channel
+from schedir.library import expect_fewer
 from schedir.simulator import CostModel
 
 _ALIASES = {"v": "wave"}
@@ -81,12 +82,12 @@ class Terms:
     channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
 
     def __attrs_post_init__(self) -> None:
+        expect_fewer(self.ranks, self.chunks, self.microbatches)
         if self.memory_limit is not None:
             if self.max_activations is not None:
                 raise ValueError("give memory_limit or max_activations, not both")
             if not self.memory_limit >= 0:
                 raise ValueError(f"memory_limit must be bytes >= 0, not {self.memory_limit}")
-
             if not self.costs.sizes.known:
                 raise SchedirError(
                     "a memory limit needs bytes to compare with: give the costs activation_bytes, "

@@ -5,7 +5,7 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 """
 
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
-from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, load
+from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
 from schedir.library.driving import Costs
 from schedir.library.placements import mirrored, wave, wrapped
 from schedir.library.squeezing import repeat_block
@@ -21,6 +21,7 @@ __all__ = [
     "Pipeline",
     "build",
     "built_in",
+    "expect_fewer",
     "find",
     "installed",
     "is_list",

@@ -67,12 +67,17 @@ def load(
     ranks = DEFAULT_RANKS if ranks is None else ranks
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks
+    expect_fewer(ranks, chunks, microbatches)
+    return generate(generator, ranks, microbatches, chunks, parameters, costs)
+
+
+def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
+    """Raise LoadError where a shape has more work than memory can hold."""
     if ranks * chunks * microbatches > _MOST_PAIRS:
         raise LoadError(
             f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
             f"their product may be at most {_MOST_PAIRS}"
         )
-    return generate(generator, ranks, microbatches, chunks, parameters, costs)
 
 
 def _load_list(

@@ -47,6 +47,8 @@ def test_it_writes_to_a_file_that_others_take(cli: Run, tmp_path: Path) -> None:
         (["--placement", "spiral"], "invalid choice"),
         (["--seconds", "inf"], "seconds must be a number >= 0, not inf"),
         (["--cost", "forward=1,2"], "forward has 2 numbers"),
+        (["--chunks", "100000000"], "too many: their product may be at most"),
+        (["-o", "no/such/folder/found.sched"], "can't be written"),
     ],
 )
 def test_what_can_not_be_is_said_in_one_line(cli: Run, options: list[str], says: str) -> None:
