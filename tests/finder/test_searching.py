@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir import CostModel, SchedirError
+from schedir import CostModel, Kind, SchedirError
 from schedir.finder import find
 
 EVEN = CostModel(forward=1, backward=1)
@@ -136,3 +136,26 @@ def test_a_bad_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=re.escape(says)):
         schedir.search(2, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments"),
+    [
+        ((2, 4, 1), {}),
+        ((3, 6, 2), {"costs": CostModel(forward=2, latency=0.3)}),
+        ((4, 8, 1), {"objective": "span", "max_activations": 5}),
+    ],
+)
+def test_every_stage_adds_up_its_gradients_in_the_loss_stages_order(
+    shape: tuple[int, int, int], arguments: dict[str, Any]
+) -> None:
+    found = schedir.search(*shape, **arguments, seconds=0.3)
+
+    def order(stage: int, *kinds: Kind) -> list[int | None]:
+        (rank,) = found.placement[stage]
+        own = [action for action in found.flat[rank] if action.stage == stage]
+        return [action.microbatch for action in own if action.kind in kinds]
+
+    loss = order(found.stages - 1, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    for stage in range(found.stages):
+        assert order(stage, Kind.BACKWARD, Kind.BACKWARD_WEIGHT) == loss
