@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from pathlib import Path
 
 import attrs
 import numpy as np
+from in_processes import run_in_processes
 from predicted_run import fine_1f1b
 
 import schedir
@@ -72,18 +72,7 @@ def launch(
             (folder / f"{called}.sched").write_text(schedir.dumps(schedule))
         how = {"rounds": rounds, "warm": warm, "seed": seed}
         (folder / "run.json").write_text(json.dumps(how))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), str(WORKER), str(folder)]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"a launch failed:\n{done.stderr[-3000:]}")
+        run_in_processes(RANKS, WORKER, str(folder), limit=LIMIT)
         elapsed = json.loads((folder / "elapsed.json").read_text())
         return {
             called: Measured(load_timelines(folder / f"{called}.json"), elapsed[called])

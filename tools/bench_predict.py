@@ -29,9 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +37,7 @@ from pathlib import Path
 
 import attrs
 import numpy as np
+from in_processes import run_in_processes
 from predicted_run import Run
 
 import schedir
@@ -69,19 +68,8 @@ class Measured:
 def launch(run: Run) -> Measured:
     """Make a run in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(run.ranks), str(WORKER)]
-        command += [json.dumps(attrs.asdict(run)), folder]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{run} failed:\n{done.stderr[-3000:]}")
+        described = json.dumps(attrs.asdict(run))
+        run_in_processes(run.ranks, WORKER, described, folder, limit=LIMIT)
         beside = json.loads(Path(folder, "beside.json").read_text())
         return Measured(load_timelines(Path(folder, "timelines.json")), **beside)
 

@@ -22,9 +22,8 @@ from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
 
 EXACT_SECONDS = 60.0
-_FINEST = (
-    10**6
-)  # parts of the largest cost: all that is told apart where costs are no round numbers
+# Parts of the largest cost: all that is told apart where costs are no round numbers.
+_FINEST = 10**6
 
 
 def exact(
@@ -76,10 +75,7 @@ def exact(
 
 def exactly(terms: Terms, seconds: float, seed: int) -> Found:
     """`exact`, and all that there is to say of what it has found."""
-    boundary = terms.costs.boundary_bytes
-    if terms.memory_limit is not None and (
-        any(boundary) if isinstance(boundary, tuple) else boundary
-    ):
+    if terms.counts_boundaries:
         raise SchedirError(
             "the exact optimum counts no bytes of boundaries: leave boundary_bytes out of the "
             "costs, or limit activations"
