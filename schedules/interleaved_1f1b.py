@@ -1,7 +1,6 @@
 """Interleaved 1F1B: several model chunks per rank (Megatron-LM, arXiv 2104.04473, section 2.2)."""
 
 from collections.abc import Iterator
-from math import gcd
 
 from schedir import (
     Action,
@@ -9,9 +8,11 @@ from schedir import (
     backward,
     backward_input,
     backward_weight,
+    equal_groups,
     forward,
     optim_step,
     schedule,
+    slots_in_groups,
 )
 
 
@@ -37,11 +38,8 @@ def interleaved_1f1b(
     before need not wait for the gradient of the weights (grouped interleaving, in Qi et al.'s code
     of arXiv 2405.15362). Groups below ranks / 2 save no more: a chunk then waits for several.
     """
-    ranks, microbatches = pipe.ranks, pipe.microbatches
-    if group_size is None:
-        rounds = max(1, microbatches // ranks)
-        group_size = ranks if microbatches % rounds else microbatches // rounds
-    small = type(group_size) is int and group_size < min(ranks, microbatches)
+    group_size = equal_groups(pipe) if group_size is None else group_size
+    small = type(group_size) is int and group_size < min(pipe.ranks, pipe.microbatches)
     yield from _in_groups(pipe, rank, group_size, small)
 
 
@@ -65,23 +63,12 @@ def grouped_interleaved_1f1b(
 
 def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Iterator[Action]:
     """The list of a rank; `small` groups run ahead by half as much, and split backwards."""
-    ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
-    if type(group_size) is not int or group_size < 1:
-        raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
-    group_size = min(group_size, microbatches)  # beyond, the lists stay the same
-
-    # Each forward and backward has a slot; those of what a short last group lacks stay empty. From
-    # chunk to chunk it is half the way around the ranks at least, which may take several groups:
-    # then a chunk's slots are moved on after every cycle, lest they be those of an earlier one.
-    stride = -(-((ranks + 1) // 2) // group_size) * group_size if small else group_size
-    cycle = len(chunks) // gcd(len(chunks), stride // group_size)
-
-    def slot(chunk: int, m: int) -> int:
-        group, member = divmod(m, group_size)
-        return (group * len(chunks) + chunk // cycle) * group_size + chunk * stride + member
-
+    # Each forward and backward has a slot; between the chunks of a microbatch there is half the way
+    # around the ranks at least, where groups are smaller than that.
+    ranks, chunks = pipe.ranks, pipe.stages_of(rank)
+    slot = slots_in_groups(pipe, group_size, apart=(ranks + 1) // 2 if small else 1)
     ahead = slot(len(chunks) - 1, 0) + (ranks - rank - 1) * (1 if small else 2)
-    pairs = [(chunk, m) for m in range(microbatches) for chunk in range(len(chunks))]
+    pairs = [(chunk, m) for m in range(pipe.microbatches) for chunk in range(len(chunks))]
     forwards = [(slot(chunk, m), 0, chunks[chunk], m) for chunk, m in pairs]
     backwards = [(ahead + slot(chunk, m), 1, chunks[-1 - chunk], m) for chunk, m in pairs]
     for _, is_backward, stage, m in sorted(forwards + backwards):

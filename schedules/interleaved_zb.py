@@ -1,9 +1,18 @@
 """Interleaved zero bubble: ZB-H1 over several chunks (torch, after Qi et al., arXiv 2401.10241)."""
 
 from collections.abc import Iterator
-from math import gcd
 
-from schedir import Action, Pipeline, backward_input, backward_weight, forward, optim_step, schedule
+from schedir import (
+    Action,
+    Pipeline,
+    backward_input,
+    backward_weight,
+    equal_groups,
+    forward,
+    optim_step,
+    schedule,
+    slots_in_groups,
+)
 
 
 @schedule("interleaved-zb", aliases=("interleaved-zero-bubble",), chunks=2)
@@ -21,24 +30,11 @@ def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) 
     most, for groups of at least ranks / 2; below, a chunk waits for several groups.
     """
     ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
-    if group_size is None:
-        rounds = max(1, microbatches // ranks)
-        group_size = ranks if microbatches % rounds else microbatches // rounds
-    if type(group_size) is not int or group_size < 1:
-        raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
-    group_size = min(group_size, microbatches)  # beyond, the lists stay the same
-
-    # Each F, I and W has a slot. From chunk to chunk it is half the way around the ranks at least,
-    # which may take several groups: then a chunk's slots are moved on after every cycle, lest they
-    # be those of an earlier one.
-    half = group_size if group_size == microbatches else (ranks + 1) // 2
-    stride = -(-half // group_size) * group_size
-    cycle = len(chunks) // gcd(len(chunks), stride // group_size)
-
-    def slot(chunk: int, m: int) -> int:
-        group, member = divmod(m, group_size)
-        return (group * len(chunks) + chunk // cycle) * group_size + chunk * stride + member
-
+    group_size = equal_groups(pipe) if group_size is None else group_size
+    # Each F, I and W has a slot; between the chunks of a microbatch there is half the way around
+    # the ranks at least, but where one group holds all.
+    whole = type(group_size) is int and group_size >= microbatches
+    slot = slots_in_groups(pipe, group_size, apart=1 if whole else (ranks + 1) // 2)
     ahead = slot(len(chunks) - 1, 0) + ranks - rank - 1
     listed = []
     for m in range(microbatches):
