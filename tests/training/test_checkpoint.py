@@ -20,6 +20,7 @@ import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, gathered_state, partition
+from schedir.training.checkpoints.manifest import sealed
 from tests.runtime.kit import MSE, ScaledLoss, adamw, momentum, random_batches
 from tests.runtime.test_optimizer_view import advance
 
@@ -243,12 +244,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (data,) = tmp_path.glob("*.distcp")
     content, metadata = data.read_bytes(), (tmp_path / ".metadata").read_bytes()
     data.write_bytes(content[:-10])
-    assert f"{data.name} has {len(content) - 10} bytes of {len(content)}" in refusal()
+    assert f"it has {len(content) - 10} bytes, and had {len(content)}" in refusal()
     data.unlink()
     assert f"{data.name} is missing" in refusal()
     data.write_bytes(content)
     (tmp_path / ".metadata").write_bytes(metadata[:-10])
-    assert "is damaged, or of no checkpoint" in refusal()
+    assert f"{tmp_path / '.metadata'} is damaged" in refusal()
     (tmp_path / ".metadata").unlink()
     assert "as after a save that was interrupted" in refusal()
 
@@ -260,8 +261,8 @@ class Mischief:
 
 def test_loading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = partition(layers(), 1)[0]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Mischief()))
-    with pytest.raises(ExecutionError, match=r"damaged.*builtins\.print"):
+    (tmp_path / ".metadata").write_bytes(sealed(pickle.dumps(Mischief()), {}))
+    with pytest.raises(ExecutionError, match=r"of no checkpoint.*builtins\.print"):
         Checkpoint(model).load(tmp_path)
     for state in ({"a": Mischief()}, {"a": Batches([])}):
         scheduler = Keeper(state)

@@ -22,21 +22,22 @@ def alone(value: Any) -> list[Any]:
 def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
     """What each process's `part` returns, on all of them.
 
-    Raises ExecutionError on all where the part of any fails, so that nobody waits for it.
+    Raises ExecutionError on all where the part of any fails, so that nobody waits for it, and the
+    subclass of it that the part of the first such process raised.
     """
-    value, failure = None, None
+    value, failure, told = None, None, None
     try:
         value = part()
     except Exception as error:
         failure = error
-    text = None
     if failure is not None:
-        text = str(failure) if isinstance(failure, SchedirError) else describe(failure)
-    found = gather((value, text))
-    failed = {number: text for number, (_, text) in enumerate(found) if text is not None}
+        kind = type(failure) if isinstance(failure, ExecutionError) else ExecutionError
+        told = kind, str(failure) if isinstance(failure, SchedirError) else describe(failure)
+    found = gather((value, told))
+    failed = {number: told for number, (_, told) in enumerate(found) if told is not None}
     if not failed:
         return [value for value, _ in found]
-    (number, text), *_ = failed.items()
+    (number, (kind, text)), *_ = failed.items()
     # What fails alike everywhere is no matter of one process.
     where = "" if len(failed) == len(found) else f"process {number} of {len(found)}: "
-    raise ExecutionError(f"{where}{text}", cause=failure) from failure
+    raise kind(f"{where}{text}", cause=failure) from failure

@@ -18,7 +18,7 @@ from schedir.training.checkpoints.optimizer_state import Kept, Record, give, sta
 from schedir.training.checkpoints.packing import unpacked
 from schedir.training.checkpoints.rng_state import set_rng_state
 from schedir.training.checkpoints.storage import Stored
-from schedir.training.checkpoints.subject import VERSION, Stateful, Subject
+from schedir.training.checkpoints.subject import Stateful, Subject
 
 _SHOWN = 5
 
@@ -33,25 +33,23 @@ class Loading:
     def __init__(self, subject: Subject, folder: Path, weights_only: bool) -> None:
         self._subject, self._folder, self._weights_only = subject, folder, weights_only
         self.step = 0
-        everywhere(subject.gather, self._open)
+        opened = everywhere(subject.gather, self._open)
+        places = [place for place, _ in opened]
+        for place, mark in opened:
+            if mark != opened[0][1]:
+                raise ExecutionError(
+                    f"the checkpoint in {folder} is another one for process {places.index(place)} "
+                    "than for process 0: give a folder that all ranks see"
+                )
+        number = places.index(subject.place)
+        everywhere(subject.gather, lambda: self._stored.check(number, len(places)))
         self._names = names_of(subject.model, subject.held, subject.gather)
         everywhere(subject.gather, self._check)
         everywhere(subject.gather, self._take_all)
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[tuple[int, int], bytes]:
         self._stored = Stored(self._folder)
-        if self._weights_only:
-            return
-        training = self._unpacked("training")
-        if training is None or training["version"] != VERSION:
-            raise ExecutionError(
-                f"{self._folder} is of no training that this version of schedir knows; "
-                "load_weights takes its weights alone"
-            )
-        self.step, self._scheduler = training["step"], training.get("scheduler")
-        kept = training["optimizer"]
-        self._kept = Kept([Record(**record) for record in kept["records"]], kept["values"])
-        self._states: list[tuple[Stateful, dict[str, Any]]] = []
+        return self._subject.place, self._stored.mark
 
     def _unpacked(self, name: str) -> Any:
         if name not in self._stored.sizes:
@@ -64,6 +62,11 @@ class Loading:
         _check_names(self._names, self._stored, self._folder)
         if self._weights_only:
             return
+        training = self._unpacked("training")
+        self.step, self._scheduler = training["step"], training.get("scheduler")
+        kept = training["optimizer"]
+        self._kept = Kept([Record(**record) for record in kept["records"]], kept["values"])
+        self._states: list[tuple[Stateful, dict[str, Any]]] = []
         subject = self._subject
         self._optimizers = dict(subject.optimizers)
         if isinstance(subject.model, Executor) and not subject.optimizers:

@@ -24,7 +24,7 @@ from schedir.training.checkpoints.optimizer_state import (
 from schedir.training.checkpoints.packing import packed
 from schedir.training.checkpoints.rng_state import rng_state
 from schedir.training.checkpoints.storage import write
-from schedir.training.checkpoints.subject import VERSION, Stateful, Subject
+from schedir.training.checkpoints.subject import Stateful, Subject
 
 
 @attrs.frozen(eq=False)
@@ -80,7 +80,7 @@ def save(subject: Subject, step: int, folder: Path) -> None:
             )
         if number:
             return
-        beside = {"version": VERSION, "step": step, "optimizer": _merged(parts)}
+        beside = {"step": step, "optimizer": _merged(parts)}
         if subject.scheduler is not None:
             beside["scheduler"] = type(subject.scheduler).__name__
             state["scheduler"] = _state(subject.scheduler, "scheduler")

@@ -1,18 +1,20 @@
 """The files of a checkpoint, written and read through torch.distributed.checkpoint (DCP).
 
-    folder/.metadata              what there is, and in which file: takes effect in one go
+    folder/.metadata              what there is, in which file, and each file's hash: valid at once
            __0_5f3a0c1e_0.distcp  what process 0 has saved: every save has files of its own,
            __1_5f3a0c1e_0.distcp  and those of the one before go when the new .metadata stands
 
-So a folder has either no `.metadata`, and is no checkpoint, or is a complete one.
+So a folder has either no `.metadata`, and is no checkpoint, or is a complete one. No tensor is read
+before all hashes have been found right.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from schedir.errors import ExecutionError
 from schedir.training.checkpoints.agreeing import Gather, everywhere
+from schedir.training.checkpoints.manifest import (
+    Entry,
+    HashingFiles,
+    check_content,
+    check_size,
+    damaged,
+    sealed,
+    unreadable,
+    unsealed,
+)
 
 _METADATA = ".metadata"
+_FILE = "it is a file, not a folder"
 
 
 def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
@@ -42,7 +55,7 @@ def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -
 
     def planned() -> SavePlan:
         if first:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         planner.set_up_planner(dict(state), is_coordinator=first)
         return planner.create_local_plan()
 
@@ -52,14 +65,16 @@ def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -
         plans, metadata = planner.create_global_plan(found)
         return writer.prepare_global_plan(plans), metadata
 
-    def written() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(plans[number]), planner).wait()
+    def written() -> tuple[list[WriteResult], dict[str, Entry]]:
+        results = writer.write_data(planner.finish_plan(plans[number]), planner).wait()
+        return results, writer.files.entries({one.storage_data.relative_path for one in results})
 
     found = everywhere(gather, planned)
     ((plans, metadata),) = filter(None, everywhere(gather, divided))
     try:
-        results = everywhere(gather, written)
-        everywhere(gather, lambda: writer.finish(metadata, results) if first else None)
+        results, entries = zip(*everywhere(gather, written), strict=True)
+        files = {name: entry for own in entries for name, entry in own.items()}
+        everywhere(gather, lambda: writer.publish(metadata, results, files) if first else None)
     except ExecutionError:
         if first:
             writer.withdraw()
@@ -68,8 +83,28 @@ def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -
         writer.tidy(metadata)
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint, if need be.
+
+    Raises ExecutionError where it can't be made, or nothing can be written in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = _FILE if folder.is_file() else f"the folder can't be made: {error.strerror}"
+    else:
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        why = "the folder can't be written in"
+    raise ExecutionError(f"no checkpoint can be saved in {folder}: {why}")
+
+
 class _Writer(FileSystemWriter):
     """Gives every save files of its own, and exchanges the metadata in one go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=False)
+        self.fs = self.files = HashingFiles()  # which sync themselves
 
     @property
     def _mark(self) -> str:
@@ -90,10 +125,19 @@ class _Writer(FileSystemWriter):
     def _get_metadata_path(self, rank: int | None = None) -> os.PathLike[str]:
         return Path(self.path, f"{_METADATA}.{self._mark}")
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def publish(
+        self,
+        metadata: Metadata,
+        results: Sequence[list[WriteResult]],
+        files: Mapping[str, Entry],
+    ) -> None:
         """Make it a checkpoint. DCP itself takes the old metadata away before it has the new."""
-        super().finish(metadata, results)
-        Path(self._get_metadata_path()).replace(Path(self.path, _METADATA))
+        self.finish(metadata, list(results))
+        file = Path(self._get_metadata_path())
+        content = sealed(file.read_bytes(), files)
+        with self.files.create_stream(file, "wb") as stream:
+            stream.write(content)
+        file.replace(Path(self.path, _METADATA))
 
     def withdraw(self) -> None:
         """Leave nothing of this save."""
@@ -112,25 +156,42 @@ class _Writer(FileSystemWriter):
 class Stored:
     """A complete checkpoint in a folder, of which nothing but the metadata has been read.
 
-    `sizes` are the shapes of all its tensors, `paths` where each is in the nested dict, by name.
+    `sizes` are the shapes of all its tensors, `paths` where each is in the nested dict, by name;
+    `mark` tells checkpoints apart. What tensors hold may be read after `check` alone.
 
-    Raises ExecutionError where there is none, or files are missing or cut off.
+    Raises ExecutionError where there is none, DamagedError where files are missing or cut off, or
+    the metadata are not what was saved.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._reader = folder, _Reader(folder)
+        self.folder = folder
+        file = folder / _METADATA
         if not is_complete(folder):
-            raise ExecutionError(f"there is no complete checkpoint in {folder}: {_why(folder)}")
+            raise _incomplete(folder)
         try:
-            self._metadata = self._reader.read_metadata()
-        except Exception as error:  # a damaged pickle may raise anything
-            raise ExecutionError(
-                f"{folder / _METADATA} is damaged, or of no checkpoint: {error}", cause=error
-            ) from error
-        self._check_files()
+            content = file.read_bytes()
+        except OSError as error:
+            raise unreadable(file, error) from error
+        pickled, self._files = unsealed(content, file)
+        for name, entry in self._files.items():
+            check_size(folder / name, entry)
+        self.mark = content[-64:]
+        self._reader = FileSystemReader(folder)
+        try:
+            self._metadata = _metadata(pickled)
+        except Exception as error:  # a pickle may raise anything
+            raise ExecutionError(f"{file} is of no checkpoint: {error}", cause=error) from error
         listed = self._metadata.state_dict_metadata.items()
         self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def check(self, number: int, processes: int) -> None:
+        """Compare a process's share of the files with their hashes: each file is read by one.
+
+        Raises DamagedError where one is not what was saved.
+        """
+        for name in sorted(self._files, key=lambda name: self._files[name].size)[number::processes]:
+            check_content(self.folder / name, self._files[name])
 
     @property
     def sizes(self) -> dict[str, torch.Size]:
@@ -154,42 +215,29 @@ class Stored:
         plan = planner.finish_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
 
-    def _check_files(self) -> None:
-        needed: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            end = info.offset + info.length
-            needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
-        for name, size in needed.items():
-            file = self.folder / name
-            found = file.stat().st_size if file.exists() else None
-            if found is None or found < size:
-                has = "is missing" if found is None else f"has {found} bytes of {size}"
-                raise ExecutionError(f"the checkpoint in {self.folder} is incomplete: {name} {has}")
-
 
 def is_complete(folder: Path) -> bool:
     """Whether a checkpoint is there."""
     return (folder / _METADATA).is_file()
 
 
-def _why(folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder"
-    if any(folder.glob("*.distcp")):
-        return f"it has data, but no {_METADATA}, as after a save that was interrupted"
-    return f"it has no {_METADATA}"
+def _incomplete(folder: Path) -> ExecutionError:
+    what = f"there is no complete checkpoint in {folder}: "
+    if folder.is_dir() and any(folder.glob("*.distcp")):
+        why = f"it has data, but no {_METADATA}, as after a save that was interrupted"
+        return damaged(what + why)
+    why = "there is no such folder"
+    if folder.exists():
+        why = f"it has no {_METADATA}" if folder.is_dir() else _FILE
+    return ExecutionError(what + why)
 
 
-class _Reader(FileSystemReader):
-    """Reads the metadata, which DCP pickles, without running what a pickle may ask for."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is."""
-        with Path(self.path, _METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
-        return metadata
+def _metadata(pickled: bytes) -> Metadata:
+    """What DCP has pickled, read without running what a pickle may ask for."""
+    found = _Unpickler(io.BytesIO(pickled)).load()
+    if not isinstance(found, Metadata):
+        raise TypeError(f"it holds a {type(found).__name__}")
+    return found
 
 
 class _Unpickler(pickle.Unpickler):

@@ -16,9 +16,6 @@ from schedir.training.checkpoints.agreeing import Gather, alone
 from schedir.training.checkpoints.names import Held, held_by
 from schedir.training.checkpoints.optimizer_state import Optimizers
 
-VERSION = 1
-"""Of what a checkpoint has beside tensors of the model and of optimisers."""
-
 
 class Stateful(Protocol):
     """What has a state: a learning-rate scheduler, `Batches`, a DataLoader that keeps its place."""
