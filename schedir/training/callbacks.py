@@ -23,7 +23,8 @@ class Callback:
         """A step has been made, and the scheduler's. To read `result.loss` waits for it."""
 
     def after_epoch(self, history: History) -> None:
-        """An epoch is over, `history[-1]`: it has been evaluated, and the checkpoint saved."""
+        """An epoch is over, `history[-1]`, and has been evaluated. The checkpoint is saved after
+        all callbacks, with what they have changed of `others`."""
 
 
 AfterEpoch: TypeAlias = Callable[[History], object]

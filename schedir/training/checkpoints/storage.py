@@ -223,13 +223,12 @@ def is_complete(folder: Path) -> bool:
 
 def _incomplete(folder: Path) -> ExecutionError:
     what = f"there is no complete checkpoint in {folder}: "
-    if folder.is_dir() and any(folder.glob("*.distcp")):
+    if not folder.is_dir():
+        return ExecutionError(what + (_FILE if folder.exists() else "there is no such folder"))
+    why = f"it has no {_METADATA}"
+    if any(folder.glob("*.distcp")):
         why = f"it has data, but no {_METADATA}, as after a save that was interrupted"
-        return damaged(what + why)
-    why = "there is no such folder"
-    if folder.exists():
-        why = f"it has no {_METADATA}" if folder.is_dir() else _FILE
-    return ExecutionError(what + why)
+    return damaged(what + why)
 
 
 def _metadata(pickled: bytes) -> Metadata:

@@ -1,0 +1,277 @@
+"""A Trainer that is started again goes on from its last good checkpoint, with all that steps."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from schedir import ExecutionError
+from schedir.runtime import Executor, StepResult
+from schedir.training import Batches, Callback, Checkpoint, Trainer, gathered_state
+from tests.runtime.kit import everyone, message_of
+from tests.runtime.on_ranks import on_ranks
+from tests.training.test_damaged_checkpoints import cut, data_of, files_of, flip, lengthen
+from tests.training.test_trainer import HELD_OUT, TRAINED, noisy_executor
+
+
+def trainer_of(executor: Executor, folder: Path | None, epochs: int, **options: Any) -> Trainer:
+    given: dict[str, Any] = {"checkpoint": folder, "progress": False, **options}
+    return Trainer(executor, Batches(TRAINED), epochs=epochs, **given)
+
+
+def rates_and_weights(
+    rank: int | None, folder: Path | None, epochs: int, **options: Any
+) -> tuple[list[float], dict[str, Tensor] | None]:
+    """Of each epoch so far, and of the whole model then."""
+    with noisy_executor(rank) as executor:
+        history = trainer_of(executor, folder, epochs, **options).fit()
+        return [epoch.lr for epoch in history], gathered_state(executor)
+
+
+def assert_goes_on(rank: int | None, folder: Path, expected: Any, **options: Any) -> None:
+    rates, weights = rates_and_weights(rank, folder, len(expected[0]), **options)
+    assert rates == expected[0]
+    assert (weights is None) == (expected[1] is None)
+    for name, value in (weights or {}).items():
+        assert torch.equal(value, expected[1][name]), name
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+BY_EPOCH: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+}
+
+
+@pytest.mark.parametrize("make", BY_EPOCH.values(), ids=BY_EPOCH)
+def test_a_scheduler_by_epochs_goes_on(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
+    def trained(folder: Path | None, epochs: int) -> tuple[list[float], list[float]]:
+        with noisy_executor(None) as executor:
+            scheduler = make(executor.optimizer)
+            options = {"scheduler": scheduler, "scheduler_by": "epoch", "evaluation": HELD_OUT}
+            history = trainer_of(executor, folder, epochs, **options).fit()
+            return [e.lr for e in history], [e.evaluation_loss or 0.0 for e in history]
+
+    rates, losses = trained(None, 6)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter], lr=0.05)
+    alone = make(optimizer)
+    for rate, loss in zip(rates, losses, strict=True):
+        assert rate == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        alone.step(*([loss] if isinstance(alone, lr_scheduler.ReduceLROnPlateau) else []))
+    assert len(set(rates)) > 2
+    trained(tmp_path, 3)
+    assert trained(tmp_path, 6) == (rates, losses)
+
+
+class Average:
+    """A mean of the losses so far, and how many epochs are over: what steps with a training."""
+
+    def __init__(self) -> None:
+        self.state = {"mean": 0.0, "epochs": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_others_that_callbacks_step_go_on(raises: bool, tmp_path: Path) -> None:
+    """After steps, and after epochs; what a callback raises does not undo the epoch."""
+
+    def trained(
+        folder: Path | None, epochs: int, ends: int | None = None
+    ) -> tuple[list[float], Any]:
+        average = Average()
+        with noisy_executor(None) as executor:
+            scheduler = lr_scheduler.StepLR(executor.optimizer, 2, gamma=0.5)
+
+            class Steps(Callback):
+                def after_step(self, result: StepResult) -> None:
+                    average.state["mean"] = 0.9 * average.state["mean"] + 0.1 * result.loss
+
+                def after_epoch(self, history: Any) -> None:
+                    scheduler.step()
+                    average.state["epochs"] += 1
+                    if len(history) == ends:
+                        raise RuntimeError("enough")
+
+            trainer = trainer_of(
+                executor,
+                folder,
+                epochs,
+                callbacks=[Steps()],
+                others={"rates": scheduler, "average": average},
+            )
+            if ends is None:
+                trainer.fit()
+            else:
+                with pytest.raises(RuntimeError, match="enough"):
+                    trainer.fit()
+            return [epoch.lr for epoch in trainer.history], average.state
+
+    expected = trained(None, 6)
+    assert len(set(expected[0])) == 3
+    if raises:
+        trained(tmp_path, 6, ends=3)
+    else:
+        trained(tmp_path, 3)
+    assert trained(tmp_path, 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4]), (9, [1, 2, 3, 4])]
+)
+def test_the_last_checkpoints_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
+    (tmp_path / "epoch-of-mine").mkdir()
+    (tmp_path / "epoch-9.txt").write_text("mine")
+    rates_and_weights(None, tmp_path, 4, keep=keep)
+    for name in ("epoch-of-mine", "epoch-9.txt"):
+        assert (tmp_path / name).exists()
+    found = [one for one in folders(tmp_path) if one.removeprefix("epoch-").isdigit()]
+    assert found == [f"epoch-{number}" for number in kept]
+    for number in kept:
+        with noisy_executor(None) as executor:
+            Checkpoint(executor).load(tmp_path / f"epoch-{number}")
+            assert executor.steps == 3 * number
+
+
+def lose_metadata(file: Path, other: Path, draw: random.Random) -> None:
+    (file.parent / ".metadata").unlink()
+
+
+def lose_all(file: Path, other: Path, draw: random.Random) -> None:
+    for own in files_of(file.parent):
+        own.unlink()
+
+
+DAMAGES = [flip, cut, lengthen, lose_metadata, lose_all]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_last_checkpoint_does_not_end_a_run(
+    damage: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = rates_and_weights(None, None, 4)
+    rates_and_weights(None, tmp_path, 3)
+    (data,) = data_of(tmp_path / "epoch-3")
+    damage(data, data, random.Random(3))
+    assert_goes_on(None, tmp_path, expected)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert str(tmp_path / "epoch-3") in said
+    assert said.endswith(f"the training goes on from {tmp_path / 'epoch-2'}")
+    caplog.clear()
+    assert folders(tmp_path) == ["epoch-3", "epoch-4"]
+    shutil.rmtree(tmp_path / "epoch-4")
+    assert_goes_on(None, tmp_path, expected)  # the damaged one has been replaced by a good one
+    assert not caplog.records
+
+
+def test_the_only_good_checkpoint_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever a save ends, with the fewest that can be kept, and the last one damaged."""
+    expected = rates_and_weights(None, None, 4)
+    rates_and_weights(None, tmp_path, 3)
+    (data,) = data_of(tmp_path / "epoch-3")
+    flip(data, data, random.Random(3))
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for place, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, dies)
+            with pytest.raises(KeyboardInterrupt):
+                rates_and_weights(None, tmp_path, 4, keep=1)
+        with noisy_executor(None) as executor:
+            Checkpoint(executor).load(tmp_path / "epoch-2")
+    assert_goes_on(None, tmp_path, expected, keep=1)
+    assert folders(tmp_path) == ["epoch-4"]
+
+
+def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    rates_and_weights(None, tmp_path, 2)
+    before = {}
+    for number in (1, 2):
+        (data,) = data_of(tmp_path / f"epoch-{number}")
+        flip(data, data, random.Random(3))
+        before[data] = data.read_bytes()
+    with noisy_executor(None) as executor:
+        said = message_of(trainer_of(executor, tmp_path, 3).fit)
+        assert executor.steps == 0
+    assert f"no checkpoint in {tmp_path} can be loaded: " in said
+    for data, content in before.items():
+        assert str(data) in said
+        assert data.read_bytes() == content
+
+
+def test_a_folder_that_can_not_be_used_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).save(tmp_path / "one")
+        for folder, text in {
+            tmp_path / "file": "it is a file, not a folder",
+            tmp_path / "file" / "below": "the folder can't be made: Not a directory",
+            tmp_path / "one": "is a checkpoint itself",
+        }.items():
+            said = message_of(trainer_of(executor, folder, 1).fit)
+            assert str(folder) in said
+            assert text in said
+        assert executor.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep": 0}, "keep must be an int of at least 1, not 0"),
+        ({"scheduler_by": "batch"}, 'scheduler_by must be "step" or "epoch", not \'batch\''),
+        ({"others": {"history": Average()}}, "'history' is the Trainer's own"),
+        ({"others": {"mean": 3}}, "mean must have state_dict and load_state_dict"),
+    ],
+)
+def test_what_can_not_be_kept_is_refused(
+    options: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with noisy_executor(None) as executor, pytest.raises(ExecutionError, match=text):
+        trainer_of(executor, tmp_path, 1, **options)
+
+
+def test_a_plateau_needs_what_it_goes_by() -> None:
+    with noisy_executor(None) as executor:
+        scheduler = BY_EPOCH["plateau"](executor.optimizer)
+        for options in ({"evaluation": HELD_OUT}, {"scheduler_by": "epoch"}):
+            said = message_of(trainer_of, executor, None, 1, scheduler=scheduler, **options)
+            assert "goes by the evaluation loss: give evaluation= and" in said
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("damage", [flip, lose_metadata])
+def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(
+    damage: Callable[..., None], rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder, _) = everyone(tmp_path)
+    expected = rates_and_weights(rank, None, 4)
+    rates_and_weights(rank, folder, 3)
+    if rank == 0:
+        file = data_of(folder / "epoch-3")[1]  # of the other rank
+        damage(file, file, random.Random(3))
+    everyone(None)
+    assert_goes_on(rank, folder, expected)
+    assert len(caplog.records) == (rank == 0)
+    everyone(None)
+    assert folders(folder) == ["epoch-3", "epoch-4"]
