@@ -28,6 +28,7 @@ from reference import Reference
 from torch import Tensor, nn
 
 import schedir
+from schedir.files import write_text
 from schedir.render.styled import table
 from schedir.runtime import Executor
 from schedir.training import gathered_state
@@ -64,7 +65,7 @@ def compare(args: argparse.Namespace) -> bool:
     console.print(f"\nto a held-out loss of {args.until:g}:\n\n{table(rows, align='<>>>>>')}")
     if RANK == 0:
         title = f"PipeDream beside {base.name}, {args.ranks} ranks"
-        args.picture.write_text(picture(curves, args.until, title), encoding="utf-8")
+        write_text(args.picture, picture(curves, args.until, title))
         save(curves, args.until, title, args.picture.with_suffix(".json"))
         console.print(f"the loss over samples and seconds: {args.picture}")
     return equal

@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
+from schedir.files import write_text
 from schedir.render.axis import round_step
 from schedir.render.palette import FAINT_INK, GRID, INK, PAPER
 from schedir.render.styled import Piece, number, plain
@@ -33,7 +34,7 @@ class Curve:
 def save(curves: Sequence[Curve], target: float, title: str, file: Path) -> None:
     """Keep what `picture` takes, to draw it again."""
     record = {"title": title, "target": target, "curves": [attrs.asdict(c) for c in curves]}
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(record, indent=1) + "\n")
 
 
 def load(file: Path) -> tuple[list[Curve], float, str]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import schedir
+from schedir.files import write_text
 from schedir.render import timeline_text
 from schedir.render.html import html_page
 from schedir.runtime import Executor, StepResult
@@ -114,7 +115,7 @@ def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
         f"{1e3 * predicted.makespan:.1f} ms at their medians, {spread}\n"
         f"makespan of a step, measured in the second half, the median: {1e3 * line.makespan:.1f} ms"
     )
-    page.write_text(html_page(predicted, line), encoding="utf-8")
+    write_text(page, html_page(predicted, line))
     console.print(f"predicted above measured, to look at in a browser: {page}")
 
 

@@ -39,6 +39,7 @@ from predicted_run import fine_1f1b
 
 import schedir
 from schedir import CostModel, Kind, SchedirError, Schedule, Timeline
+from schedir.files import write_text
 from schedir.finder import Found, find
 from schedir.library import built_in
 from schedir.passes import strip_communication
@@ -248,7 +249,7 @@ def main() -> None:
     found, chunks = searched(args, costs, limit)
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
-        (args.keep / "found.sched").write_text(schedir.dumps(found.schedule))
+        write_text(args.keep / "found.sched", schedir.dumps(found.schedule))
         costs[chunks].save(args.keep / "costs.json")
     schedules = {
         **everything,

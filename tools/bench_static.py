@@ -32,6 +32,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
 from schedir.checker import prove
+from schedir.files import write_text
 from schedir.ir import COMPUTE, RECEIVES, SENDS, Bools, Columns, Kind
 from schedir.library import load
 from schedir.passes import strip_communication
@@ -326,7 +327,7 @@ def main() -> None:
     results = [measure(shape, args.runs) for shape in shapes]
     print(table(results))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_text(args.json, json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
+from schedir.files import write_text
 from schedir.runtime import Executor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -345,7 +346,7 @@ def main() -> None:
                 if speaks:
                     print(row(found[-1]), flush=True)
     if args.json and (args.overhead or dist.get_rank() == 0):
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_text(args.json, json.dumps(found, indent=2) + "\n")
     if not args.overhead:
         dist.barrier()
         dist.destroy_process_group()

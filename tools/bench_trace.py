@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import schedir
+from schedir.files import write_text
 from schedir.runtime import Executor
 
 
@@ -189,7 +190,7 @@ def main() -> None:
             if speaks:
                 print(row(found[-1]), flush=True)
     if args.json and speaks:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_text(args.json, json.dumps(found, indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ import attrs
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from schedir import CHANNELS, Report, Schedule, check
+from schedir.files import write_text
 from schedir.ir import loads_torch_csv
 
 # Each schedule with its stages per rank.
@@ -154,7 +155,7 @@ def dump(folder: Path) -> None:
     for name, ranks, chunks, microbatches, deferred in configurations():
         stem = f"{name.removeprefix('Schedule')}-{ranks}x{chunks}-{microbatches}"
         text = dumped(name, ranks, chunks, microbatches, deferred)
-        (folder / f"{stem}{'-deferred' if deferred else ''}.csv").write_text(text)
+        write_text(folder / f"{stem}{'-deferred' if deferred else ''}.csv", text)
 
 
 if __name__ == "__main__":

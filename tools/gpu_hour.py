@@ -25,6 +25,8 @@ from on_gpu.launch import Check, Outcome, run
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the tests
 from on_gpu.checks import checks
 
+from schedir.files import write_text
+
 HEAD = "| check | result | seconds | |\n| --- | --- | --- | --- |"
 
 
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(_outcome(check, args.device, until - monotonic()))
         print(row(outcomes[-1]), flush=True)
         if args.output:
-            args.output.write_text(table(outcomes))
+            write_text(args.output, table(outcomes))
     print(failures(outcomes))
     return int(any(outcome.printed for outcome in outcomes))
 

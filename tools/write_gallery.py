@@ -15,6 +15,7 @@ import attrs
 
 import schedir
 from schedir import CostModel, Generator, Timeline
+from schedir.files import write_text
 from schedir.library import built_in
 from schedir.render.captions import bubble
 from schedir.render.styled import plain
@@ -102,4 +103,4 @@ def _section(one: Exhibit) -> str:
 if __name__ == "__main__":
     (DOCS / "gallery").mkdir(exist_ok=True)
     for path, text in pages().items():
-        (DOCS / path).write_text(text, encoding="utf-8")
+        write_text(DOCS / path, text)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import schedir
 from schedir import CostModel, Timeline
+from schedir.files import write_text
 from schedir.render.styled import plain
 from schedir.render.svg import svg_blocks
 from schedir.simulator import load_timelines, save_timelines
@@ -103,7 +104,7 @@ def main() -> None:
     if parser.parse_args().measure:
         measure()
     for name, picture in pictures().items():
-        (PICTURES / name).write_text(picture, encoding="utf-8")
+        write_text(PICTURES / name, picture)
 
 
 if __name__ == "__main__":

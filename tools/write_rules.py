@@ -9,6 +9,7 @@ from pathlib import Path
 
 from schedir import check, loads
 from schedir.checker import RULES, Diagnostic
+from schedir.files import write_text
 from schedir.render.diagnostics import finding
 from schedir.render.explanation import command_options
 
@@ -38,4 +39,4 @@ def _section(rule: type[Diagnostic]) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.write_text(reference(), encoding="utf-8")
+    write_text(REFERENCE, reference())

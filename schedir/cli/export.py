@@ -16,6 +16,7 @@ from schedir.cli.proving import proved
 from schedir.cli.target import TARGET_OR_RUN, add_target, sees_costs, subject_of
 from schedir.cli.terminal import fail
 from schedir.cli.timelines import add_drawn, drawn, load_schedule
+from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
@@ -99,7 +100,7 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
         _print(written.blocks, sys.stdout)
         return 0
     try:
-        with open(file, "w", encoding="utf-8", newline="\n") as opened:
+        with replacing(file) as opened:
             _print(written.blocks, opened)
     except OSError as error:
         return fail(f"{file}: {error.strerror}")

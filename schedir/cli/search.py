@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,6 +18,7 @@ from schedir.cli.progress import progress
 from schedir.cli.quantities import quantity, size
 from schedir.cli.target import at_least
 from schedir.cli.terminal import fail
+from schedir.files import check_writable
 from schedir.finder import (
     DEFAULT_SECONDS,
     EXACT_SECONDS,
@@ -149,8 +148,12 @@ def run(args: argparse.Namespace) -> int:
         "recompute": args.recompute,
         "channel": args.channel,
     }
-    if args.output is not None and not _writable(Path(args.output)):
-        return fail(f"{args.output} can't be written: what is found would be lost")
+    try:
+        if args.output is not None:
+            check_writable(args.output)
+    except OSError as error:
+        why = f"can't be written, so what is found would be lost: {error.strerror}"
+        return fail(f"{args.output} {why}")
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
@@ -165,13 +168,6 @@ def run(args: argparse.Namespace) -> int:
     if code == 0:
         print(found_text(found), file=sys.stderr)
     return code
-
-
-def _writable(file: Path) -> bool:
-    """Whether a file can be written, as far as one can tell without doing it."""
-    if file.exists():
-        return not file.is_dir() and os.access(file, os.W_OK)
-    return os.access(file.parent, os.W_OK)
 
 
 @contextmanager

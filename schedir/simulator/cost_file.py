@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from schedir.files import write_text
 from schedir.simulator.json_file import clip, read_json
 from schedir.simulator.samples import Samples, of_plain
 
@@ -36,8 +37,7 @@ def write(fields: Mapping[str, Any], path: str | Path) -> None:
         for name, value in fields.items()
         if name != "samples" or value is not None
     ]
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.write("{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _written(value: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_args
 import attrs
 
 from schedir.errors import LoadError, ParseError
+from schedir.files import replacing
 from schedir.ir import Schedule, dumps, loads
 from schedir.simulator.json_file import clip, read_json
 from schedir.simulator.times import Measured, Numbers
@@ -41,7 +42,7 @@ def write(timelines: Iterable[Any], path: str | Path) -> None:
     """
     numbers: dict[Schedule, int] = {}
     written = [_written(line, numbers) for line in timelines]
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
+    with replacing(path) as file:
         file.write(f'{{"{_FORMAT}": {_VERSION},\n')
         file.write(f'"schedules": {_json([dumps(schedule) for schedule in numbers])},\n')
         file.write('"timelines": [\n' + ",\n".join(written) + "]}\n")

@@ -121,9 +121,10 @@ class Trainer:
                         self.scheduler.step()
                     for callback in callbacks:
                         callback.after_step(result)
-                self.history = self.history.then(loss.mean, rate, self.evaluate())
-                if self.scheduler is not None and self.scheduler_by == "epoch":
-                    self._step_by_epoch()
+                found = self.evaluate()
+                self.history = self.history.then(loss.mean, rate, found)
+                if self.scheduler_by == "epoch":
+                    self._step_by_epoch(found)
                 try:
                     for callback in callbacks:
                         callback.after_epoch(self.history)
@@ -131,10 +132,10 @@ class Trainer:
                     self._kept.save(self.history)
         return self.history
 
-    def _step_by_epoch(self) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(self.history[-1].evaluation_loss)
-        else:
+    def _step_by_epoch(self, found: Evaluation | None) -> None:
+        if found is not None and isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(found.loss)
+        elif self.scheduler is not None:
             self.scheduler.step()
 
     @property

@@ -45,7 +45,8 @@ class Checkpoint:
     first of their pipeline does.
 
     The files are those of torch.distributed.checkpoint, whose tools read them, in a folder that all
-    processes see. To load them runs no code that they may hold.
+    processes see. To load them runs no code that they may hold. Each has its SHA-256 saved with it,
+    in `.metadata`, so that what is not what was saved does not load.
 
     Raises ExecutionError for what has no state to keep.
     """
@@ -81,7 +82,7 @@ class Checkpoint:
 
     @staticmethod
     def is_at(path: str | os.PathLike[str]) -> bool:
-        """Whether there is a complete checkpoint to load."""
+        """Whether a checkpoint was saved there whole; `load` says whether it is damaged since."""
         return is_complete(Path(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,19 +92,22 @@ class Checkpoint:
         interrupted, the folder has the old one or the new one.
 
         Raises ExecutionError, on all ranks, where it fails on any, and the old one stays: where a
-        name stands for different things in two stages, say, a state can't be kept, or gradients of
-        `step(…, update=False)` wait for an update.
+        name stands for different things in two stages, say, a state can't be kept, gradients of
+        `step(…, update=False)` wait for an update, or the folder is a file or can't be made.
         """
         save(self._subject, self.step, Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take all from a folder, in place; every rank calls it, and reads what it needs alone.
 
+        First all files are compared with their hashes, each by one of the ranks.
+
         What the checkpoint has beyond that, such as an optimiser's state where there is no
         optimiser here, is left alone.
 
-        Raises ExecutionError, on all ranks, where there is no complete checkpoint, or it is of
-        another model, naming what is missing, unexpected and of another shape, of another optimiser
+        Raises ExecutionError, on all ranks, where there is no complete checkpoint, a file of it is
+        missing, damaged, of another checkpoint or without a hash, or the checkpoint is of another
+        model, naming what is missing, unexpected and of another shape, of another optimiser
         or other param groups, or without what is to be loaded; nothing has changed then.
         """
         self.step = Loading(self._subject, Path(path), weights_only=False).step
