@@ -119,10 +119,12 @@ def test_nobody_sees_half_a_file(tmp_path: Path) -> None:
         assert not file.exists()
         opened.write(" and half\n")
     assert file.read_bytes() == b"half and half\n"
-    with replacing(file) as opened:
-        opened.write("other")
-        opened.flush()
-        assert file.read_bytes() == b"half and half\n"
+    with file.open() as reader:
+        with replacing(file) as opened:
+            opened.write("other")
+            opened.flush()
+            assert file.read_bytes() == b"half and half\n"
+        assert reader.read() == "half and half\n"  # it was another file
     assert file.read_text() == "other"
     assert only(tmp_path) == ["file"]
 

@@ -130,6 +130,7 @@ def test_others_that_callbacks_step_go_on(raises: bool, tmp_path: Path) -> None:
         trained(tmp_path, 6, ends=3)
     else:
         trained(tmp_path, 3)
+    assert folders(tmp_path) == ["epoch-2", "epoch-3"]
     assert trained(tmp_path, 6) == expected
 
 
@@ -202,6 +203,18 @@ def test_the_only_good_checkpoint_is_not_overwritten(
             Checkpoint(executor).load(tmp_path / "epoch-2")
     assert_goes_on(None, tmp_path, expected, keep=1)
     assert folders(tmp_path) == ["epoch-4"]
+
+
+def test_damaged_checkpoints_are_not_kept_in_place_of_the_next_good_one(tmp_path: Path) -> None:
+    """Of epochs that are to be trained again, further on than what is saved next."""
+    rates_and_weights(None, tmp_path, 4, keep=3)
+    for number in (3, 4):
+        (data,) = data_of(tmp_path / f"epoch-{number}")
+        flip(data, data, random.Random(3))
+    rates_and_weights(None, tmp_path, 3, keep=1)
+    assert folders(tmp_path) == ["epoch-3", "epoch-4"]
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).load(tmp_path / "epoch-3")
 
 
 def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
