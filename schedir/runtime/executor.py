@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, is_number
@@ -322,7 +323,11 @@ class Executor:
 def _kept(outputs: bool | Keep) -> Keep | None:
     if isinstance(outputs, bool):
         return _whole if outputs else None
-    return outputs
+
+    def kept(output: Any, target: Any) -> Any:
+        return outputs(output, tree_map_only(Tensor, torch.clone, target))
+
+    return kept
 
 
 def _whole(output: Any, target: Any) -> Any:

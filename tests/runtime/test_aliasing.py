@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -276,3 +277,54 @@ def test_a_parameter_that_a_forward_changes_is_not_changed_twice() -> None:
             pytest.raises(schedir.ExecutionError, match="stage 0 changes a parameter of its own"),
         ):
             executor.step(x, target=x)
+
+
+class Returns(nn.Module):
+    """A stage that returns what `made` makes of it and its input."""
+
+    def __init__(self, made: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 4))
+        self.register_buffer("mean", torch.randn(1, 4))
+        self._made = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._made(self, x)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("target", ["1f1b", "v"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda stage, x: stage.query.expand(len(x), 4), id="view of a parameter"),
+        pytest.param(lambda stage, x: stage.query, id="parameter"),
+        pytest.param(lambda stage, x: stage.mean.expand(len(x), 4), id="view of a buffer"),
+        pytest.param(lambda stage, x: x.view(-1, 4), id="view of the input"),
+    ],
+)
+def test_a_stage_may_return_a_view(
+    made: Callable[[Any, Tensor], Tensor], target: str, recompute: bool
+) -> None:
+    """Without a graph, too, one of a parameter says that it requires grad."""
+    schedule = V_SHAPED if target == "v" else schedir.build("1f1b", ranks=3, microbatches=2)
+    torch.manual_seed(0)
+    whole = nn.Sequential(Returns(made), Returns(made), nn.Linear(4, 4))
+    stages = dict(enumerate(copy.deepcopy(whole)))
+    x = torch.randn(4, 4)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output.mean(0) - target.mean(0)).square().mean()
+
+    pieces = x.chunk(2)
+    with Executor(schedule, stages, loss_fn, in_process=True, recompute=recompute) as executor:
+        with torch.no_grad():
+            inferred = executor.infer(x)
+            assert inferred is not None
+            assert all(torch.equal(a, whole(b)) for a, b in zip(inferred, pieces, strict=True))
+            plain = [float(loss_fn(whole(piece), piece)) for piece in pieces]
+        assert executor.evaluate(x, target=x).losses == tuple(plain)
+        assert executor.step(x, target=x).losses == tuple(plain)
+    for piece in pieces:
+        (loss_fn(whole(piece), piece) / 2).backward()
+    assert_equal_gradients(gradients(stages.values()), gradients([whole]))

@@ -19,6 +19,7 @@ from tests.runtime.kit import (
     MSE,
     Batch,
     adamw,
+    assert_equal_stages,
     everyone,
     linear_stages,
     message_of,
@@ -145,6 +146,147 @@ def test_a_function_of_the_outputs_sees_each_with_its_target() -> None:
     assert len(seen) == 4  # not again by the forwards that are run again
     for one, (a, b) in zip(found, microbatches_of(batch, 4), strict=True):
         assert torch.equal(one, model(a) - b)
+
+
+class InPlace:
+    """As it works in place, and draws random numbers, it may change what others compute with."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        torch.rand(3)
+        return output.sigmoid_(), target.zero_()
+
+
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return MSE(output + torch.rand_like(output), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "recompute"),
+    [
+        ("fill-drain", nn.Identity(), False),
+        ("interleaved-1f1b", nn.Tanh(), True),
+        ("zb-h1", nn.Sigmoid(), False),
+    ],
+)
+def test_a_function_of_the_outputs_changes_nothing(
+    name: str, last: nn.Module, recompute: bool
+) -> None:
+    """Nothing that the loss is taken of, nor what the stage has saved for its backward."""
+    schedule = schedir.build(name, ranks=2, microbatches=3)
+    stages = linear_stages(schedule.stages)
+    stages[-1] = nn.Sequential(nn.Linear(4, 4), last)
+    whole = [numbered(copy.deepcopy(stages)) for _ in range(2)]
+    x, y = random_batch(rows=6)
+    before = y.clone()
+    options: dict[str, Any] = {"in_process": True, "recompute": recompute}
+    found = []
+    for held, outputs in zip(whole, (False, InPlace()), strict=True):
+        with Executor(schedule, held, noisy_loss, adamw, **options) as executor:
+            results = [
+                executor.step(x, target=y, outputs=outputs),
+                executor.evaluate(x, target=y, outputs=outputs),
+                executor.step(x, target=y, outputs=True),
+            ]
+        found.append([(result.loss, result.losses) for result in results])
+    assert found[0] == found[1]
+    assert torch.equal(y, before)
+    assert_equal_stages(whole[1], list(whole[0].values()))
+    model = nn.Sequential(*stages)
+    assert results[0].outputs is not None
+    for (output, target), (a, _) in zip(
+        results[0].outputs, microbatches_of((x, y), 3), strict=True
+    ):
+        assert torch.equal(output, model(a).sigmoid())
+        assert not target.any()
+
+
+class Lends(nn.Module):
+    """Returns tensors that it, or somebody else, goes on using."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.mean: Tensor
+        self.calls: list[Tensor] = []
+
+    def forward(self, x: Tensor, beside: Tensor) -> dict[str, Tensor]:
+        self.mean.add_(x.detach().mean(0))
+        self.calls.append(torch.ones(2))
+        return {
+            "weight": self.linear.weight[:2],
+            "bias": self.linear.bias.expand(len(x), 4),
+            "mean": self.mean,
+            "hidden": self.calls[-1],
+            "beside": beside[:],
+            "input": x.view(-1),
+            "output": self.linear(x),
+        }
+
+
+def lent_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    loss = MSE(output["output"] + output["bias"], target) + output["weight"].square().mean()
+    with torch.no_grad():
+        output["output"].zero_()
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["step", "evaluate", "infer"])
+def test_what_a_caller_gets_stays_what_it_was(kind: str, ranks: int) -> None:
+    """Whoever changes it changes nothing else, and no later step changes it."""
+    schedule = schedir.build("pipedream", ranks=ranks, microbatches=3)
+    stages = {**numbered(linear_stages(ranks)), ranks - 1: Lends()}
+    x, y = random_batch(rows=6)
+    given = [x.clone(), y.clone()]
+    seen: list[dict[str, Tensor]] = []
+    stages[ranks - 1].register_forward_hook(
+        lambda module, arguments, output: seen.append(copy.deepcopy(detached(output)))
+    )
+    with Executor(schedule, stages, lent_loss, adamw, in_process=True) as executor:
+        beside = {ranks - 1: y}
+        if kind == "infer":
+            found = executor.infer(x, stage_inputs=beside)
+        else:
+            call = getattr(executor, kind)
+            found = call(x, target=y, stage_inputs=beside, outputs=True).outputs
+        expected = list(seen)
+        executor.step(x, target=y, stage_inputs=beside)
+        assert found is not None
+        assert len(expected) == 3
+        for mine, theirs in zip(found, expected, strict=True):
+            assert {
+                name: torch.equal(mine[name], theirs[name]) for name in theirs
+            } == dict.fromkeys(theirs, True)
+        kept = copy.deepcopy([stage.state_dict() for stage in stages.values()])
+        for mine in found:
+            for tensor in mine.values():
+                tensor.fill_(7.0)
+    assert torch.equal(x, given[0])
+    assert torch.equal(y, given[1])
+    for stage, state in zip(stages.values(), kept, strict=True):
+        assert all(torch.equal(value, state[key]) for key, value in stage.state_dict().items())
+
+
+def detached(output: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in output.items()}
+
+
+def test_an_evaluation_leaves_the_target_that_a_loss_changes() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    x, y = random_batch(rows=6)
+    before = y.clone()
+
+    def changes(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output, target.add_(1.0))
+
+    with Executor(schedule, numbered(linear_stages()), changes, in_process=True) as executor:
+        executor.infer(x)
+        found = [executor.evaluate(x, target=y).loss for _ in range(2)]
+        executor.step(x, target=y)
+        found += [executor.evaluate(x, target=y).loss]
+    assert len({*found}) == 1
+    assert torch.equal(y, before)
 
 
 @on_ranks(2)

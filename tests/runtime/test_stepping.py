@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import schedir
 from schedir.runtime import Executor
@@ -41,6 +42,48 @@ def test_clipping_is_that_of_the_whole_model(name: str, max_norm: float) -> None
     for stage, other in zip(stages.values(), model, strict=True):
         for p, q in zip(stage.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float64),
+    ],
+    ids=str,
+)
+def test_norms_of_16_bits_are_summed_in_32(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """A gradient's own squares overflow in 16 bits, or are rounded to a few digits."""
+
+    class Cast(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(self.weight.dtype))
+
+    schedule = schedir.build("1f1b", ranks=2, microbatches=1)
+    torch.manual_seed(4)
+    stages = numbered(Cast(64, 64, dtype=kind) for kind in kinds)
+    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
+    x, y = torch.randn(2, 8, 64)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return 4e5 * MSE(output.float(), target)
+
+    options: dict[str, Any] = {"in_process": True, "clip_grad_norm": 1.0}
+    with Executor(schedule, stages, loss_fn, lambda p: SGD(p, lr=1.0), **options) as executor:
+        found = executor.step(x, target=y).grad_norm
+    loss_fn(model(x), y).backward()
+    grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    whole = float(torch.cat([grad.flatten() for grad in grads]).norm())
+    assert whole > torch.finfo(torch.float16).max
+    assert found == pytest.approx(whole, rel=1e-6)
+    mine = [p for stage in stages.values() for p in stage.parameters()]
+    for p, before, grad in zip(mine, model.parameters(), grads, strict=True):
+        expected = before.double() - grad / whole
+        assert torch.allclose(
+            p.double(), expected, rtol=0.0, atol=1e-6 + torch.finfo(p.dtype).eps / 4
+        )
 
 
 def test_clipping_goes_on_after_a_failure() -> None:

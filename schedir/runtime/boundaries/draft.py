@@ -27,7 +27,7 @@ from schedir.runtime.boundaries.fake_run import (
     tensors_of,
 )
 from schedir.runtime.boundaries.memory import NO_ALIASES, Aliases
-from schedir.runtime.boundaries.wiring import Wiring
+from schedir.runtime.boundaries.wiring import EVERY, Wiring
 from schedir.runtime.plan import Plan
 
 logger = logging.getLogger("schedir")
@@ -108,7 +108,7 @@ class WiringDraft:
                 mutates=(True,) * self._inputs,
                 mutates_extra=True,
                 mutates_target=True,
-                copied=frozenset(range(len(self.after.metas))),
+                copied=EVERY,
                 watched=self._aliases,
                 state=None,
             )

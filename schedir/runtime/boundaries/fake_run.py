@@ -65,10 +65,10 @@ _LOG = logging.getLogger(FakeTensorMode.__module__)
 class FakeRun:
     """One run of a stage on fake tensors: what goes out, and which inputs get a gradient.
 
-    `mutates` says which inputs the module
-    changes in place (of the first stage's microbatch, which of its tensors), `mutates_extra` and
-    `mutates_target` whether anything of the other arguments, and `mutates_parameters` whether any
-    of its own parameters. `sharing` says whose memory the outputs are.
+    `mutates` says which inputs the module changes in place (of the first stage's microbatch, which
+    of its tensors), `mutates_extra` and `mutates_target` whether anything of the other arguments,
+    the latter as far as the `loss` has been run, and `mutates_parameters` whether any of its own
+    parameters. `sharing` says whose memory the outputs are.
     """
 
     def __init__(self, invocation: Invocation, device: torch.device, trains: bool) -> None:
@@ -76,7 +76,7 @@ class FakeRun:
         self._trains = trains
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._leaves: list[Tensor] = []
-        self.mutates_target = False
+        self.mutates_target = True  # for all that is known before the loss has run
         stand_in = StandIn(module, self._fake_tensor)
         self._stand_ins = [stand_in]
         with self._faking():

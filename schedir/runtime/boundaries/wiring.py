@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
+
 import attrs
 
 from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads
 from schedir.runtime.boundaries.calling import CallingConvention
 from schedir.runtime.boundaries.memory import Aliases
 from schedir.runtime.boundaries.standin import State
+
+EVERY: Collection[int] = range(sys.maxsize)
+"""The numbers of all tensors, however many there are."""
 
 
 @attrs.frozen
@@ -39,7 +45,7 @@ class Wiring:
     mutates: tuple[bool, ...] = ()
     mutates_extra: bool = False
     mutates_target: bool = False
-    copied: frozenset[int] = frozenset()
+    copied: Collection[int] = frozenset()
     watched: Aliases | None = None
     state: tuple[State, ...] | None = ()
 

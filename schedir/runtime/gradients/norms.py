@@ -136,8 +136,7 @@ class NormsOnDevice:
         return Norms(values, self._stages or [0])
 
     def _of(self, grads: list[Tensor]) -> list[Tensor]:
-        """As torch.nn.utils.clip_grad_norm_ takes them."""
-        return [norm.to(self._dtype) for norm in torch._foreach_norm(grads)] if grads else []
+        return [norm.to(self._dtype) for norm in _each(grads)]
 
     def _zeros(self, shape: int | tuple[()]) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -148,6 +147,23 @@ _ABSENT = -1.0
 
 def _numbers(grads: Sequence[Tensor | None]) -> list[float]:
     """The norm of each gradient, and what stands for one that is not there."""
-    there = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
+    there = _each([grad for grad in grads if grad is not None])
     found = iter(torch.stack(there).tolist() if there else ())
     return [_ABSENT if grad is None else next(found) for grad in grads]
+
+
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Of 16 bits the squares' sum overflows, or is rounded to a few digits."""
+
+
+def _each(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, as torch.nn.utils.clip_grad_norm_ takes it, but that of 16 bits
+    in 32."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_type.setdefault(grad.dtype, []).append(grad)
+    found = {
+        kind: iter(torch._foreach_norm(held, dtype=_SUMMED_IN.get(kind)))
+        for kind, held in by_type.items()
+    }
+    return [next(found[grad.dtype]) for grad in grads]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, TypeAlias, cast
+from itertools import count
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.runtime.boundaries.wiring import EVERY
 from schedir.runtime.call import Call
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.autocast import resumed
@@ -79,20 +81,23 @@ class Forward(Compute):
             outputs = _with_copies(made, copied) if copied else made
             if cell.following is not None:
                 cell.following.inputs = outputs
-                cell.outputs = _roots_of(made)
             else:
                 cell.outputs_to_send = outputs
-                cell.outputs = _edges_of(made)
+            # Without a graph a view of a parameter still says that it requires grad.
+            if with_graph:
+                cell.outputs = (_edges_of if cell.following is None else _roots_of)(made)
         else:
-            if call.keeps is not None:
-                kept = tree_map_only(Tensor, torch.detach, output)
-                cell.result = call.keeps(kept, cell.target)
+            # The loss may work in place, and so may what is made of the output, after it.
+            kept = None if call.keeps is None else _for_caller(call, cell, output)
             if call.request.has_loss:
                 loss = stage.loss(cell, output)
                 cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
-                cell.outputs = (loss,)
+                if with_graph:
+                    cell.outputs = (loss,)
+            if call.keeps is not None:
+                cell.result = call.keeps(kept, cell.target)
         if not with_graph:  # no backward will ask for them
-            cell.leaves = cell.outputs = ()
+            cell.leaves = ()
 
 
 def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
@@ -101,6 +106,17 @@ def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[
     return tuple(
         tensor.detach().clone() if number in copied else tensor
         for number, tensor in enumerate(outputs)
+    )
+
+
+def _for_caller(call: Call, cell: Cell, output: Any) -> Any:
+    """What the last stage has returned, without its graph, with copies of what may change later."""
+    copied = EVERY if call.request.has_loss else cell.wiring.copied
+    numbers = count()
+    return tree_map_only(
+        Tensor,
+        lambda x: x.detach().clone() if next(numbers) in copied else x.detach(),
+        output,
     )
 
 
