@@ -48,7 +48,6 @@ class Engine:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
-        self._calls = 0
         self._generators = plan.generators
         with plan.accelerator.chosen():
             self._world = World(plan)
@@ -67,6 +66,7 @@ class Engine:
             self._world.control.courier,
             plan.accelerator,
         )
+        weakref.finalize(self, self._world.say_calls)
 
     @property
     def schedule(self) -> Schedule:
@@ -96,7 +96,7 @@ class Engine:
         self._world.check_usable()
         began = self._plan.accelerator.mark(timed=True)
         seed, device = self._plan.arguments.seed, self._plan.device
-        call = Call.begun(request, self._calls, device, seed, self.steps, keeps)
+        call = Call.begun(request, self._world.calls, device, seed, self.steps, keeps)
         runner = self.training if request.trains else self.evaluation
         saved = SavedRng(self._generators)
         try:
@@ -116,7 +116,7 @@ class Engine:
             self._tidy(runner)
             saved.restore()
             busy = runner.clock.take()
-        self._calls += 1
+        self._world.calls += 1
         if request.trains and self.parts.trace is not None:
             self.parts.trace.keep(call, self.schedule, began, runner.cells)
         clipping = self.parts.clipping
@@ -233,7 +233,7 @@ class Engine:
 
     def _announce(self, request: Request) -> None:
         """Raise OneLineError where another rank makes a call meanwhile."""
-        self.parts.announcements.exchange(Announcement(request, self._calls, self.steps))
+        self.parts.announcements.exchange(Announcement(request, self._world.calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
@@ -277,11 +277,11 @@ class Engine:
                 self.parts.trail.settle()
                 self.parts.shared.settle()
                 self._world.control.courier.finish()
-                self.parts.announcements.last(Call(CLOSE, self._calls))
+                self.parts.announcements.last(Call(CLOSE, self._world.calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
                 self.parts.drift.compare()
-                self._world.leave(self._calls)
+                self._world.leave()
                 self._look_back(wait=True)
 
 

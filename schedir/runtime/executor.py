@@ -17,6 +17,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule, is_number
 from schedir.runtime.arguments import Arguments, Declared, LossFunction, OptimizerFactory, TieOf
 from schedir.runtime.batch.feeding import CallArguments
+from schedir.runtime.batch.losses import check_loss
 from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.engine import Engine
@@ -148,6 +149,7 @@ class Executor:
             trace,
         )
         plan = plan_of(given)
+        check_loss(plan)
         self.rank = plan.grid.rank
         self.pipeline = plan.grid.pipeline
         self.device = plan.device

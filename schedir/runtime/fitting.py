@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -69,8 +69,10 @@ def posted(
     return ahead
 
 
-def check_optimizer(made: object, stage: int) -> torch.optim.Optimizer:
-    """What the user's function has made for a stage."""
+def check_optimizer(
+    made: object, stage: int, given: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What the user's function has made for a stage, of the parameters that it was given."""
     if not hasattr(made, "step"):
         raise ExecutionError(f"optimizer must return an optimizer, not {type(made).__name__}")
     closure = inspect.signature(made.step).parameters.get("closure")
@@ -79,6 +81,17 @@ def check_optimizer(made: object, stage: int) -> torch.optim.Optimizer:
             f"optimizer: {type(made).__name__}, of stage {stage}, evaluates the loss several times "
             "a step, by a closure; a schedule computes each gradient once, so take one that needs "
             "no closure"
+        )
+    own = set(map(id, given))
+    groups: Sequence[Mapping[str, Iterable[Tensor]]] = getattr(made, "param_groups", ())
+    foreign = [p for group in groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        kind = f"{str(foreign[0].dtype).removeprefix('torch.')}{list(foreign[0].shape)}"
+        raise ExecutionError(
+            f"optimizer: {type(made).__name__}, of stage {stage}, steps {len(foreign)} parameters "
+            f"that are not the stage's, the first of them {kind}; make it of those that the "
+            f"function is given: lambda parameters: {type(made).__name__}(parameters, …). What is "
+            "trained beside the stages belongs into a module: the last stage, or loss_fn"
         )
     return cast(torch.optim.Optimizer, made)
 

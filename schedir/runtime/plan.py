@@ -118,7 +118,7 @@ class Plan:
         if make is None:
             return {}
         held = {stage: list(self.trained[stage].parameters()) for stage in self.local_stages}
-        return {stage: check_optimizer(make(own), stage) for stage, own in held.items() if own}
+        return {stage: check_optimizer(make(own), stage, own) for stage, own in held.items() if own}
 
 
 def plan_of(given: Arguments) -> Plan:

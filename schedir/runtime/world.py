@@ -47,7 +47,7 @@ class World:
 
     Hands out the transports between ranks, the groups for sums, and `control`, the messages beside
     the pipeline's traffic. With several processes a failure of any ends their connections, and the
-    world is broken for good.
+    world is broken for good. `calls` are those that were made.
 
     Raises ExecutionError where the others do not come in time.
     """
@@ -59,6 +59,7 @@ class World:
         self._transport = plan.transport
         self.broken: str | None = None
         self.closed = False
+        self.calls = 0
         self._made_group = not grid.alone and not dist.is_initialized()
         if self._made_group:
             init_process_group(plan.timeout)
@@ -134,14 +135,25 @@ class World:
 
     def _explained(self, stalled: WaitError, what: str) -> ExecutionError:
         """Where this rank stands, what it waits for, and why that doesn't come."""
-        seconds = self.groups.timeout.total_seconds()
-        how = f"waited {seconds:g} s in vain" if stalled.timed_out else "waited"
-        ended = "" if stalled.timed_out else ", but the connection has ended"
-        if isinstance(stalled.cause, dist.DistBackendError):  # NCCL says more than that
-            ended = f", but {describe(stalled.cause)}"
         awaited = stalled.what or "the other ranks"
+        reason = self._board.reason()
+        fewest = None if reason or self.closed else self._board.fewest_calls(self.grid.everyone)
+        if fewest is not None:
+            process, calls = fewest
+            said = (
+                f"process {process} has ended its calls after {calls}, but every rank must make "
+                f"the same; waited for {awaited}"
+            )
+        elif stalled.timed_out:
+            said = f"waited {self.groups.timeout.total_seconds():g} s in vain for {awaited}"
+        elif isinstance(stalled.cause, dist.DistBackendError):  # NCCL says more than that
+            said = f"waited for {awaited}, but {describe(stalled.cause)}"
+        else:
+            said = f"waited for {awaited}, but the connection has ended"
+        if reason:
+            said += f"; the first to fail was {reason}"
         return OneLineError(
-            f"{what}: {how} for {awaited}{ended}{self._board.reasons(self.grid.everyone)}",
+            f"{what}: {said}",
             rank=self.grid.rank if stalled.rank is None else stalled.rank,
             index=stalled.index,
             action=stalled.action,
@@ -164,10 +176,14 @@ class World:
             if first and self._made_group:
                 dist.destroy_process_group()
 
-    def leave(self, calls: int) -> None:
-        """Write down that this process has made so many calls, and end its connections."""
-        self._board.leave(self.grid.number(self.grid.rank), calls)
+    def leave(self) -> None:
+        """Say that this process makes no other call, and end its connections."""
+        self.say_calls()
         self._let_go(abort=False)
+
+    def say_calls(self) -> None:
+        """Write down for others that this process has made its last call."""
+        self._board.leave(self.grid.number(self.grid.rank), self.calls)
 
     def _wait_for_all(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Run by torchrun: rank 1 fails in a step, as its argument says; nobody catches it."""
+"""Run by torchrun: rank 1 fails, or leaves, as its argument says; nobody catches it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ def main(how: str) -> None:
     torch.manual_seed(0)  # the same batches on every rank
     x, y = torch.randn(2, 6, 4)
     schedule = schedir.build("fill-drain", ranks=ranks, microbatches=3)
-    fails = rank == 1 and how != "call"
+    fails = rank == 1 and how in ("raise", "die")
     stage = Failing(die if how == "die" else raise_error) if fails else nn.Linear(4, 4)
     with Executor(schedule, {rank: stage}, nn.functional.mse_loss, torch.optim.SGD) as executor:
+        if rank == 1 and how == "leave":
+            raise SystemExit
         if rank == 1 and how == "call":
             executor.evaluate(x, target=y)
         executor.step(x, target=y)

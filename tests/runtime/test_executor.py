@@ -51,6 +51,17 @@ def test_a_rank_that_dies_is_named_by_its_neighbours() -> None:
         assert "from rank 1, but the connection has ended" in line
 
 
+def test_a_rank_that_calls_too_rarely_is_named_first() -> None:
+    """In a line of the others, and in torchrun's root cause, where gloo's words say less."""
+    (first, rare, last), box = failed("leave")
+    assert rare == []
+    root = "call 0, step: process 1 has ended its calls after 0, but every rank must make the same"
+    assert any(root in line for line in (*first, *last))
+    assert all(line.startswith("ExecutionError: rank ") for line in (*first, *last))
+    assert root in box
+    assert "gloo" not in "".join([*first, *last, box])
+
+
 def test_calls_that_differ_are_a_line_on_every_rank() -> None:
     ranks, _ = failed("call")
     for said in ranks:
@@ -68,7 +79,13 @@ def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_outside_torchrun_the_fix_is_named() -> None:
+@pytest.mark.parametrize("world", [None, 1, 3])
+def test_outside_torchrun_the_fix_is_named(
+    world: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
         Executor(schedule, {0: nn.Linear(1, 1)}, MSE)

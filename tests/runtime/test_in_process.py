@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,24 @@ ONE = schedir.build("1f1b", ranks=1, microbatches=2)
         ({"recompute": 1}, "true, false or a list of stages: 1"),
         ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
         ({"loss_fn": None}, "loss_fn must be a function .* not NoneType"),
+        ({"loss_fn": nn.MSELoss(reduction="sum")}, 'write reduction="mean", and count='),
+        ({"loss_fn": partial(MSE, reduction="sum")}, 'write reduction="mean", and count='),
+        (
+            {"loss_fn": nn.CrossEntropyLoss(weight=torch.ones(2))},
+            r"class weights .* pass count=lambda target: weight\[target\]\.sum\(\), or count=len",
+        ),
+        (
+            {"loss_fn": partial(nn.functional.nll_loss, weight=torch.ones(2), ignore_index=1)},
+            r"count=lambda target: weight\[target\[target != 1\]\]\.sum\(\)",
+        ),
+        (
+            {"loss_fn": nn.NLLLoss(ignore_index=1)},
+            r"targets that are not 1, .* count=lambda target: \(target != 1\)\.sum\(\)",
+        ),
+        (
+            {"optimizer": lambda parameters: sgd(nn.Linear(3, 3).parameters())},
+            r"SGD, of stage 0, steps 2 parameters .* not the stage's, .* float32\[3, 3\]",
+        ),
         ({"stages": {0: nn.Linear(2, 2, device="meta")}}, "on the device meta, .*to_empty"),
         ({"stages": {0: nn.LazyLinear(2)}}, "lazy; run the module once on an example"),
     ],
@@ -64,10 +83,40 @@ def test_wrong_batches_are_named() -> None:
             executor.step(x)
         with pytest.raises(schedir.ExecutionError, match=r"expected a tensor.*not ndarray"):
             executor.step(x.numpy(), target=x)
+        with pytest.raises(schedir.ExecutionError, match='write reduction="mean"'):
+            executor.step(x, target=x, loss_kwargs={"reduction": "sum"})
         executor.step(x, target=x)
     for late in (executor.step, executor.evaluate):
         with pytest.raises(schedir.ExecutionError, match="this executor is closed"):
             late(x, target=x)
+
+
+@pytest.mark.parametrize(
+    ("counted", "text"),
+    [
+        (torch.ones(2), r"a number, or a tensor of one, not torch\.float32\[2\]"),
+        (None, "a number, or a tensor of one, not NoneType"),
+        (float("nan"), "count says nan of a microbatch; it must be finite"),
+        (float("inf"), "count says inf of a microbatch; it must be finite"),
+        (0, r"microbatches \[0, 1\] hold no samples at all"),
+    ],
+)
+def test_a_wrong_count_is_named(counted: Any, text: str) -> None:
+    x = torch.zeros(4, 2)
+    with (
+        Executor(ONE, {0: nn.Linear(2, 2)}, MSE, count=lambda target: counted) as executor,
+        pytest.raises(schedir.ExecutionError, match=text),
+    ):
+        executor.step(x, target=x)
+
+
+def test_a_loss_that_is_no_sum_is_taken() -> None:
+    """What divides by rows, weights or not, and what was told that it is meant so."""
+    weight = torch.ones(2)
+    for loss_fn in (nn.BCEWithLogitsLoss(weight), nn.KLDivLoss(reduction="batchmean"), MSE):
+        Executor(ONE, {0: nn.Linear(2, 2)}, loss_fn).close()
+    Executor(ONE, {0: nn.Linear(2, 2)}, nn.CrossEntropyLoss(weight), count=len).close()
+    Executor(ONE, {0: nn.Linear(2, 2)}, nn.CrossEntropyLoss()).close()
 
 
 def test_without_an_update_gradients_accumulate() -> None:

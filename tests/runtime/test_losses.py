@@ -180,7 +180,8 @@ def test_a_function_of_the_outputs_changes_nothing(
     before = y.clone()
     options: dict[str, Any] = {"in_process": True, "recompute": recompute}
     found = []
-    for held, outputs in zip(whole, (False, InPlace()), strict=True):
+    given: list[Any] = [False, InPlace()]
+    for held, outputs in zip(whole, given, strict=True):
         with Executor(schedule, held, noisy_loss, adamw, **options) as executor:
             results = [
                 executor.step(x, target=y, outputs=outputs),
@@ -287,6 +288,59 @@ def test_an_evaluation_leaves_the_target_that_a_loss_changes() -> None:
         found += [executor.evaluate(x, target=y).loss]
     assert len({*found}) == 1
     assert torch.equal(y, before)
+
+
+WEIGHT = torch.tensor([0.0, 1.0, 3.5], dtype=torch.float64)
+
+
+def weight_of(target: Tensor) -> Tensor:
+    return WEIGHT[target].sum()
+
+
+def train_weighed(stages: dict[int, nn.Module], batch: Batch, **options: Any) -> None:
+    """As on the whole batch at once, in double precision; the microbatches weigh unequally."""
+    x, y = batch
+    model = nn.Sequential(*classifier())
+    loss_fn = nn.CrossEntropyLoss(weight=WEIGHT)
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    with Executor(schedule, stages, loss_fn, count=weight_of, **options) as executor:
+        assert executor.evaluate(x, target=y).loss == pytest.approx(loss.item(), rel=1e-12)
+        result = executor.step(x, target=y)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert result.samples == float(weight_of(y))
+    for s, stage in stages.items():
+        for mine, theirs in zip(stage.parameters(), model[s].parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+
+
+def classifier() -> list[nn.Module]:
+    torch.manual_seed(6)
+    return [nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.float64)]
+
+
+def classes(*target: int) -> Batch:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(len(target), 4, dtype=torch.float64, generator=generator)
+    return x, torch.tensor(target)
+
+
+@pytest.mark.parametrize("target", [(1, 2, 2, 0, 2, 1, 1), (1, 2, 1, 0, 0, 1, 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_losses_weighed_by_class_are_those_of_the_whole_batch(
+    target: tuple[int, ...], recompute: bool
+) -> None:
+    """Also where a microbatch has only classes that weigh nothing: its own mean is 0/0."""
+    stages = numbered(classifier())
+    train_weighed(stages, classes(*target), in_process=True, recompute=recompute)
+
+
+@on_ranks(2)
+def test_losses_weighed_by_class_on_ranks(rank: int) -> None:
+    train_weighed({rank: classifier()[rank]}, classes(1, 2, 1, 0, 0, 1, 2))
 
 
 @on_ranks(2)

@@ -114,7 +114,10 @@ def test_wrong_batches_are_named(rank: int) -> None:
         assert "3 rows can't be split" in message_of(executor.step, x, target=y)
         assert "3 microbatches given" in message_of(executor.step, [x] * 3, target=[y] * 3)
         assert "more than 4" in message_of(executor.step, [x] * 5, target=[y] * 5)
-        assert "needs" in message_of(executor.step)
+        wrong = {"inputs": x} if rank else {"target": y}
+        said = message_of(executor.step, **wrong)
+        assert f"stage {rank}, which runs here, needs {('inputs', 'target')[rank]}: inputs" in said
+        assert "to rank 0 for the first stage, target to rank 1 for the last one" in said
 
 
 OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -130,7 +130,8 @@ def test_what_nccl_says_is_not_lost() -> None:
     world: Any = SimpleNamespace(
         groups=SimpleNamespace(timeout=SECOND),
         grid=SimpleNamespace(rank=1, everyone=(0, 1)),
-        _board=SimpleNamespace(reasons=lambda everyone: ""),
+        closed=False,
+        _board=SimpleNamespace(reason=lambda: None, fewest_calls=lambda everyone: None),
     )
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
     assert str(World._explained(world, stalled, "making the executor")) == (

@@ -265,6 +265,24 @@ def test_a_parameter_that_nobody_steps_is_said(
         assert all("float32[4], that no optimizer of this executor steps" in text for text in said)
 
 
+def test_a_parameter_that_the_optimizer_leaves_out_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def of_weights(parameters: Any) -> torch.optim.Optimizer:
+        return sgd([p for p in parameters if p.dim() == 2])
+
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    x = torch.randn(4, 4)
+    with (
+        caplog.at_level(logging.WARNING, "schedir"),
+        Executor(schedule, {0: nn.Linear(4, 4)}, MSE, of_weights) as executor,
+    ):
+        executor.step(x, target=x)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "float32[4], that no optimizer of this executor steps; that of the last stage" in said
+    assert "leaves it out: freeze it" in said
+
+
 def test_a_norm_that_is_no_number_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     class Breaks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
 from schedir.runtime.batch import fingerprint
+from schedir.runtime.batch.losses import SUMS
 from schedir.runtime.batch.microbatches import (
     Batch,
     Count,
@@ -73,6 +74,7 @@ class Feeder:
         self._microbatches = schedule.microbatches
         self._last = plan.last_stage
         self._local = plan.local_stages
+        self._placement, self._ranks = schedule.placement, plan.local_ranks
         self._count = plan.arguments.count
         self._grid, self._control = plan.grid, control
         self._accelerator, self._device = plan.accelerator, plan.device
@@ -92,7 +94,9 @@ class Feeder:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._local and batch is None:
-                raise ExecutionError(f"stage {stage}, which runs here, needs {what}")
+                raise ExecutionError(
+                    f"stage {stage}, which runs here, needs {what}{self._who_needs(request)}"
+                )
         pieces: dict[str, Pieces] = {}
 
         def read(batch: Batch | None, what: str) -> list[Microbatch]:
@@ -117,6 +121,8 @@ class Feeder:
                     "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
                     f"{type(piece).__name__}"
                 )
+            if piece.get("reduction") == "sum":
+                raise ExecutionError(SUMS)
         given_rows = _common_rows(pieces)
         counts = [samples(self._count, target, self._accelerator) for target in counted]
         if given_rows is not None:  # what stands in for missing microbatches counts for nothing
@@ -130,6 +136,17 @@ class Feeder:
         if self._compares:
             fingerprints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
         return Feed(inputs, extras, targets, keywords, counts, given_rows, fingerprints)
+
+    def _who_needs(self, request: Request) -> str:
+        """Which ranks need what, where it is not all for this one."""
+        first, last = self._placement[0], self._placement[-1]
+        if {*first, *last} <= {*self._ranks}:
+            return ""
+        target = f", target to {_ranks(last)} for the last one" if request.has_loss else ""
+        return (
+            f": inputs go to {_ranks(first)} for the first stage{target}; whatever other ranks "
+            "are given is ignored"
+        )
 
     def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
@@ -209,6 +226,10 @@ class Feeder:
         received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
         found: list[Count] = torch.stack(received).sum(0).tolist()
         return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
 
 
 def _extra(stage: int) -> str:

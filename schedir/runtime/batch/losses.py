@@ -9,15 +9,61 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from schedir.runtime.batch.microbatches import Count
+from schedir.errors import ExecutionError
+from schedir.runtime.batch.microbatches import Count, rows
 from schedir.runtime.late import Late
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
 from schedir.runtime.result import CallLosses
+
+SUMS = (
+    'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; write '
+    'reduction="mean", and count= where that mean is over something else than rows'
+)
+
+
+def check_loss(plan: Plan) -> None:
+    """Raise ExecutionError where the loss of the last stage, which runs here, is seen to be no
+    mean, or one over something else than the rows that microbatches are weighed by."""
+    loss_fn: Any = plan.arguments.loss_fn
+    if plan.last_stage not in plan.local_stages:
+        return
+    keywords: Mapping[str, Any] = {}
+    if isinstance(loss_fn, partial):
+        keywords, loss_fn = loss_fn.keywords, loss_fn.func
+    reduction, weight, ignored = (
+        keywords.get(name, getattr(loss_fn, name, None))
+        for name in ("reduction", "weight", "ignore_index")
+    )
+    if isinstance(reduction, str) and reduction == "sum":
+        raise ExecutionError(SUMS)
+    count: object = plan.arguments.count
+    if count is not rows:
+        return
+    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    if loss_fn not in functions and not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return
+    leaves_out = ignored not in (None, _IGNORED)
+    if weight is not None:
+        targets = f"target[target != {ignored}]" if leaves_out else "target"
+        over, counted = "the class weights of its targets", f"weight[{targets}].sum()"
+    elif leaves_out:
+        over, counted = f"the targets that are not {ignored}", f"(target != {ignored}).sum()"
+    else:
+        return
+    raise ExecutionError(
+        f"loss_fn takes the mean of a microbatch over {over}, but microbatches are weighed by "
+        f"their rows; pass count=lambda target: {counted}, or count=len if that is meant"
+    )
+
+
+_IGNORED = -100
+"""What torch's losses leave out unless they are told another class; seldom meant."""
 
 
 class Losses:

@@ -171,9 +171,18 @@ def samples(
 ) -> Count:
     """How many samples a microbatch's mean loss is over, as `count` says."""
     said = count(target)
+    if isinstance(said, Tensor) and (said.numel() != 1 or said.is_complex()):
+        raise ExecutionError(
+            f"count must return a number, or a tensor of one, not {said.dtype}{list(said.shape)}"
+        )
     if accelerator.queues and isinstance(said, Tensor) and accelerator.makes(said):
         return said.detach().to(torch.float64).reshape(())
-    found = float(said)
+    try:
+        found = float(said)
+    except (TypeError, ValueError):
+        raise ExecutionError(
+            f"count must return a number, or a tensor of one, not {type(said).__name__}"
+        ) from None
     check_count(found)
     return found
 
@@ -181,7 +190,9 @@ def samples(
 def check_count(found: float) -> None:
     """Raise ExecutionError for what can be no number of samples."""
     if not 0 <= found < math.inf:
-        raise ExecutionError(f"count says {found:g} of a microbatch; it must be 0 or more")
+        raise ExecutionError(
+            f"count says {found:g} of a microbatch; it must be finite, and 0 or more"
+        )
 
 
 def check_total(total: float, together: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +46,7 @@ class WiringDraft:
         given = invocation.given
         self._before = given if isinstance(given, Boundary) else NOTHING
         self._convention = invocation.convention
+        self._own = list(invocation.module.parameters())
         # The first stage's microbatch counts as a whole: it has no boundary to count by.
         self._inputs = len(given.metas) if isinstance(given, Boundary) else 1
         self._run = run
@@ -75,7 +76,7 @@ class WiringDraft:
         def gradients() -> Grads:
             loss = run.loss(loss_fn, target, keywords)
             if stepped is not None:
-                _warn_of_unstepped(loss, stepped)
+                _warn_of_unstepped(loss, stepped, self._own)
             return run.gradients([(loss, meta_of(loss))])
 
         self._settle(gradients)
@@ -177,9 +178,10 @@ class Drafter:
             raise ExecutionError(f"stage {stage}: {reason}", rank=rank)
 
 
-def _warn_of_unstepped(loss: Tensor, stepped: Collection[Tensor]) -> None:
-    """Say which parameters the loss depends on that no optimizer of this executor steps."""
-    known = set(map(id, stepped))
+def _warn_of_unstepped(loss: Tensor, stepped: Collection[Tensor], own: Iterable[Tensor]) -> None:
+    """Say which parameters the loss depends on that no optimizer of this executor steps; `own` are
+    those that the last stage's was given."""
+    known, given = set(map(id, stepped)), set(map(id, own))
     seen = set()
     nodes = [loss.grad_fn]
     while nodes:
@@ -191,9 +193,14 @@ def _warn_of_unstepped(loss: Tensor, stepped: Collection[Tensor]) -> None:
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             logger.warning(
                 "the loss depends on a parameter, %s%s, that no optimizer of this executor steps; "
-                "give the module that holds it as loss_fn, and it is trained with the last stage",
+                "%s",
                 str(leaf.dtype).removeprefix("torch."),
                 list(leaf.shape),
+                "that of the last stage leaves it out: freeze it (requires_grad_(False)), or make "
+                "the optimizer of all the parameters that its function is given"
+                if id(leaf) in given
+                else "give the module that holds it as loss_fn, and it is trained with the last "
+                "stage",
             )
         nodes += [child for child, _ in node.next_functions]
 

@@ -78,27 +78,42 @@ class Board:
         return True  # the store is gone, and with it the process that holds it
 
     def leave(self, number: int, calls: int) -> None:
-        """Write down that a process has closed its executor, after so many calls."""
+        """Write down that a process makes no other call, after so many."""
         with suppress(RuntimeError):
             self._store.set(f"{_CLOSED}/{number}", str(calls))
 
-    def reasons(self, everyone: Sequence[int]) -> str:
-        """Why a wait may have ended, as far as others have written it down."""
+    def reason(self) -> str | None:
+        """What the first to fail has written down; None for nothing."""
         with suppress(RuntimeError):
             if self._store.check([_ROOT]):
-                return f"; the first to fail was {self._store.get(_ROOT).decode()}"
-            for number in range(len(everyone)):
-                key = f"{_CLOSED}/{number}"
-                if self._store.check([key]):
-                    calls = self._store.get(key).decode()
-                    return f"; process {number} has closed its executor after {calls} calls"
-        return ""
+                return self._store.get(_ROOT).decode()
+        return None
+
+    def fewest_calls(self, everyone: Sequence[int]) -> tuple[int, int] | None:
+        """Which process has made the fewest calls, and how many, of those that make no other one;
+        None where all still may."""
+        with suppress(RuntimeError):
+            keys = {number: f"{_CLOSED}/{number}" for number in range(len(everyone))}
+            left = [n for n, key in keys.items() if self._store.check([key])]
+            calls = [(int(self._store.get(keys[n]).decode()), n) for n in left]
+            if calls:
+                number, process = min(calls)
+                return process, number
+        return None
 
 
 def record(error: BaseException) -> None:
     """Fill torchrun's error file, from which it tells the root of a failure."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    if not isinstance(error, OneLineError):
         get_error_handler().record_exception(error)
+        return
+    try:  # torchrun shows what is being handled, which is the transport's own words here
+        raise ExecutionError(str(error)) from None
+    except ExecutionError as line:
+        line.__traceback__ = None
+        get_error_handler().record_exception(line)
 
 
 def end_in_one_line(error: OneLineError) -> None:

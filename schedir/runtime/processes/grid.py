@@ -84,10 +84,15 @@ def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
             f"torchrun --nproc-per-node {ranks}, or pass in_process=True and all stages"
         )
     if world != ranks:
-        raise ExecutionError(
-            f"the schedule has {ranks} ranks, but {world} processes run; for several pipelines, "
-            "pass mesh= with dimensions named dp and pp"
+        run = "one process runs" if world == 1 else f"{world} processes run"
+        write = (
+            "for several pipelines, pass mesh= with dimensions named dp and pp"
+            if world % ranks == 0
+            else f"start them with torchrun --nproc-per-node {ranks}"
         )
+        if world == 1:
+            write += ", or pass in_process=True and all stages"
+        raise ExecutionError(f"the schedule has {ranks} ranks, but {run}; {write}")
     return Grid((tuple(range(world)),), 0, rank)
 
 

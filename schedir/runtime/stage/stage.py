@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.runtime.call import Call
@@ -79,6 +79,8 @@ class Stage:
         target, keywords = cell.target, cell.loss_keywords
         if cell.wiring.mutates_target:
             target, keywords = _copy_of(target), _copy_of(keywords)
+        if not isinstance(cell.loss_share, Tensor) and not cell.loss_share:
+            _give_no_gradient(output)
         loss = self.loss_fn(output, target, **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             got = type(loss).__name__
@@ -88,6 +90,14 @@ class Stage:
                 f"loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
             )
         return loss
+
+
+def _give_no_gradient(output: Any) -> None:
+    """Zeros, whatever comes back: the mean over no samples is 0/0, as is its gradient, and a share
+    of nothing in that is still no number."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            leaf.register_hook(torch.zeros_like)
 
 
 def _copy_of(tree: Any) -> Any:
