@@ -38,7 +38,9 @@ class Executor:
     only the input of a forward and run it again before the backward (activation checkpointing):
     the pass `schedir.recompute` lists an R for each of their microbatches that has none yet.
     `count` says of a microbatch's target how many samples the mean loss is over, where that is not
-    its rows: tokens that are not padding, say; microbatches are weighed by it.
+    its rows: tokens that are not padding, or `weight[target].sum()` for a loss weighed by class;
+    microbatches are weighed by it. A loss that is seen to sum, or to be the mean over something
+    else than what is counted, is refused.
 
     `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
     at most that. `ties` names copies of one parameter that stages share, each as (stage, name in
@@ -210,7 +212,8 @@ class Executor:
         out, so that gradients accumulate until a call with True: weights stay what they are, and
         each call adds its mean over the batch. With `outputs=True` the result has what the last
         stage returned, on its rank; with a function of (output, target), what that makes of each
-        microbatch there, so that no more need be kept: how many it got right, say.
+        microbatch there, so that no more need be kept: how many it got right, say. Both are copies,
+        to be changed freely; the function is called after the loss, in the order of the forwards.
 
         Raises ExecutionError, which names the action that failed, or what the ranks differ in.
         Gradients of a step that failed, and the updates of its OPTIM_STEPs before that, stay: go on

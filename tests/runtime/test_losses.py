@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import schedir
 from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
@@ -28,7 +29,6 @@ from tests.runtime.kit import (
     random_batch,
 )
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.test_replicas_on_ranks import pipelines
 
 
 def plain_losses(batch: Batch, number: int) -> list[float]:
@@ -105,16 +105,49 @@ def test_replicas_of_the_last_stage_tell_each_other(rank: int) -> None:
     assert result.outputs == [None, [first, None, third], [None, second, None]][rank]
 
 
+@schedir.schedule("mixed-up", placement=lambda pipe: [0, (1, 2)])
+def mixed_up(pipe: Pipeline, rank: int) -> Iterator[Action]:
+    """Replicas of the loss, each of which takes its microbatches from the last to the first."""
+    taken = [m for m in reversed(range(pipe.microbatches)) if not rank or m % 3 % 2 == rank - 1]
+    for make in (forward, backward):
+        for m in taken:
+            yield make(min(rank, 1), m)
+    if rank:
+        yield reduce_grad(1)
+    yield optim_step(min(rank, 1))
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_outputs_and_losses_are_numbered_by_microbatch(ready: bool) -> None:
+    """Whatever the order that they are made in, and whichever replica makes them."""
+    schedule = schedir.build(mixed_up, ranks=3, microbatches=5)
+    batch = random_batch(rows=7)
+    pieces = microbatches_of(batch, 5)
+    inputs, target = zip(*pieces, strict=True) if ready else batch
+    given: dict[str, Any] = {"target": [*target] if ready else target, "outputs": lambda o, t: o}
+    stages = linear_stages()
+    model = nn.Sequential(*copy.deepcopy(stages))
+    with Executor(schedule, numbered(stages), MSE, adamw, in_process=True) as executor:
+        batch_of: Any = [*inputs] if ready else inputs
+        results = [executor.evaluate(batch_of, **given), executor.step(batch_of, **given)]
+        for result in results:
+            assert result.losses == tuple(plain_losses(batch, 5))
+            assert result.outputs is not None
+            for output, (a, _) in zip(result.outputs, pieces, strict=True):
+                assert torch.equal(output, model(a))
+
+
 @on_ranks(4)
 def test_losses_of_the_first_pipeline_come_first(rank: int) -> None:
-    mesh = pipelines()
-    line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    """Wherever their processes stand in the mesh."""
+    mesh = DeviceMesh("cpu", [[3, 0], [2, 1]], mesh_dim_names=("dp", "pp"))
+    line, place = mesh.get_coordinate() or ()
     schedule = schedir.build("1f1b", ranks=2, microbatches=3)
     batches = [random_batch(rows=rows, seed=rows) for rows in (7, 2)]
     with Executor(schedule, {place: linear_stages()[place]}, MSE, mesh=mesh) as executor:
         x, y = batches[line]
         result = executor.evaluate(x, target=y)
-        assert executor.gather(place) == [0, 1, 0, 1]
+        assert executor.gather((line, place)) == [(0, 1), (1, 1), (1, 0), (0, 0)]
     assert result.losses[:5] == (*plain_losses(batches[0], 3), *plain_losses(batches[1], 2))
     assert math.isnan(result.losses[5])
     assert len(result.losses) == 6

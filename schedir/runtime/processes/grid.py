@@ -114,8 +114,11 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
         raise ExecutionError(
             f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension pp"
         )
-    return Grid(
-        tuple(map(tuple, layout.tolist())),
-        mesh.get_local_rank("dp") if "dp" in names else 0,
-        mesh.get_local_rank("pp") if "pp" in names else 0,
-    )
+    # By its place: get_local_rank is that in a group, which torch sorts whatever the mesh says.
+    places = (layout == dist.get_rank()).nonzero().tolist()
+    if not places:
+        raise ExecutionError(
+            f"process {dist.get_rank()} is not in the mesh {layout.tolist()}; make executors on "
+            "its processes alone"
+        )
+    return Grid(tuple(map(tuple, layout.tolist())), *places[0])
