@@ -75,7 +75,7 @@ def test_the_costs_are_found_and_used_as_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = schedir.build("1f1b", ranks=8, microbatches=8)
-    names = {"schedir": schedir, "timelines": [schedir.simulate(run)]}
+    names = {"schedir": schedir, "timelines": 6 * [schedir.simulate(run)]}
     exec(blocks("python")[1], names)
     assert schedir.CostModel.load("costs.json") == names["costs"]
     assert names["table"].best.target == "interleaved-1f1b"  # type: ignore[attr-defined]

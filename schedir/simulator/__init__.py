@@ -14,6 +14,7 @@ from schedir.simulator.timeline import (
     save_timelines,
 )
 from schedir.simulator.times import Measured
+from schedir.simulator.unmeasured import how_derived, unmeasured
 from schedir.simulator.values import Sizes, Unit
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "Unit",
     "factor",
     "forecast",
+    "how_derived",
     "in_unit",
     "load_timelines",
     "median_step",
     "recut",
     "save_timelines",
     "simulate",
+    "unmeasured",
 ]

@@ -8,15 +8,16 @@ forward that was not seen to run again takes what it took.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import Kind
+from schedir.ir import Bools, Kind
 from schedir.simulator.observing import agreed, observe
-from schedir.simulator.samples import COSTS, Samples, median
+from schedir.simulator.samples import COSTS, DELAYED, TRANSFER, WITHIN, Samples, median
 from schedir.simulator.times import Numbers
 from schedir.simulator.values import MOST
 
@@ -38,25 +39,7 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     """
     stages, unit = agreed(timelines)
     samples = observe(timelines)
-    found = {name: _medians(samples, name) for name in COSTS}
-    fields: dict[str, Any] = {
-        "forward": _every(found["forward"], stages, "FORWARD"),
-        **_backwards(found, stages),
-        "reduce_grad": _some(found["reduce_grad"], stages),
-        "optim_step": _some(found["optim_step"], stages),
-        "unit": unit,
-        "samples": samples,
-    }
-    if found["recompute"]:
-        again = dict(enumerate(fields["forward"])) | found["recompute"]
-        fields["recompute"] = tuple(again.values())
-    if found["overlapped"]:
-        both = zip(fields["forward"], fields["backward"], strict=True)
-        sums = dict(enumerate(forward + backward for forward, backward in both))
-        fields["overlapped"] = tuple((sums | found["overlapped"]).values())
-    if found["recompute"]:
-        forward = dict(enumerate(fields["forward"]))
-        fields["recompute"] = tuple((forward | found["recompute"]).values())
+    fields = fitted_times(samples, stages) | {"unit": unit, "samples": samples}
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
     boundaries: Any = 0
     if sizes is not None:
@@ -70,7 +53,36 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
             "gradient_bytes": sizes.gradient,
             "optimizer_bytes": sizes.optimizer,
         }
-    return fields | _transfers(samples, boundaries, fields["forward"])
+    links = usual_links(samples, boundaries)
+    fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
+    if links.by_link:
+        ranks = 1 + int(samples.rank.max())
+        fields["latency"] = links.latencies(_neighbours(ranks)) | dict(links.by_link)
+    return fields
+
+
+def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
+    """What compute and collectives cost at so many stages, seen or derived, by the CostModel's
+    field.
+
+    Raises SchedirError where a stage was not seen to run forwards and backwards.
+    """
+    found = {name: _medians(samples, name) for name in COSTS}
+    fields: dict[str, Any] = {
+        "forward": _every(found["forward"], stages, "FORWARD"),
+        **_backwards(found, stages),
+        "reduce_grad": _some(found["reduce_grad"], stages),
+        "optim_step": _some(found["optim_step"], stages),
+    }
+    fields |= {"recompute": None, "overlapped": None}
+    if found["recompute"]:
+        again = dict(enumerate(fields["forward"])) | found["recompute"]
+        fields["recompute"] = tuple(again.values())
+    if found["overlapped"]:
+        both = zip(fields["forward"], fields["backward"], strict=True)
+        sums = dict(enumerate(forward + backward for forward, backward in both))
+        fields["overlapped"] = tuple((sums | found["overlapped"]).values())
+    return fields
 
 
 def _medians(samples: Samples, name: str) -> _Costs:
@@ -112,41 +124,77 @@ def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[floa
     return fields
 
 
-def _transfers(samples: Samples, boundary_bytes: Any, forward: Sequence[float]) -> dict[str, Any]:
-    """Latency and bandwidth.
+@attrs.frozen
+class Links:
+    """What transfers usually take: the latency of any link, those of links that are unlike the
+    others, and the time per byte."""
 
-    They are told apart by boundaries of different sizes; where there is one size, all is latency.
+    latency: float
+    by_link: Mapping[tuple[int, int], float]
+    per_byte: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per unit of time."""
+        return 1 / self.per_byte if self.per_byte else math.inf
+
+    def latencies(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """The latency of each of these links."""
+        return {link: self.by_link.get(link, self.latency) for link in links}
+
+
+def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
+    """What the transfers of the samples usually take, where so many bytes cross each boundary.
+
+    Latency and bandwidth are told apart by boundaries of different sizes; where there is one size,
+    all is latency.
     """
-    rows = np.flatnonzero(samples.cost == COSTS.index("transfer"))
-    if not len(rows):
-        return {}
+    rows = np.flatnonzero(np.isin(samples.cost, (TRANSFER, WITHIN)))
     by_boundary = isinstance(boundary_bytes, tuple)
-    sizes = np.array(boundary_bytes)[samples.stage[rows]] if by_boundary else np.zeros(len(rows))
-    per_byte = _slope(sizes, samples.duration[rows])
+    sizes = np.zeros(len(samples))
+    if by_boundary:
+        sizes[rows] = np.array(boundary_bytes)[samples.stage[rows]]
+    late = samples.cost == WITHIN
+    per_byte = _slope(sizes[rows], samples.duration[rows], late[rows])
     rest = samples.duration
     if per_byte:
-        rest = rest.astype(np.float64)
-        rest[rows] = np.maximum(rest[rows] - per_byte * sizes, 0)
-    latency = median(rest[rows])
-    # The few that are waited for on a link where most come in time are its late ones.
-    often = {link: own for link, own in samples.links.items() if len(own) >= len(samples.steps)}
-    by_link = {link: median(rest[own]) for link, own in often.items()}
+        rest = np.maximum(rest - per_byte * sizes, 0)
+    # What tells of a link is at least one transfer a step that was waited for.
+    own = {link: each[samples.cost[each] != DELAYED] for link, each in samples.links.items()}
+    often = [link for link, each in own.items() if (~late[each]).sum() >= len(samples.steps)]
+    by_link = {link: usual(rest[own[link]], late[own[link]]) for link in often}
     low, high = min(by_link.values(), default=0), max(by_link.values(), default=0)
-    found: dict[str, Any] = {
-        "latency": latency,
-        "bandwidth": 1 / per_byte if per_byte else math.inf,
-    }
-    if high > _UNLIKE * low and high - low > _MATTERS * min(forward):
-        found["latency"] = _neighbours(1 + int(samples.rank.max()), latency) | by_link
-    return found
+    shortest = min(_medians(samples, "forward").values(), default=0)
+    unlike = high > _UNLIKE * low and high - low > _MATTERS * shortest
+    return Links(usual(rest[rows], late[rows]), by_link if unlike else {}, per_byte)
 
 
-def _slope(sizes: Numbers, durations: Numbers) -> float:
+def usual(durations: Numbers, within: Bools) -> float:
+    """The median of durations of which some are only known `within` a limit; 0 where all are.
+
+    Taking the others alone would take the late ones: a transfer that is in time is not waited for.
+    So each counts among those that its limit allows (the Kaplan-Meier estimate, time reversed).
+    """
+    known = durations[~within]
+    if not len(known) or not within.any():
+        return median(known) if len(known) else 0
+    values, here = np.unique(known, return_counts=True)
+    up_to = np.searchsorted(np.sort(durations), values, side="right")
+    below = np.cumprod((1 - here / up_to)[::-1])[::-1]  # the share that took less than each value
+    least = int(np.argmax(np.append(below[1:], 1) > 0.5 - 1e-9))
+    if least == 0 and below[0] >= 0.5:  # most took less than any that was waited for
+        return median(np.minimum(durations[within & (durations <= values[0])], values[0]))
+    upper = least + (least + 1 < len(values) and bool(np.isclose(below[least + 1], 0.5)))
+    return float(values[least] + values[upper]) / 2
+
+
+def _slope(sizes: Numbers, durations: Numbers, within: Bools) -> float:
     """Time per byte, by the medians of boundaries of one size each; 0 where it can't be told."""
-    distinct, counts = np.unique(sizes, return_counts=True)
+    distinct, counts = np.unique(sizes[~within], return_counts=True)
     if len(distinct) < 2:
         return 0.0
-    medians = np.array([np.median(durations[sizes == size]) for size in distinct])
+    own = [sizes == size for size in distinct]
+    medians = np.array([usual(durations[each], within[each]) for each in own])
     slope, latency = np.polyfit(distinct, medians, 1, w=np.sqrt(counts))
     if latency < 0:  # it is none at least
         some = distinct > 0
@@ -155,8 +203,8 @@ def _slope(sizes: Numbers, durations: Numbers) -> float:
     return float(slope) if slope * MOST > 1 else 0.0
 
 
-def _neighbours(ranks: int, value: float) -> dict[tuple[int, int], float]:
+def _neighbours(ranks: int) -> list[tuple[int, int]]:
     """The links of a chain and a ring of ranks, which schedules use: that a run had no transfer on
     one is no reason to refuse another schedule that has."""
     links = ((r, (r + further) % ranks) for r in range(ranks) for further in (1, -1))
-    return {link: value for link in links if link[0] != link[1]}
+    return [link for link in links if link[0] != link[1]]

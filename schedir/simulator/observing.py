@@ -7,8 +7,8 @@ is time that the next run spends as well, so it counts to the entry that it foll
              |<- 0F0 ->| |<- 0F1 ->|           it waits for 1SEND_GRAD0: how much of the gap was
                                                work can't be seen, so it has the usual one
 
-A transfer takes as long as is seen only where its receiver waited for it: otherwise it is found
-arrived at some later time.
+How long a transfer took is seen only where its receiver waited for it. Otherwise it had arrived
+when the receiver was free, and that is the most that it can have taken.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from schedir.errors import SchedirError
 from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Schedule
 from schedir.ir.collectives import collective_turns
-from schedir.simulator.samples import COSTS, Samples, turns
+from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
 from schedir.simulator.times import Numbers
 
 _COST_OF_KIND = np.array(
     [COSTS.index(kind.name.lower()) if kind in COMPUTE else -1 for kind in KINDS]
 )
-_REDUCE, _PAIR, _TRANSFER = map(COSTS.index, ("reduce_grad", "overlapped", "transfer"))
+_REDUCE, _PAIR = map(COSTS.index, ("reduce_grad", "overlapped"))
 
 
 @attrs.frozen
@@ -44,17 +44,25 @@ def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
     """How long each entry of a timeline took, as far as that is known: what `simulate` takes as
     `durations`, by (rank, index), to replay it.
 
-    A transfer has that of its send: where nobody waited for it, it was there at once.
+    A transfer has that of its send: where nobody waited for it, it was there at once; one that had
+    to queue has none.
     """
-    columns = timeline.schedule.columns
+    schedule = timeline.schedule
+    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    queued = transfers.send[_queued(schedule, timeline.starts, timeline.ends)]
+    if timeline.measured is None:
+        queued = queued[:0]
     found: dict[tuple[int, int], float] = {}
     for entries in _observed(timeline):
-        known = np.flatnonzero(~np.isnan(entries.durations))
-        for place, duration in zip(
-            entries.places[known].tolist(), entries.durations[known].tolist(), strict=True
+        used = (entries.cost != WITHIN) & ~np.isin(entries.places, queued)
+        known = np.flatnonzero(~np.isnan(entries.durations) & used)
+        for place, cost, duration in zip(
+            *(each[known].tolist() for each in (entries.places, entries.cost, entries.durations)),
+            strict=True,
         ):
-            found[columns.position(place)] = duration
-    sends = timeline.schedule.dataflow.transfers.send
+            position = columns.position(place)
+            found[position] = duration + (found.get(position, 0) if cost == ENTRY else 0)
+    sends = transfers.send
     unseen = ~np.isnan(timeline.starts[sends]) & np.isnan(timeline.ends[sends])
     for place in sends[unseen].tolist():
         found.setdefault(columns.position(place), 0.0)
@@ -80,7 +88,7 @@ def observe(timelines: Sequence[Any]) -> Samples:
 
 def _rows(schedule: Schedule, entries: _Entries, known: Ints, step: int) -> tuple[Any, ...]:
     columns, places = schedule.columns, entries.places
-    transfer = entries.cost == _TRANSFER
+    transfer = np.isin(entries.cost, (TRANSFER, WITHIN, DELAYED))
     gradient = columns.kind[places] == KINDS.index(Kind.SEND_GRAD)
     first = columns.kind[places] == KINDS.index(Kind.FORWARD)
     forward = np.where(first, places, columns.last[places])
@@ -117,41 +125,64 @@ def _warm(timelines: Sequence[Any]) -> Iterator[Any]:
 
 
 def _observed(timeline: Any) -> Iterator[_Entries]:
-    """What a timeline shows, compute first; then transfers, and collectives."""
+    """What a timeline shows, compute first; then when ranks began, transfers, and collectives."""
     schedule: Schedule = timeline.schedule
     columns, transfers = schedule.columns, schedule.dataflow.transfers
     starts = np.asarray(timeline.starts)
     ends = np.asarray(timeline.ends)
     heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
-    arrived, waits = _arrivals(schedule, ends, heads)
+    arrived, summed, waits = _arrivals(schedule, ends, heads)
 
     follows = columns.rank[heads[1:]] == columns.rank[heads[:-1]]
+    first = np.append(True, ~follows)[: len(heads)]
     ended = np.full(len(heads), -1, ends.dtype)  # when what is before on the rank was over
     ended[1:][follows] = ends[heads[:-1]][follows]
     waited = arrived > ended
+    in_turn = columns.ranks > 1 and _in_turn(starts[heads], ends[heads], ends[transfers.receive])
 
-    durations = ends[heads] - starts[heads]
-    gaps = np.full(len(heads), np.nan)
-    free = follows & ~waited[1:] & ~waits[1:]
-    gaps[:-1][free] = (starts[heads[1:]] - ends[heads[:-1]])[free]
-    gaps = np.maximum(gaps, 0)
-    if columns.ranks > 1 and _in_turn(starts[heads], ends[heads]):
+    # A rank that has waited goes on once it notices.
+    ready = np.maximum(arrived, summed)
+    noticed = (ready > ended) & (not in_turn)
+    durations = ends[heads] - np.where(noticed, np.minimum(ready, starts[heads]), starts[heads])
+    between = np.full(len(heads), np.nan)
+    between[:-1][follows] = np.maximum(starts[heads[1:]] - ends[heads[:-1]], 0)[follows]
+    gaps = np.where(np.append(waited[1:] | waits[1:], True)[: len(heads)], np.nan, between)
+    if in_turn:
         gaps[:] = np.nan  # one process runs all ranks: they wait for each other's turns
     cost = np.where(columns.shared[heads], _PAIR, _COST_OF_KIND[columns.kind[heads]])
+    done = ends[heads]
+    maker = np.searchsorted(heads, transfers.send) - 1
+    user = np.searchsorted(heads, transfers.user, side="right") - 1
     if np.nan_to_num(gaps).any():
-        durations = durations + _filled(gaps, cost, np.append(follows, False))
+        # What is there is sent: the rest of the gap comes after, and counts to what follows.
+        there = np.full(len(heads), np.inf)
+        np.fmin.at(there, maker, np.fmin(ends[transfers.receive], starts[heads][user]))
+        most = np.fmin(between, np.maximum(there - done, 0))
+        work = np.nan_to_num(np.fmin(_filled(gaps, cost, np.append(follows, False)), most))
+        durations, done = durations + work, done + work
+        durations[1:] += np.nan_to_num(gaps - work)[:-1]
     yield _Entries(heads, cost, durations)
 
+    if timeline.measured is not None and not in_turn:
+        begins = np.flatnonzero(first & (starts[heads] > 0))
+        begins = begins[~np.isin(begins, user)]
+        yield _Entries(heads[begins], np.full(len(begins), ENTRY), starts[heads[begins]])
+
     # Posting a send is work of the entry before it, and no part of the transfer.
-    done = starts[heads] + durations
-    maker = np.searchsorted(heads, transfers.send) - 1
-    begun = np.fmax(starts[transfers.send], done[maker])
-    lengths = np.maximum(ends[transfers.receive] - begun, 0)
+    posted = done[maker]
+    begun = np.fmax(starts[transfers.send], posted)
+    arrives = ends[transfers.receive]
+    found = np.full(len(transfers), TRANSFER)
+    late = np.full(len(transfers), np.nan)
     if timeline.measured is not None:
-        user = np.searchsorted(heads, transfers.user, side="right") - 1
-        seen = ends[transfers.receive] > ended[user]
-        lengths = np.where(seen & ~_queued(schedule, starts, ends), lengths, np.nan)
-    yield _Entries(transfers.send, np.full(len(transfers), _TRANSFER), lengths)
+        seen = arrives > ended[user]
+        arrives = np.where(seen, arrives, np.where(first, starts[heads], ended)[user])
+        queued = _queued(schedule, starts, ends)
+        found[~seen | queued] = WITHIN
+        delayed = np.where(seen, queued | (begun > posted), first[user])
+        late[delayed] = np.maximum(arrives - posted, 0)[delayed]
+    yield _Entries(transfers.send, found, np.maximum(arrives - begun, 0))
+    yield _Entries(transfers.send, np.full(len(transfers), DELAYED), late)
 
     turns = collective_turns(schedule)
     if turns:
@@ -159,26 +190,36 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
         yield _Entries(places, np.full(len(turns), _REDUCE), ends[places] - starts[places])
 
 
-def _in_turn(starts: Numbers, ends: Numbers) -> bool:
-    """Whether only one entry runs at a time."""
+def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
+    """Whether only one entry runs at a time, and none is seen to wait for what arrives: all ranks
+    are of one process."""
+    if not np.isnan(arrived).all():
+        return False
     known = np.flatnonzero(~np.isnan(ends - starts))
     order = known[np.argsort(starts[known])]
     return bool((starts[order[1:]] >= ends[order[:-1]]).all())
 
 
-def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Bools]:
-    """When what each compute entry waits for had arrived, -1 where nothing was seen to, and which
-    of them come after a collective, for whose other ranks they may wait."""
+def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Numbers, Bools]:
+    """When what each compute entry waits for had arrived, and the collectives before it were over,
+    -1 where nothing was seen to, and which of them come after a collective, for whose other ranks
+    they may wait."""
     columns, transfers = schedule.columns, schedule.dataflow.transfers
-    arrived = np.full(len(columns), -1, ends.dtype)
+    reduces = columns.is_kind(Kind.REDUCE_GRAD)
+    arrived, over = np.full((2, len(columns)), -1, ends.dtype)
     arrived[transfers.user] = ends[transfers.receive]
-    if arrived.dtype.kind == "f":
-        arrived = np.where(np.isnan(arrived), -1, arrived)
-    latest = np.maximum.reduceat(arrived, heads) if len(heads) else arrived
-    reduces = np.cumsum(columns.is_kind(Kind.REDUCE_GRAD))
+    over[reduces] = ends[reduces]
+    if ends.dtype.kind == "f":
+        arrived, over = (np.where(np.isnan(times), -1, times) for times in (arrived, over))
+    before = np.cumsum(reduces)
     waits = np.zeros(len(heads), np.bool_)
-    waits[1:] = reduces[heads[1:]] > reduces[heads[:-1]]
-    return latest, waits
+    waits[1:] = before[heads[1:]] > before[heads[:-1]]
+    if not len(heads):
+        return arrived, over, waits
+    summed = np.full(len(heads), -1, ends.dtype)
+    summed[1:] = np.maximum.reduceat(over, heads)[:-1]
+    summed[columns.rank[heads] != np.append(-1, columns.rank[heads[:-1]])] = -1
+    return np.maximum.reduceat(arrived, heads), summed, waits
 
 
 def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:

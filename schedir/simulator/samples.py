@@ -30,9 +30,18 @@ COSTS = (
     "reduce_grad",
     "overlapped",
     "transfer",
+    "transfer_within",
+    "transfer_delayed",
+    "entry",
 )
 """What is observed: a compute action, a collective, an overlapped pair by the stage of its FORWARD,
-a transfer by the boundary that it crosses."""
+a transfer by the boundary that it crosses.
+
+Of a `transfer_within` the most that it can have taken is known: it had arrived before its receiver
+was free to look. A `transfer_delayed` is one that began late, as its receiver was not there yet or
+another one was ahead of it, from the compute before it to its arrival. `entry` is when a rank that
+waits for nobody began the step, after the first one did."""
+TRANSFER, WITHIN, DELAYED, ENTRY = range(len(COSTS) - 4, len(COSTS))
 _MOST = 10**6  # of stages, of ranks, and of entries of one kind and stage in a step
 _EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Column")
 
@@ -51,7 +60,7 @@ class Samples:
     `cost` is an index into COSTS; `step` one into `steps`, which holds what the runs themselves
     call their steps. `turn` counts, within a step, the entries of one cost and stage, or the
     transfers of one link, those whose duration is not known too. `duration` is in the unit of the
-    timelines.
+    timelines; of a `transfer_within` it is a limit.
 
     Raises ValueError where the columns do not fit each other, or a duration is no number >= 0.
     """
@@ -105,8 +114,9 @@ class Samples:
 
     @cached_property
     def links(self) -> Mapping[tuple[int, int], Ints]:
-        """The rows of the transfers from one rank to another."""
-        rows = np.flatnonzero(self.cost == COSTS.index("transfer"))
+        """The rows of the transfers from one rank to another, the delayed ones last."""
+        rows = np.flatnonzero(np.isin(self.cost, (TRANSFER, WITHIN, DELAYED)))
+        rows = rows[np.argsort(self.cost[rows] == DELAYED, kind="stable")]
         return _grouped(rows, self.rank[rows], self.peer[rows])
 
     def plain(self) -> dict[str, Any]:
@@ -146,8 +156,8 @@ def turns(*keys: Ints) -> Ints:
 
 
 def _grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
-    """The rows by two keys, which have one value for each of them."""
-    order = np.lexsort((rows, other, one))
+    """The rows by two keys, which have one value for each of them, in the order given."""
+    order = np.lexsort((other, one))
     keys = np.stack((one, other))[:, order]
     first = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
     parts = np.split(rows[order], first) if len(rows) else []

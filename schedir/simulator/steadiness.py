@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.simulator.samples import COSTS, Samples
+from schedir.simulator.samples import TRANSFER, Samples
 from schedir.simulator.times import Numbers
 
 TOLERATED = 0.05
@@ -31,7 +31,6 @@ _SHORTEST = 4
 another process slowed down. Of a run shorter than twice that the halves are compared."""
 _FEWEST = 6
 """Steps: in shorter runs nothing can be told from jitter."""
-_TRANSFER = COSTS.index("transfer")
 
 
 @attrs.frozen
@@ -98,7 +97,7 @@ def relative(samples: Samples) -> Numbers:
 
 def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Numbers, Numbers]]:
     """For each stage on each rank, the steps in which it ran, and its speed in each."""
-    computes = np.flatnonzero(samples.cost != _TRANSFER)
+    computes = np.flatnonzero(samples.cost < TRANSFER)
     own = relative(samples)[computes]
     rank, stage, step = (c[computes] for c in (samples.rank, samples.stage, samples.step))
     order = np.lexsort((step, stage, rank))

@@ -8,11 +8,18 @@ Where the schedule has more of them, they come from further steps:
     observed, step 9    1F: 3.9 3.9 4.2 4.0                  of step 4       | of step 9, at the
                                                                                pace of step 4
 
-and where it has fewer, those are some that follow each other. The pace of a step is that of all it
-runs, times one of each rank. Both are shrunk to the part of their variance that is not chance. How
-much is, is seen by dealing the observations of each kind and stage out to the steps anew: where a
-step has many entries their jitter averages out, where it has few it does not, and would be taken
-for pace.
+and where it has fewer, those are some that follow each other. So drawn for the schedule that was
+measured, a step is what it was.
+
+Compute is scaled by what it costs now, as a pause is longer in what takes longer. A transfer keeps
+its own time, and gets what its link costs more now than it was seen to: what holds it up does so
+for as long on a quick link. Where it had arrived before anybody looked, it takes what is usual, but
+no longer than it can have taken.
+
+The pace of a step is that of all it runs, times one of each rank. Both are shrunk to the part of
+their variance that is not chance. How much is, is seen by dealing the observations of each kind and
+stage out to the steps anew: where a step has many entries their jitter averages out, where it has
+few it does not, and would be taken for pace.
 """
 
 from __future__ import annotations
@@ -23,14 +30,16 @@ import attrs
 import numpy as np
 
 from schedir.ir import KINDS, Bools, Ints, Kind, Plan, Schedule
-from schedir.simulator.prices import Prices
-from schedir.simulator.samples import COSTS, Samples, turns
+from schedir.simulator.costs import CostModel
+from schedir.simulator.fit import usual_links
+from schedir.simulator.prices import Prices, prices
+from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
 from schedir.simulator.steadiness import relative
 from schedir.simulator.times import Numbers
 
+_NOTHING = np.zeros(0, np.int64)
 _DEALS = 20
 _FASTEST = 0.1  # a step that took no time at all is no measure of another one's pace
-_TRANSFER = COSTS.index("transfer")
 _INSTEAD = {
     "backward": ("backward_input", "backward_weight"),
     "backward_input": ("backward", "backward_weight"),
@@ -38,19 +47,30 @@ _INSTEAD = {
     "recompute": ("forward",),
     "overlapped": ("backward", "backward_input"),
 }
-"""Whose jitter a kind has that was not observed."""
+"""Whose jitter a kind has that was not observed: of those that were, of the one that takes longest,
+as jitter is large beside what takes no time."""
 
 
 def drawn_prices(
-    schedule: Schedule, planned: Plan, priced: Prices, samples: Samples, draws: int, seed: int
-) -> Iterator[Prices]:
-    """The prices of a complete schedule, drawn so many times; all steps are as often the first."""
+    schedule: Schedule, planned: Plan, costs: CostModel, samples: Samples, draws: int, seed: int
+) -> Iterator[tuple[int, Prices]]:
+    """The prices of a complete schedule, drawn so many times, and the step that each is drawn from;
+    all steps are as often the first."""
     chance = np.random.default_rng(seed)
+    priced = prices(schedule, planned, costs)
+    links = usual_links(samples, costs.boundary_bytes)
+    own_links = zip(*_ends(schedule), strict=True)
+    usual = attrs.evolve(costs, latency=links.latencies(own_links), bandwidth=links.bandwidth)
+    dearer = priced.takes - prices(schedule, planned, usual).takes
+    order, follows = schedule.dataflow.transfers.by_channel
+    ahead, behind = order[:-1][follows[1:]], order[1:][follows[1:]]
+    summed = np.arange(len(dearer)) >= len(schedule.dataflow.transfers)
     pace = _pace(samples, chance, schedule.ranks)
     ratios = relative(samples)
     compute = _lenders(*_keys_of_compute(schedule, planned), samples)
     exchanged = _lenders(*_keys_of_exchanges(schedule, planned), samples)
     rank = schedule.columns.rank[planned.compute]
+    first, entered = _entered(schedule, planned, samples)
     of_row = pace[samples.step, samples.rank]
     steps = len(samples.steps)
     blocks = max(compute.blocks, exchanged.blocks)
@@ -62,10 +82,19 @@ def drawn_prices(
         own = np.where(rows >= 0, ratios[rows], 1.0)
         other = (rows >= 0) & (samples.step[rows] != chosen[0])
         own[other] *= pace[chosen[0], rank[other]] / of_row[rows[other]]
-        # Of a transfer that nobody waited for, what is usual is known alone.
-        waited, seen = exchanged.drawn(chosen, chance)
-        takes = priced.takes * np.where(seen, ratios[waited], 1.0)
-        yield Prices(priced.compute * own, takes, np.minimum(priced.holds, takes))
+        lasts = priced.compute * own
+        lasts[first] += entered[:, chosen[0]]
+        sample, known = exchanged.drawn(chosen, chance)
+        takes = np.maximum(samples.duration[sample] + dearer, 0)
+        takes[summed] = (priced.takes * ratios[sample])[summed]
+        within = samples.cost[sample] == WITHIN
+        takes = np.where(within, np.minimum(takes, priced.takes), takes)
+        takes = np.where(known, takes, priced.takes)
+        holds = np.minimum(priced.holds, takes)
+        # What one has waited for its channel is part of what it took.
+        delayed = known & (samples.cost[sample] == DELAYED)
+        holds[ahead[delayed[behind]]] = 0
+        yield int(chosen[0]), Prices(lasts, takes, holds)
 
 
 @attrs.frozen(eq=False)
@@ -151,35 +180,53 @@ def _keys_of_compute(schedule: Schedule, planned: Plan) -> _Keys:
 
 def _keys_of_exchanges(schedule: Schedule, planned: Plan) -> _Keys:
     """The link of each transfer, and -1 and the stage of each collective."""
-    transfers, columns = schedule.dataflow.transfers, schedule.columns
-    links = list(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
-    sums = [(-1, int(columns.stage[group[0]])) for group in planned.collectives]
+    sums = [(-1, int(schedule.columns.stage[group[0]])) for group in planned.collectives]
 
     def found(samples: Samples, source: int, target: int) -> Ints:
-        every = np.flatnonzero(samples.cost == _TRANSFER)
         if source < 0:
-            return samples.groups.get(("reduce_grad", target), every[:0])
-        return samples.links.get((source, target), every)
+            return samples.groups.get(("reduce_grad", target), _NOTHING)
+        if (source, target) in samples.links:
+            return samples.links[source, target]
+        return np.concatenate([_NOTHING, *samples.links.values()])
 
-    return links + sums, found
+    return list(zip(*_ends(schedule), strict=True)) + sums, found
+
+
+def _ends(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """The source and the target rank of each transfer."""
+    transfers = schedule.dataflow.transfers
+    return transfers.source.tolist(), transfers.target.tolist()
+
+
+def _entered(schedule: Schedule, planned: Plan, samples: Samples) -> tuple[Ints, Numbers]:
+    """The first compute of each rank where that waits for nobody, as indices into a plan's, and how
+    long after the first rank it began in each step, shape [these, steps]."""
+    ranks, steps = schedule.columns.rank[planned.compute], len(samples.steps)
+    own, first = np.unique(ranks, return_index=True)
+    alone = ~np.isin(planned.compute[first], schedule.dataflow.transfers.user)
+    rows = np.flatnonzero(samples.cost == ENTRY)
+    entered = np.zeros((1 + max(int(own.max()), int(samples.rank.max())), steps))
+    entered[samples.rank[rows], samples.step[rows]] = samples.duration[rows]
+    return planned.last[first[alone]], entered[own[alone]]
 
 
 def _rows(samples: Samples, cost: int, stage: int) -> Ints:
-    name = COSTS[cost]
-    for instead in (name, *_INSTEAD.get(name, ())):
-        if (rows := samples.groups.get((instead, stage))) is not None:
-            return rows
-    return np.zeros(0, np.int64)
+    name, groups = COSTS[cost], samples.groups
+    if (name, stage) in groups:
+        return groups[name, stage]
+    instead = [groups[each, stage] for each in _INSTEAD.get(name, ()) if (each, stage) in groups]
+    longest = max(instead, key=lambda rows: float(np.median(samples.duration[rows])), default=None)
+    return _NOTHING if longest is None else longest
 
 
 def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
     """How much longer all takes in each step on each rank, shape [steps, ranks]."""
-    computes = np.flatnonzero(samples.cost != _TRANSFER)
+    computes = np.flatnonzero(samples.cost < TRANSFER)
     step, rank = samples.step[computes], samples.rank[computes]
     ratios = relative(samples)[computes]
     number = np.zeros(len(samples), np.int64)
     number[computes] = np.arange(len(computes))
-    groups = [number[rows] for (name, _), rows in samples.groups.items() if name != "transfer"]
+    groups = [number[rows] for rows in samples.groups.values() if samples.cost[rows[0]] < TRANSFER]
     steps, ranks = len(samples.steps), max(ranks, 1 + int(samples.rank.max()))
     common = _common(ratios, step, groups, chance, np.ones(steps))
     key = step * ranks + rank
