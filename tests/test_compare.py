@@ -10,13 +10,14 @@ import attrs
 import pytest
 
 import schedir
-from schedir import CostModel, LoadError, SchedirError
+from schedir import CostModel, Kind, LoadError, SchedirError
 from schedir.checker import CHANNELS
 from schedir.finder import Comparison, Row
 from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
 from schedir.simulator import Measured, save_timelines, simulate
 from tests.command_line import DEADLOCK, Run, runner
+from tests.measured import even, measured_run
 
 BUILT_IN = ["1f1b", "fill-drain", "interleaved-1f1b", "pipedream"]
 WRONG = "schedir 1\nname wrong\nmicrobatches 1\nplacement 0\nrank 0: 0B0 0F0\n"
@@ -147,6 +148,7 @@ def test_the_json_has_these_keys(run: Run) -> None:
         "delay": 0,
         "fits": None,
         "problem": None,
+        "unmeasured": [],
     }
 
 
@@ -393,3 +395,69 @@ def test_what_is_compared_can_be_built(name: str) -> None:
     row, other = schedir.compare([name], ranks=3, sweep={"microbatches": [4, 6]}).rows
     for found in (row, other):
         assert found.build() == schedir.build(name, ranks=3, microbatches=found.microbatches)
+
+
+def fitted_on_1f1b() -> CostModel:
+    """Costs of 4 stages whose backwards were all whole."""
+    return CostModel.fit(measured_run(schedir.build("1f1b", ranks=4, microbatches=8), 6, even))
+
+
+def test_what_no_run_has_shown_is_marked_and_not_simply_the_best(run: Run) -> None:
+    comparison = schedir.compare(["1f1b", "zb-h1", "interleaved-1f1b"], costs=fitted_on_1f1b())
+    rows = by_target(comparison)
+    assert rows["1f1b"].unmeasured == ()
+    assert rows["zb-h1"].unmeasured == ("backward_input", "backward_weight")
+    assert rows["interleaved-1f1b"].unmeasured == ("forward", "backward", "optim_step")
+    assert comparison.best is not None
+    assert comparison.best.unmeasured
+    assert comparison.measured is rows["1f1b"]
+    shown = table(comparison)
+    assert f"{comparison.best.target}" in shown.splitlines()[1]
+    assert "best, derived" in shown.splitlines()[1]
+    assert "  derived  " in shown.splitlines()[2]
+    half = "backward_input (half of the backward), backward_weight (half of the backward)"
+    assert f"Derived, as no run has shown it, for zb-h1: {half}." in shown
+    assert "for interleaved-1f1b: its stages are parts of those measured." in shown
+    assert f"{comparison.best.target} is the best only if what was derived is right" in shown
+    assert "of those measured, 1f1b is the best." in shown
+
+    fitted_on_1f1b().save("costs.json")
+    code, out, _ = run("compare", "1f1b", "zb-h1", "--costs", "costs.json", "--json")
+    assert code == 0
+    found = {row["target"]: row["unmeasured"] for row in json.loads(out)["rows"]}
+    assert found == {"1f1b": [], "zb-h1": ["backward_input", "backward_weight"]}
+
+
+def test_what_was_measured_or_given_is_not_marked(run: Run) -> None:
+    times = {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 1.2, Kind.BACKWARD_WEIGHT: 0.7}
+    split = schedir.build("zb-h1", ranks=4, microbatches=8)
+    seen = CostModel.fit(measured_run(split, 6, even, times=times | {Kind.OPTIM_STEP: 0.3}))
+    by_hand = attrs.evolve(fitted_on_1f1b(), backward_input=1.1, backward_weight=1)
+    for costs in (seen, by_hand, CostModel()):
+        comparison = schedir.compare(["zb-h1"], costs=costs)
+        assert [row.unmeasured for row in comparison.rows] == [()]
+        assert "erived" not in table(comparison)
+    # A whole backward is then the sum of its parts.
+    assert by_target(schedir.compare(["1f1b"], costs=seen))["1f1b"].unmeasured == ("backward",)
+    # Fewer stages are sums of those that were measured.
+    (row,) = schedir.compare(["1f1b"], ranks=2, costs=fitted_on_1f1b()).rows
+    assert row.unmeasured == ()
+    run_again = schedir.recompute(schedir.build("1f1b", ranks=4, microbatches=8), [1])
+    (row,) = schedir.compare([run_again], costs=fitted_on_1f1b()).rows
+    assert row.unmeasured == ("recompute",)
+
+
+def test_other_commands_and_bands_name_what_no_run_has_shown(run: Run) -> None:
+    fitted_on_1f1b().save("costs.json")
+    split = schedir.build("zb-h1", ranks=4, microbatches=8)
+    band = schedir.forecast(split, fitted_on_1f1b())
+    assert band.unmeasured == ("backward_input", "backward_weight")
+    note = "note: derived, as no run has shown it: backward_input (half of the backward), "
+    for argv in (("show", "zb-h1"), ("export", "zb-h1", "-o", "zb.svg")):
+        code, _, err = run(*argv, "--costs", "costs.json")
+        assert (code, note in err) == (0, True)
+    assert run("show", "1f1b", "--costs", "costs.json")[2] == ""
+    code, _, err = run("search", "--costs", "costs.json", "--seconds", "0.1", "-o", "found.sched")
+    found = schedir.loads(Path("found.sched").read_text())
+    assert code == 0
+    assert ("backward_input" in err) == (len(found.columns.where(Kind.BACKWARD_INPUT)) > 0)

@@ -20,8 +20,9 @@ from schedir.render import outputs_of
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
     "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, "
-    "peak_activations, peak_bytes, delay, fits, problem: {code, message}}]}; best is the index of "
-    "a row; what is not known is null, and so is the problem of a schedule that has none."
+    "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured}]}; best is "
+    "the index of a row; what is not known is null, and so is the problem of a schedule that has "
+    "none; unmeasured lists the fitted costs of it that no run has shown."
 )
 
 
@@ -36,7 +37,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
         "evenly. Where numbers of microbatches differ, time per microbatch is compared. Rows are "
         "marked: best, the quickest that can be chosen; over, above the memory limit; a code such "
-        "as S301, with errors under the channel model; none, not to be made in this shape. "
+        "as S301, with errors under the channel model; none, not to be made in this shape; "
+        "derived, of fitted costs that no run has shown. "
         "Exit code: 0 one is best, 1 none runs and is within the "
         "limits, 2 a target or option can't be used.",
         epilog=_KEYS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -10,7 +11,8 @@ import attrs
 
 from schedir.cli.quantities import quantity, size
 from schedir.errors import SchedirError
-from schedir.simulator import CostModel, Unit
+from schedir.ir import Schedule
+from schedir.simulator import CostModel, Unit, how_derived, unmeasured
 
 _UNITS = get_args(Unit)
 _TYPES = {field.name: str(field.type) for field in attrs.fields(CostModel)}
@@ -58,6 +60,13 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 def costs_given(args: argparse.Namespace) -> bool:
     """Whether the user has named any cost."""
     return args.costs is not None or bool(args.cost)
+
+
+def note_unmeasured(schedule: Schedule, costs: CostModel) -> None:
+    """Say on stderr which costs of the schedule no run has shown, if they were fitted."""
+    names = unmeasured(schedule, costs)
+    if names:
+        print(f"note: derived, as no run has shown it: {how_derived(names)}", file=sys.stderr)
 
 
 def _cost(text: str) -> tuple[str, Any]:

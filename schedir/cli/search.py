@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from schedir.checker import CHANNELS
-from schedir.cli.costs import add_costs, costs_of
+from schedir.cli.costs import add_costs, costs_of, note_unmeasured
 from schedir.cli.export import write_out
 from schedir.cli.progress import progress
 from schedir.cli.quantities import quantity, size
@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
     if code == 0:
         print(found_text(found), file=sys.stderr)
+        note_unmeasured(found.schedule, terms["costs"])
     return code
 
 

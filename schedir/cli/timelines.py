@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from schedir.cli.costs import costs_given, costs_of
+from schedir.cli.costs import costs_given, costs_of, note_unmeasured
 from schedir.cli.proving import proved
 from schedir.cli.target import at_least, load_target, subject_of
 from schedir.errors import LoadError, SchedirError
@@ -92,6 +92,7 @@ def _timelines(
         else:
             schedule = load_target(args, target, shape, costs)
             found[number] = simulate(proved(schedule, subject_of(target, schedule)), costs)
+            note_unmeasured(schedule, costs)
         shape = found[number].schedule
     return [found[number] for number in range(len(targets))]
 

@@ -14,7 +14,16 @@ from schedir.finder.variants import Shapes, Target, Variant, variants
 from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
 from schedir.library import Costs, Parameter
 from schedir.passes import append_steps
-from schedir.simulator import UNITS, CostModel, Timeline, Unit, factor, recut, simulate
+from schedir.simulator import (
+    UNITS,
+    CostModel,
+    Timeline,
+    Unit,
+    factor,
+    recut,
+    simulate,
+    unmeasured,
+)
 from schedir.simulator.recut import OF_A_PART
 
 
@@ -50,7 +59,8 @@ def compare(
 
     A schedule that does not run under the `channel` model, that exceeds the `memory_limit`, in
     bytes per rank, or that can't be made in this shape is in the table as well, with its `problem`;
-    `table.best` is the quickest of the others.
+    `table.best` is the quickest of the others. Where costs were fitted and a schedule has some that
+    no run has shown, its row names them, `unmeasured`; `table.measured` is the best of the rest.
 
     `progress(done, total)` is called after each.
 
@@ -102,7 +112,11 @@ class _Job:
             row = attrs.evolve(row, problem=problem)
             if complete is None:
                 return row
-            line = made if isinstance(made, Timeline) else simulate(complete, self._of(complete))
+            if isinstance(made, Timeline):
+                return self._figures(row, made)
+            line = simulate(complete, self._of(complete))
+            if isinstance(self.costs, CostModel):
+                row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
         return self._figures(row, line)

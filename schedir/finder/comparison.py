@@ -32,7 +32,8 @@ class Row:
     any rank, `peak_bytes` the most that one keeps; `delay` is the most updates between the weight
     version that a gradient is computed at and the one that it is applied to. `fits` says whether
     its peak is within the memory limit. Where there is no time, `problem` says why; a schedule that
-    deadlocks under the chosen channel model has both.
+    deadlocks under the chosen channel model has both. `unmeasured` names the costs that it has and
+    no run has shown, where costs were fitted: its time is no surer than what was taken for them.
     """
 
     target: str
@@ -49,6 +50,7 @@ class Row:
     delay: int | None = None
     fits: bool | None = None
     problem: Problem | None = None
+    unmeasured: tuple[str, ...] = ()
     make: Callable[[], Schedule] = attrs.field(repr=False, eq=False)
 
     @property
@@ -96,6 +98,12 @@ class Comparison:
         """The quickest that runs under the channel model and is within the memory limit, if any."""
         allowed = (True,) if self.memory_limit is not None else (None, True)
         return next((row for row in self.rows if row.problem is None and row.fits in allowed), None)
+
+    @cached_property
+    def measured(self) -> Row | None:
+        """As `best`, of those alone whose costs are all given or measured."""
+        rows = tuple(row for row in self.rows if not row.unmeasured)
+        return attrs.evolve(self, rows=rows).best
 
     def time(self, row: Row) -> float | None:
         """What rows are compared by: the makespan, or the time per microbatch."""

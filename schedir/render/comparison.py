@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from schedir.finder import Comparison, Problem, Row
 from schedir.render.clock import unit_of
 from schedir.render.styled import Block, Piece, Table, count, fill, table
+from schedir.simulator import how_derived
 
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
@@ -115,6 +116,7 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
         "delay": row.delay,
         "fits": row.fits,
         "problem": problem and {"code": problem.code, "message": problem.message},
+        "unmeasured": list(row.unmeasured),
     }
 
 
@@ -150,10 +152,12 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
 def _remark(comparison: Comparison, row: Row) -> str:
     """What decides over a row, in a word."""
     if row is comparison.best:
-        return "best"
+        return "best, derived" if row.unmeasured else "best"
     if row.problem is not None:
         return row.problem.code or "none"
-    return "over" if row.fits is False else ""
+    if row.fits is False:
+        return "over"
+    return "derived" if row.unmeasured else ""
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
@@ -174,9 +178,30 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"{count(above, 'schedule')} over it"
             + (f", {unknown} of unknown size." if unknown else ".")
         )
+    yield from _derived(comparison)
     yield from _objections(comparison)
     if comparison.best is None:
         yield "None of them runs and is within the limits."
+
+
+def _derived(comparison: Comparison) -> Iterator[str]:
+    """Which times rest on costs that no run has shown, and what that means for the best one."""
+    several: dict[tuple[str, ...], list[str]] = {}
+    for row in comparison.rows:
+        if row.unmeasured:
+            names = several.setdefault(row.unmeasured, [])
+            names.extend({row.target} - set(names))
+    for costs, names in several.items():
+        # A forward is measured wherever its stage is.
+        why = "its stages are parts of those measured" if "forward" in costs else how_derived(costs)
+        yield f"Derived, as no run has shown it, for {', '.join(names)}: {why}."
+    best, measured = comparison.best, comparison.measured
+    if best is not None and best.unmeasured:
+        other = "" if measured is None else f"; of those measured, {measured.target} is the best"
+        yield (
+            f"{best.target} is the best only if what was derived is right: measure a run of it, "
+            f"and fit that too{other}."
+        )
 
 
 def _objections(comparison: Comparison) -> Iterator[str]:
