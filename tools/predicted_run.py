@@ -28,8 +28,6 @@ from schedir.simulator import save_timelines
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt  # the example's model
 
-WARM = 3  # steps before those that are measured
-
 
 @schedule(
     "fine-1f1b", chunks=2, placement=lambda pipe: [s // pipe.chunks for s in range(pipe.stages)]
@@ -48,8 +46,9 @@ def fine_1f1b(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @attrs.frozen
 class Run:
-    """A run to make: which schedule of which shape trains which model, and for how many steps, and
-    whether to count the memory that torch allocates, which takes time."""
+    """A run to make: which schedule of which shape trains which model, and for how many steps after
+    how many that are not measured (`warm`), and whether to count the memory that torch allocates,
+    which takes time."""
 
     model: str
     name: str
@@ -58,6 +57,7 @@ class Run:
     chunks: int = 1
     steps: int = 20
     memory: bool = False
+    warm: int = 3
 
     @property
     def schedule(self) -> schedir.Schedule:
@@ -103,9 +103,10 @@ def model_of(run: Run, stages: int) -> tuple[dict[int, nn.Module], Any, Tensor, 
     """This rank's stages, the loss, and a batch."""
     own = run.schedule.stages_of(dist.get_rank())
     chance = torch.Generator().manual_seed(1)
-    if run.model == "sleep":
+    if run.model in ("sleep", "tiny"):
         x, y = torch.randn((2, run.microbatches, 16), generator=chance)
-        return {s: Sleeper(s) for s in own}, nn.functional.mse_loss, x, y
+        stage = Sleeper if run.model == "sleep" else lambda _: nn.Linear(16, 16)
+        return {s: stage(s) for s in own}, nn.functional.mse_loss, x, y
     config = gpt.Config()
     x, y = torch.randint(gpt.BYTES, (2, 2 * run.microbatches, config.context), generator=chance)
     return {s: gpt.build_stage(config, s, stages) for s in own}, gpt.loss_fn, x, y
@@ -143,9 +144,10 @@ def main() -> None:
 
     elapsed = []
     with Executor(run.schedule, stages, loss_fn, optimizer, trace=True) as executor:
-        for _ in range(WARM):
+        for _ in range(run.warm):
             executor.step(x, target=y)
-        executor.timelines()
+        if run.warm:
+            executor.timelines()
         for _ in range(run.steps):
             began = time.time_ns()
             elapsed.append(executor.step(x, target=y).elapsed)

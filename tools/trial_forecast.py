@@ -1,0 +1,90 @@
+"""Holds forecasts against the very runs that their costs were fitted on, 30 of them by default.
+
+    python tools/trial_forecast.py [--runs 30] [--seed 0]
+
+Each run is a launch of torchrun of its own, on 2 or 4 ranks, of 6 to 40 traced steps of a built-in
+schedule, with stages that are tiny, that sleep, or the example's model. Its timelines are fitted,
+and its own schedule is forecast. What must hold: the median is within 10 % of that of the steps,
+those that the fit takes, and the band of 90 % holds it; or the forecast is refused, with a reason.
+Beside that: how far the simulation at medians is off, and which share of the steps the band holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+
+import numpy as np
+from bench_predict import launch, print_head
+from predicted_run import Run
+
+import schedir
+from schedir import CostModel, SchedirError
+
+SCHEDULES = {
+    "fill-drain": 1,
+    "1f1b": 1,
+    "interleaved-1f1b": 2,
+    "pipedream": 1,
+    "zb-h1": 1,
+    "zbv": 2,
+}
+MODELS = ("tiny", "sleep", "gpt")
+TOLERATED = 0.1
+COLUMNS = ("run", "steps", "measured ms", "forecast", "band ms", "holds", "at medians")
+
+
+def drawn_runs(many: int, seed: int) -> list[Run]:
+    """So many runs: every schedule and every model as often as may be."""
+    chance = random.Random(seed)
+    names = list(SCHEDULES)
+    return [
+        Run(
+            model=MODELS[number % len(MODELS)],
+            name=(name := names[number // len(MODELS) % len(names)]),
+            ranks=chance.choice((2, 4)),
+            microbatches=chance.choice((4, 8)),
+            chunks=SCHEDULES[name],
+            steps=chance.randint(6, 40),
+            warm=0,
+        )
+        for number in range(many)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=30, help="how many (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of what they are (0)")
+    args = parser.parse_args()
+    wrong = refused = 0
+    offs = []
+    print_head(COLUMNS)
+    for run in drawn_runs(args.runs, args.seed):
+        lines = launch(run).lines
+        costs = CostModel.fit(lines)
+        steps = np.array([line.makespan for line in lines[1:]])
+        middle = float(np.median(steps))
+        what = f"{run.model} {run.name} {run.ranks} × {run.microbatches}"
+        shown = [what, str(len(lines)), f"{1e3 * middle:.2f}"]
+        try:
+            band = schedir.forecast(lines[0].schedule, costs)
+        except SchedirError as error:
+            refused += 1
+            print(f"| {' | '.join([*shown, f'refused: {error}', '', '', ''])} |", flush=True)
+            continue
+        low, high, off = band.quantile(0.05), band.quantile(0.95), band.median / middle - 1
+        offs.append(abs(off))
+        wrong += abs(off) > TOLERATED or not low <= middle <= high
+        holds = np.mean((low <= steps) & (steps <= high))
+        medians = schedir.simulate(lines[0].schedule, costs).makespan / middle - 1
+        shown += [f"{off:+.2%}", f"{1e3 * low:.2f} to {1e3 * high:.2f}", f"{holds:.0%}"]
+        print(f"| {' | '.join([*shown, f'{medians:+.1%}'])} |", flush=True)
+    worst = f", {max(offs):.2%} off at most" if offs else ""
+    print(f"\n{args.runs} runs: {refused} refused, {len(offs)} forecast{worst}, {wrong} wrong")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
