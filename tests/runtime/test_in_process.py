@@ -216,7 +216,7 @@ def test_a_refused_batch_leaves_nothing_behind() -> None:
         with pytest.raises(schedir.ExecutionError, match=r"rows differ: inputs 4, .*, target 1"):
             executor.evaluate(x, target=x[:1], stage_inputs={1: torch.ones(4, 1)})
         with pytest.raises(schedir.ExecutionError, match="dict of keyword arguments"):
-            executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "sum"}, 3])
+            executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "mean"}, 3])
         assert executor.evaluate(x, target=x).loss == before
 
 
