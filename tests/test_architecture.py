@@ -35,9 +35,11 @@ FLOORS = (
 RUNTIME = (
     "accelerator",
     "late",
+    "chunk_specs",
     "arguments",
     "call",
     "result",
+    "shared_memory",
     "fitting",
     "processes",
     "transports",

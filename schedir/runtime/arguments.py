@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, expect_schedule, is_number
+from schedir.runtime.chunk_specs import ChunkSpec, check_batch_dim, checked
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -35,6 +36,9 @@ class Arguments:
     boundaries: Mapping[int, Declared] | None
     recompute: bool | Collection[int]
     count: Callable[[Any], float | Tensor]
+    batch_dim: int
+    args_chunk_spec: ChunkSpec
+    kwargs_chunk_spec: Mapping[str, ChunkSpec] | None
     clip_grad_norm: float | None
     ties: Sequence[TieOf]
     mesh: DeviceMesh | None
@@ -54,6 +58,15 @@ def check_arguments(given: Arguments) -> None:
         raise ExecutionError(str(error)) from None
     _check_functions(given)
     _check_numbers(given)
+    check_batch_dim(given.batch_dim)
+    checked(given.args_chunk_spec, "args_chunk_spec")
+    by_name: object = given.kwargs_chunk_spec
+    if by_name is not None and not isinstance(by_name, Mapping):
+        raise ExecutionError(
+            "kwargs_chunk_spec must map keywords to their chunk specs, such as "
+            f'{{"mask": 0, "bias": "replicate"}}, not {by_name!r}'
+        )
+    checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec")
     for stage in given.boundaries or ():
         if stage not in range(given.schedule.stages):
             raise ExecutionError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 from schedir.passes import forward_only
 from schedir.runtime.boundaries.agreement import Agreements
 from schedir.runtime.boundaries.draft import Drafter
+from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.gradients.sharing import Shared
+from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -49,6 +51,8 @@ class Parts:
     announcements: Announcements
     transports: Transports
     reductions: Mapping[int, Reduction]
+    accumulated: Accumulated
+    ties: Sequence[Tie]
     clipping: Clipping | None
     barriers: Barriers
     scaling: Scaling
@@ -111,8 +115,9 @@ def assemble(plan: Plan, world: World) -> Parts:
     announcements = Announcements(plan, world.control)
     transports = world.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
+    ties = shared.ties()
     clipping = shared.clipping()
-    barriers = shared.barriers(clipping)
+    barriers = shared.barriers(ties, clipping)
     scaling = Scaling(plan, world.control, world.groups)
     drift = shared.drift()
     optimizers = plan.optimizers()
@@ -124,6 +129,8 @@ def assemble(plan: Plan, world: World) -> Parts:
         announcements,
         transports,
         reductions,
+        shared.accumulated(),
+        ties,
         clipping,
         barriers,
         scaling,

@@ -143,8 +143,7 @@ class Engine:
             runner.run(opened, call)
         self._world.control.settle()
         if request.trains:
-            for reduction in self.parts.reductions.values():
-                reduction.finish()
+            self._complete_gradients()
             self.parts.drift.step()
         losses = None
         if exchange is not None:
@@ -166,6 +165,7 @@ class Engine:
 
     def _begin_training(self) -> None:
         """At the present weights, with no gradients of this call."""
+        self.parts.accumulated.set_aside()
         for stage in self.parts.stages.values():
             stage.weights.begin(0)
         for reduction in self.parts.reductions.values():
@@ -173,14 +173,23 @@ class Engine:
         for replicas in self.parts.replicas.values():
             replicas.begin()
 
+    def _complete_gradients(self) -> None:
+        """End the sums that are under way; where the caller steps, take those of tied copies."""
+        for reduction in self.parts.reductions.values():
+            reduction.finish()
+        if self.parts.ties and not self._plan.updates:
+            for replicas in self.parts.replicas.values():
+                replicas.restore()
+            for tie in self.parts.ties:
+                tie.sum()
+
     def _tidy(self, runner: Runner) -> None:
         """Leave nothing of a call but weights and gradients."""
         for stage in self.parts.stages.values():
             stage.weights.restore()
-        for reduction in self.parts.reductions.values():
-            reduction.restore()
         for replicas in self.parts.replicas.values():
             replicas.restore()
+        self.parts.accumulated.restore()
         runner.cells.clear()
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:

@@ -20,6 +20,7 @@ from schedir.runtime.batch.feeding import CallArguments
 from schedir.runtime.batch.losses import check_loss
 from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
+from schedir.runtime.chunk_specs import ChunkSpec
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
 from schedir.runtime.result import StepResult
@@ -45,8 +46,10 @@ class Executor:
     `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
     at most that. `ties` names copies of one parameter that stages share, each as (stage, name in
     the stage's module): they get the sum of their gradients and step together, so their optimisers
-    must treat them alike. `mesh`, with dimensions named dp and pp, runs the schedule once for each
-    index of dp, on data of its own, as one training: sums are over all.
+    must treat them alike. Where the caller steps, every call of `step` adds the sum of its own
+    gradients to each copy's `.grad`, and the caller steps all copies alike. `mesh`, with dimensions
+    named dp and pp, runs the schedule once for each index of dp, on data of its own, as one
+    training: sums are over all.
 
     `seed` seeds every forward, with the number of the step; see `schedir.runtime.rng`. `step` is
     that of the first call of `step`: where a resumed training goes on. `timeout`, in seconds or a
@@ -55,9 +58,9 @@ class Executor:
     is not to be the transport's own: gloo's is "async", NCCL's "rank". A stricter one is always
     right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
-    Of these a rank needs `loss_fn`, `count` and `boundaries` for its own stages only; `recompute`,
-    `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`, `trace`, and whether there is an
-    optimizer, are compared.
+    Of these a rank needs `loss_fn`, `count`, `boundaries` and the chunk specs for its own stages
+    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`,
+    `trace`, and whether there is an optimizer, are compared.
 
     What the executor is of can be read: `stages`, `loss_fn` and `ties` as they were given, the
     `device` of the stages, the optimiser of each stage here in `optimizers`; and which process this
@@ -92,18 +95,28 @@ class Executor:
     A context manager: leaving it calls `close`.
 
     What `step`, `evaluate` and `infer` are given: `inputs` and `target` are a whole batch (a
-    tensor, or a tuple or mapping of tensors, split along dim 0), or a list or iterator of ready
+    tensor, or a tuple or mapping of tensors, that is cut), or a list or iterator of ready
     microbatches, of which an iterator gives as many as the schedule has. The rank of the first
     stage uses `inputs`, that of the last `target`; elsewhere they are ignored, but where one of
     these two has what the other uses as well, it must be the same. So are `stage_inputs`, what
     stages get beside their input (tensors and tuples by position, mappings by keyword), and
-    `loss_kwargs`, what `loss_fn` takes by keyword: batches too, where all that is no tensor goes to
-    every microbatch. All whole batches have the same rows. A last stage that has its labels among
-    its `stage_inputs`, and returns the loss itself, needs no target: `loss_fn` is given None for
-    it, and `count` those inputs. On a GPU, tensors on the CPU are copied to that of the stages,
-    without waiting where they are in pinned memory; those on another GPU are refused. Pass
-    `stage_inputs` on the first stage's rank as well where their shapes may change though the
-    input's do not.
+    `loss_kwargs`, what `loss_fn` takes by keyword. All whole batches have the same rows. A last
+    stage that has its labels among its `stage_inputs`, and returns the loss itself, needs no
+    target: `loss_fn` is given None for it, and `count` those inputs. On a GPU, tensors on the CPU
+    are copied to that of the stages, without waiting where they are in pinned memory; those on
+    another GPU are refused. Pass `stage_inputs` on the first stage's rank as well where their
+    shapes may change though the input's do not.
+
+    Whole batches are cut by `torch.tensor_split`, inputs and target along `batch_dim` (1 for
+    sequences first). Other dims are said by chunk specs, as in torch.distributed.pipelining: for
+    each tensor a dim, "replicate" to give all of it to every microbatch, or torch's own
+    TensorChunkSpec or _Replicate; None is the default. `args_chunk_spec` is for `inputs` that are a
+    tensor or a tuple, one for all or one for each entry; `kwargs_chunk_spec`, by name, for the
+    keywords of `inputs` that are a mapping, of `stage_inputs` and of `loss_kwargs`. Without a spec
+    a tensor in the latter two goes whole to every microbatch where it can't have one entry for each
+    row: its dim 0, and its `batch_dim`, differ from the batch's rows. One that may have is refused,
+    and so is any where this rank knows no rows. What is no tensor goes to every microbatch, and
+    ready microbatches are taken as they are.
 
     Every rank makes the same calls, in the same order. With several processes the executor is of no
     use any more once a call has failed.
@@ -122,6 +135,9 @@ class Executor:
         boundaries: Mapping[int, Declared] | None = None,
         recompute: bool | Collection[int] = False,
         count: Callable[[Any], float | Tensor] = rows,
+        batch_dim: int = 0,
+        args_chunk_spec: ChunkSpec = None,
+        kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
         clip_grad_norm: float | None = None,
         ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
@@ -140,6 +156,9 @@ class Executor:
             boundaries,
             recompute,
             count,
+            batch_dim,
+            args_chunk_spec,
+            kwargs_chunk_spec,
             clip_grad_norm,
             ties,
             mesh,

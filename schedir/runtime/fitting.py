@@ -20,6 +20,7 @@ from schedir.errors import ExecutionError, ScheduleError
 from schedir.ir import Kind, Schedule, StageVersions, ties_of
 from schedir.passes import advance_receives
 from schedir.runtime.arguments import TieOf
+from schedir.runtime.shared_memory import shared_memory
 
 
 def proved(
@@ -160,7 +161,6 @@ def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: 
 
 def check_modules(modules: Mapping[int, nn.Module]) -> None:
     """Each can be run and trained by itself."""
-    owner: dict[nn.Parameter, int] = {}
     for stage, module in sorted(modules.items()):
         _check_tensors(stage, module, modules)
         for name, part in module.named_modules():
@@ -178,13 +178,13 @@ def check_modules(modules: Mapping[int, nn.Module]) -> None:
                     "pass the bare module and mesh= with a dimension dp, and REDUCE_GRAD sums "
                     "the gradients"
                 )
-        for name, parameter in module.named_parameters():
-            other = owner.setdefault(parameter, stage)
-            if other != stage:
-                raise ExecutionError(
-                    f"stages {other} and {stage} hold the same parameter, {name} in the latter; "
-                    "give each a copy of its own and declare them with ties="
-                )
+    if (shared := shared_memory(modules)) is not None:
+        one, other = shared
+        raise ExecutionError(
+            f"stages {one.stage} and {other.stage} hold the same memory, {one.name} of the former "
+            f"and {other.name} of the latter, which only one of them can train; give each a copy "
+            "of its own (copy.deepcopy), and declare parameters that are to stay one with ties="
+        )
 
 
 def _home(modules: Mapping[int, nn.Module]) -> torch.device:

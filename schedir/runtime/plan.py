@@ -97,6 +97,7 @@ class Plan:
         given = self.arguments
         return {
             "optimizer": "given" if self.updates else "None",
+            "batch_dim": given.batch_dim,
             "clip_grad_norm": given.clip_grad_norm,
             "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
@@ -175,16 +176,16 @@ def _check_updates(given: Arguments, schedule: Schedule) -> None:
     if given.clip_grad_norm is not None:
         check_clipping(schedule)
     shared = getattr(given.stages, "ties", ())  # of schedir.training's Stages
-    if given.optimizer is not None and shared and not given.ties:
-        copies = ", ".join(f"{name} of stage {stage}" for stage, name in shared[0])
+    for tie in shared:
+        if not any(set(tie) <= set(others) for others in given.ties):
+            copies = ", ".join(f"{name} of stage {stage}" for stage, name in tie)
+            raise ExecutionError(
+                f"{copies} are one parameter, and without ties= each copy would be trained by "
+                "itself; pass ties=stages.ties"
+            )
+    if given.optimizer is None and given.clip_grad_norm is not None:
         raise ExecutionError(
-            f"{copies} are one parameter, and without ties= each copy would be trained by itself; "
-            "pass ties=stages.ties"
-        )
-    if given.optimizer is None and (given.ties or given.clip_grad_norm is not None):
-        raise ExecutionError(
-            "ties= and clip_grad_norm= act between the gradients and the step, so they need an "
-            "optimizer"
+            "clip_grad_norm= acts between the gradients and the step, so it needs an optimizer"
         )
 
 

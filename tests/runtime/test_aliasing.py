@@ -159,12 +159,14 @@ def test_what_a_stage_is_given_may_be_changed_in_place(recompute: bool) -> None:
     weight = torch.rand(4)
     given: dict[str, Any] = {
         "target": y,
-        "stage_inputs": {1: scale},
+        "stage_inputs": {1: {"scale": scale}},
         "loss_kwargs": {"weight": weight},
     }
     kept = (y.clone(), weight.clone())
     model = copy.deepcopy(stages)
-    with Executor(schedule, stages, loss_fn, in_process=True, recompute=recompute) as executor:
+    options: dict[str, Any] = {"recompute": recompute, "in_process": True}
+    specs = {"scale": 0, "weight": 0}
+    with Executor(schedule, stages, loss_fn, kwargs_chunk_spec=specs, **options) as executor:
         loss = executor.step(x, **given).loss
     assert torch.equal(scale, before)
     assert torch.equal(y, kept[0])

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -69,12 +69,15 @@ def trained(make: Callable[[Tensor, Tensor], Any], beside: bool) -> tuple[float,
     if beside:
         schedule = schedir.build("1f1b", ranks=2, microbatches=4)
         stages: dict[int, nn.Module] = {0: nn.Identity(), 1: TakesBeside()}
-        call = {"inputs": a, "stage_inputs": {1: make(a, b)}}
+        held = make(a, b)
+        named = held if isinstance(held, Mapping) else {"held": held}
+        specs = dict.fromkeys(named, 0)
+        call = {"inputs": a, "stage_inputs": {1: named}}
     else:
         schedule = schedir.build("1f1b", ranks=1, microbatches=4)
-        stages = {0: Takes()}
+        stages, specs = {0: Takes()}, {}
         call = {"inputs": make(a, b)}
-    with Executor(schedule, stages, MSE, in_process=True) as executor:
+    with Executor(schedule, stages, MSE, kwargs_chunk_spec=specs, in_process=True) as executor:
         loss = executor.step(**call, target=y).loss
     grad = next(iter(stages[len(stages) - 1].parameters())).grad
     assert grad is not None
@@ -274,7 +277,10 @@ def test_an_empty_batch_is_refused() -> None:
     ("arguments", "text"),
     [
         ({"target": torch.ones(6, 3)}, "inputs 8, target 6"),
-        ({"target": torch.ones(8, 3), "stage_inputs": {1: torch.ones(4)}}, r"stage_inputs\[1\] 4"),
+        (
+            {"target": torch.ones(8, 3), "stage_inputs": {1: {"w": torch.ones(4)}}},
+            r"stage_inputs\[1\] 4",
+        ),
         ({"target": torch.ones(8, 3), "loss_kwargs": {"w": torch.ones(4)}}, "loss_kwargs 4"),
     ],
 )
@@ -283,7 +289,7 @@ def test_rows_that_differ_are_named_before_the_loss(arguments: Any, text: str) -
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.Linear(3, 3)}
     with (
-        Executor(schedule, stages, MSE, in_process=True) as executor,
+        Executor(schedule, stages, MSE, kwargs_chunk_spec={"w": 0}, in_process=True) as executor,
         pytest.raises(schedir.ExecutionError, match=f"rows differ: .*{text}.*ready microbatches"),
     ):
         executor.step(torch.ones(8, 3), **arguments)

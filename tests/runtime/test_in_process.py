@@ -213,7 +213,7 @@ def test_a_refused_batch_leaves_nothing_behind() -> None:
     x = torch.randn(4, 3)
     with Executor(schedule, stages, MSE, in_process=True) as executor:
         before = executor.evaluate(x, target=x).loss
-        with pytest.raises(schedir.ExecutionError, match=r"rows differ: inputs 4, .*, target 1"):
+        with pytest.raises(schedir.ExecutionError, match=r"rows differ: inputs 4, target 1"):
             executor.evaluate(x, target=x[:1], stage_inputs={1: torch.ones(4, 1)})
         with pytest.raises(schedir.ExecutionError, match="dict of keyword arguments"):
             executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "mean"}, 3])

@@ -58,7 +58,8 @@ def test_it_trains_as_one_process_does(rank: int) -> None:
     total = int((labels != IGNORED).sum())
     # Only the last rank has labels, and nothing else.
     given: dict[str, Any] = {"stage_inputs": {1: {"labels": labels}}} if rank else {"inputs": x}
-    with Executor(sched, mine, loss_of, sgd, count=labelled) as executor:
+    specs = {"labels": 0}
+    with Executor(sched, mine, loss_of, sgd, count=labelled, kwargs_chunk_spec=specs) as executor:
         for _ in range(3):
             optimizer.zero_grad()
             mean = 0.0

@@ -204,13 +204,15 @@ def test_every_stage_can_have_inputs_of_its_own(name: str, by_keyword: bool) -> 
 
     def extra(step: int) -> Any:
         mask, scale = masks[step], scales[step]
-        return {"mask": mask, "scale": scale} if by_keyword else (mask, scale)
+        if by_keyword:
+            return {"mask": mask, "scale": scale}
+        return [(piece, scale) for piece in mask.chunk(4)]
 
     calls = [
         {"inputs": x, "target": y, "stage_inputs": dict.fromkeys(range(len(stages)), extra(step))}
         for step, (x, y) in enumerate(batches)
     ]
-    train(schedule, stages, plain, calls)
+    train(schedule, stages, plain, calls, kwargs_chunk_spec={"mask": 0})
 
 
 def test_a_later_stages_inputs_may_change_their_shape() -> None:
@@ -239,10 +241,10 @@ def test_a_later_stages_inputs_may_change_their_shape() -> None:
         return MSE(whole[2](whole[1](whole[0](x), more[step].chunk(4)[m])), y)
 
     calls = [
-        {"inputs": x, "target": y, "stage_inputs": {1: extra}}
+        {"inputs": x, "target": y, "stage_inputs": {1: {"more": extra}}}
         for (x, y), extra in zip(batches, more, strict=True)
     ]
-    train(built("1f1b", 4, ranks=3), stages, plain, calls)
+    train(built("1f1b", 4, ranks=3), stages, plain, calls, kwargs_chunk_spec={"more": 0})
 
 
 def test_inputs_of_a_stage_that_is_not_there_are_refused() -> None:
@@ -345,7 +347,8 @@ def test_a_loss_has_keywords_of_each_microbatch() -> None:
         {"inputs": x, "target": y, "loss_kwargs": {"weight": w, "power": 4}}
         for (x, y), w in zip(batches, weights, strict=True)
     ]
-    train(built("1f1b", 4), linears(2), plain, calls, loss_fn)
+    specs = {"weight": 0}
+    train(built("1f1b", 4), linears(2), plain, calls, loss_fn, kwargs_chunk_spec=specs)
 
 
 def train_noisily(schedule: schedir.Schedule, recompute: bool | list[int]) -> None:

@@ -193,8 +193,9 @@ def test_what_a_stage_is_given_beside_goes_to_the_layers_that_take_it() -> None:
             if {"0", "2"} & set(of.layers)
         }
         given.setdefault(ranks - 1, {})["labels"] = y
-        run = Executor(sched, stages, lambda output, _: output, None, in_process=True)
-        with run as executor:
+        specs: dict[str, int] = {"mask": 0, "labels": 0}
+        options: dict[str, Any] = {"kwargs_chunk_spec": specs, "in_process": True}
+        with Executor(sched, stages, lambda output, _: output, **options) as executor:
             losses.append(executor.step(x, stage_inputs=given).loss)
     assert losses == [losses[0]] * 3
 

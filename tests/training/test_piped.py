@@ -177,7 +177,7 @@ def test_inputs_go_in_by_name_too() -> None:
     losses = []
     for given in ((ids, mask), {"mask": mask, "ids": ids}):
         stages = stages_of_pipe(pipe, sched)
-        with Executor(sched, stages, loss_fn, None, in_process=True) as executor:
+        with Executor(sched, stages, loss_fn, ties=stages.ties, in_process=True) as executor:
             losses.append(executor.step(given, target=y).loss)
     assert losses[0] == losses[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,12 +21,14 @@ from schedir.runtime.batch.microbatches import (
     check_count,
     check_total,
     cut,
+    is_whole,
     loss_shares,
     rows,
     samples,
 )
 from schedir.runtime.batch.placing import placed
 from schedir.runtime.call import Request
+from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
 from schedir.runtime.late import Late, Unread
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, Control
@@ -75,7 +77,13 @@ class Feeder:
         self._last = plan.last_stage
         self._local = plan.local_stages
         self._placement, self._ranks = schedule.placement, plan.local_ranks
-        self._count = plan.arguments.count
+        given = plan.arguments
+        self._count, self._counts_rows = given.count, given.count is rows
+        self._specs = ChunkSpecs(
+            given.batch_dim,
+            checked(given.args_chunk_spec, "args_chunk_spec"),
+            checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec"),
+        )
         self._grid, self._control = plan.grid, control
         self._accelerator, self._device = plan.accelerator, plan.device
         self._group = self._group_of_counts(groups)
@@ -99,22 +107,29 @@ class Feeder:
                 )
         pieces: dict[str, Pieces] = {}
 
-        def read(batch: Batch | None, what: str) -> list[Microbatch]:
+        def read(
+            batch: Batch | None, what: str, dims_of: Callable[[Whole], Sequence[Dim]]
+        ) -> list[Microbatch]:
             if batch is None:
                 return []
             found = pieces[what] = cut(
-                batch, self._microbatches, what, may_be_short=not request.trains
+                batch, self._microbatches, what, dims_of, may_be_short=not request.trains
             )
             return found.microbatches
 
-        inputs = read(given.inputs, "inputs") if 0 in self._local else []
-        extras = {
-            stage: read(batch, _extra(stage)) for stage, batch in self._known(given.stage_inputs)
-        }
-        here = self._last in self._local
-        targets = read(given.target, "target") if here else []
-        counted = extras[self._last] if request.has_loss and alone and here else targets
-        keywords = read(given.loss_kwargs, "loss_kwargs") if counted else []
+        specs, here = self._specs, self._last in self._local
+        inputs = read(given.inputs, "inputs", specs.of_inputs) if 0 in self._local else []
+        targets = read(given.target, "target", specs.of_target) if here else []
+        known = dict(self._known(given.stage_inputs))
+        if known and not pieces and is_whole(given.inputs):  # not used here, but has the rows
+            read(given.inputs, "inputs", specs.of_inputs)
+
+        def beside(whole: Whole) -> list[Dim]:
+            return specs.beside(whole, _common_rows(pieces))
+
+        extras = {stage: read(batch, _extra(stage), beside) for stage, batch in known.items()}
+        what = _extra(self._last) if request.has_loss and alone and here else "target"
+        keywords = read(given.loss_kwargs, "loss_kwargs", beside) if what in pieces else []
         for piece in keywords:
             if not isinstance(piece, Mapping):
                 raise ExecutionError(
@@ -124,7 +139,7 @@ class Feeder:
             if piece.get("reduction") == "sum":
                 raise ExecutionError(SUMS)
         given_rows = _common_rows(pieces)
-        counts = [samples(self._count, target, self._accelerator) for target in counted]
+        counts = self._counts(pieces[what], what) if what in pieces else []
         if given_rows is not None:  # what stands in for missing microbatches counts for nothing
             counts[given_rows:] = [0.0] * len(counts[given_rows:])
         # Counted where they were given: the host need not wait for what is on the CPU.
@@ -147,6 +162,21 @@ class Feeder:
             f": inputs go to {_ranks(first)} for the first stage{target}; whatever other ranks "
             "are given is ignored"
         )
+
+    def _counts(self, counted: Pieces, what: str) -> list[Count]:
+        """The samples of each microbatch; `what` names the argument that they are counted in."""
+        if not self._counts_rows:
+            return [samples(self._count, m, self._accelerator) for m in counted.microbatches]
+        if counted.ready:
+            return [float(rows(m, self._specs.batch_dim)) for m in counted.microbatches]
+        if counted.rows is None:
+            raise ExecutionError(
+                f"{what}: nothing of it is cut into microbatches, so their samples can't be "
+                "counted; say how many there are: Executor(…, count=…)"
+            )
+        parts = min(counted.rows, self._microbatches)  # those behind stand in for missing ones
+        even, more = divmod(counted.rows, parts)
+        return [float(even + (m < more)) for m in range(self._microbatches)]
 
     def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
@@ -263,7 +293,7 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{what} {rows}" for what, rows in found.items())
         raise ExecutionError(
-            f"all whole batches of a call are cut along dim 0 alike, but their rows differ: "
-            f"{listed}; give what has other rows as a list of ready microbatches"
+            f"all whole batches of a call are cut alike, but their rows differ: {listed}; give "
+            "what has other rows as a list of ready microbatches"
         )
     return next(iter(found.values()), None)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.chunk_specs import Dim, Whole
 
 Microbatch: TypeAlias = Any
 """One microbatch's tensors, in any structure, with constants among them."""
@@ -35,26 +36,39 @@ Count: TypeAlias = float | Tensor
 class Pieces:
     """The microbatches of one argument of a call.
 
-    `rows` are those of the whole batch that they were cut from; None for ready-made ones, and for
-    what holds no tensor. Of a batch with fewer rows than microbatches, the last of its pieces
-    stands in for the missing ones.
+    `rows` are those of the whole batch that they were cut from; None where nothing was cut, and for
+    those that were given `ready`. Of a batch with fewer rows than microbatches, the last of its
+    pieces stands in for the missing ones.
     """
 
     microbatches: list[Microbatch]
     rows: int | None = None
+    ready: bool = False
 
 
-def cut(batch: Batch, microbatches: int, what: str, *, may_be_short: bool = False) -> Pieces:
+def is_whole(batch: object) -> bool:
+    """Whether it is a batch to be cut, rather than ready microbatches."""
+    return isinstance(batch, (Tensor, tuple, Mapping))
+
+
+def cut(
+    batch: Batch,
+    microbatches: int,
+    what: str,
+    dims_of: Callable[[Whole], Sequence[Dim]],
+    *,
+    may_be_short: bool = False,
+) -> Pieces:
     """The microbatches of a whole batch, or of a list or iterator that holds them ready-made.
 
-    A tensor, or a tuple or mapping of tensors, is a whole batch: `torch.tensor_split` cuts each of
-    its tensors along dim 0. What holds no tensor goes to every microbatch. From an iterator just as
-    many are taken as there are microbatches. Only where it `may_be_short` a batch may have fewer
-    rows than that. Raises ExecutionError where the numbers don't fit, and for a container that is
-    not understood; `what` names the argument.
+    A tensor, or a tuple or mapping of tensors, is a whole batch: `torch.tensor_split` cuts its
+    tensors along the dims that `dims_of` says. What is not cut goes to every microbatch. From an
+    iterator just as many are taken as there are microbatches. Only where it `may_be_short` a batch
+    may have fewer rows than that. Raises ExecutionError where the numbers don't fit, and for a
+    container that is not understood; `what` names the argument.
     """
-    if isinstance(batch, (Tensor, tuple, Mapping)):
-        return _cut_whole(batch, microbatches, what, may_be_short)
+    if is_whole(batch):
+        return _cut_whole(batch, microbatches, what, dims_of, may_be_short)
     unordered = isinstance(batch, (str, bytes, AbstractSet)) or hasattr(batch, "__array__")
     if unordered or not isinstance(batch, Iterable):
         raise ExecutionError(
@@ -72,19 +86,32 @@ def cut(batch: Batch, microbatches: int, what: str, *, may_be_short: bool = Fals
             f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
             "the next ones at each call, give an iterator: iter(...), made once"
         )
-    return Pieces([_normalised(piece, what) for piece in ready])
+    return Pieces([_normalised(piece, what) for piece in ready], ready=True)
 
 
-def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -> Pieces:
+def _cut_whole(
+    batch: Batch,
+    microbatches: int,
+    what: str,
+    dims_of: Callable[[Whole], Sequence[Dim]],
+    may_be_short: bool,
+) -> Pieces:
     leaves: list[Any] = [batch]
     spec = None
     if not isinstance(batch, Tensor):
-        leaves, spec = pytree.tree_flatten(_normalised(batch, what))
-    rows = {_rows_of_whole(leaf, what) for leaf in leaves if isinstance(leaf, Tensor)}
+        batch = _normalised(batch, what)
+        leaves, spec = pytree.tree_flatten(batch)
+    dims = dims_of(Whole(what, batch, leaves, spec))
+    along = [*zip(leaves, dims, strict=True)]
+    rows = {_rows_of_whole(leaf, d, what) for leaf, d in along if d is not None}
     if len(rows) > 1:
-        raise ExecutionError(f"{what}: the tensors differ in dim 0: {sorted(rows)}")
+        listed = ", ".join(f"{list(t.shape)} in dim {d}" for t, d in along if d is not None)
+        raise ExecutionError(
+            f"{what}: the tensors that are cut differ in their rows: {listed}; what is not cut so "
+            "needs a chunk spec of its own (args_chunk_spec=, kwargs_chunk_spec=)"
+        )
     if not rows:
-        return Pieces([_normalised(batch, what)] * microbatches)
+        return Pieces([batch] * microbatches)
     (number,) = rows
     parts = min(number, microbatches)
     if not parts or (parts < microbatches and not may_be_short):
@@ -93,8 +120,7 @@ def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -
             "shorter last batch out (drop_last=True of a DataLoader)"
         )
     columns = [
-        torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) else (leaf,) * parts
-        for leaf in leaves
+        (leaf,) * parts if d is None else torch.tensor_split(leaf, parts, d) for leaf, d in along
     ]
     if spec is None:
         found = list(columns[0])
@@ -103,17 +129,19 @@ def _cut_whole(batch: Batch, microbatches: int, what: str, may_be_short: bool) -
     return Pieces(found + found[-1:] * (microbatches - parts), number)
 
 
-def _rows_of_whole(leaf: Tensor, what: str) -> int:
+def _rows_of_whole(leaf: Tensor, dim: int, what: str) -> int:
     if leaf.layout is not torch.strided or leaf.is_nested:
         layout = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         raise ExecutionError(
-            f"{what}: a {layout} tensor can't be split along dim 0; give a list of microbatches"
+            f"{what}: a {layout} tensor can't be split along dim {dim}; give a list of microbatches"
         )
-    if not leaf.dim():
+    if not -leaf.dim() <= dim < leaf.dim():
         raise ExecutionError(
-            f"{what}: a batch is split along dim 0, but one of its tensors has no dimensions"
+            f"{what}: it is split along dim {dim}, but one of its tensors has the shape "
+            f"{list(leaf.shape)}; a chunk spec says how else (args_chunk_spec=, "
+            "kwargs_chunk_spec=), or give a list of microbatches"
         )
-    return leaf.shape[0]
+    return leaf.shape[dim]
 
 
 def _normalised(batch: Any, what: str) -> Any:
@@ -158,11 +186,11 @@ def _holds_something(value: object) -> bool:
     )
 
 
-def rows(target: Microbatch) -> int:
-    """The number of samples in a microbatch: dim 0 of the target's first tensor."""
+def rows(target: Microbatch, dim: int = 0) -> int:
+    """The number of samples in a microbatch: that dim of the target's first tensor."""
     for leaf in (target,) if isinstance(target, Tensor) else pytree.tree_leaves(target):
         if isinstance(leaf, Tensor):
-            return leaf.shape[0] if leaf.dim() else 1
+            return leaf.shape[dim] if leaf.dim() > dim else 1
     raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")
 
 

@@ -7,7 +7,6 @@ is on another device was most likely put there by mistake, so it is refused.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,14 @@ def placed(pieces: list[Any], device: torch.device, what: str) -> list[Any]:
     """
     if device.type == "cpu":  # a stage says itself what it can't compute with
         return pieces
-    found: list[Any] = pytree.tree_map_only(Tensor, partial(_on, device=device, what=what), pieces)
+    moved: dict[int, Tensor] = {}  # what all microbatches get is copied once
+
+    def on(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = _on(tensor, device, what)
+        return moved[id(tensor)]
+
+    found: list[Any] = pytree.tree_map_only(Tensor, on, pieces)
     return found
 
 

@@ -22,9 +22,8 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 class Reduction:
     """The sums of the gradients of one stage's `parameters`, of which there are some.
 
-    `whose` names it in messages, `presence` says which gradients there are in any process.
-    `keeps_earlier` where gradients of earlier calls may be there: those have been summed already
-    and are set aside meanwhile.
+    `whose` names it in messages, `presence` says which gradients there are in any process. With
+    `each_call` a call that makes no update sums as well, since the caller may step after any.
     """
 
     def __init__(
@@ -33,26 +32,20 @@ class Reduction:
         group: Group,
         presence: Presence,
         whose: str,
-        keeps_earlier: bool,
+        each_call: bool,
     ) -> None:
         self._whose = whose
         self._parameters = parameters
         self._group = group
         self._presence = presence
-        self.keeps_earlier = keeps_earlier
-        self._earlier: list[Tensor | None] = []
+        self.each_call = each_call
         self._under_way: list[tuple[Tensor, list[nn.Parameter]]] = []
         self._works: list[dist.Work] = []
 
     def begin(self) -> None:
-        """Set aside what earlier calls have left, before this one adds to it."""
+        """A call begins: forget what one that failed has left."""
         self._under_way.clear()
         self._works.clear()
-        if not self.keeps_earlier:
-            return
-        self._earlier = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def post(self) -> None:
         """Post the sums of what is there now."""
@@ -85,13 +78,6 @@ class Reduction:
                 if parameter not in absent:
                     parameter.grad = laid_out(piece, parameter)
         self._under_way.clear()
-
-    def restore(self) -> None:
-        """Add what was set aside."""
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
-        self._earlier = []
 
 
 def laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, dumps, loads
 from schedir.runtime.arguments import TieOf
+from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barrier, Barriers
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
@@ -146,10 +147,18 @@ class Shared:
             for stage, parameters in trained.items():
                 if parameters:
                     self._fix_trained(stage)
-                    whose, keeps_earlier = f"stage {stage}'s", not self._plan.updates
+                    whose, each_call = f"stage {stage}'s", not self._plan.updates
                     presence = self._presence(beside, whose)
-                    found[stage] = Reduction(parameters, group, presence, whose, keeps_earlier)
+                    found[stage] = Reduction(parameters, group, presence, whose, each_call)
         return found
+
+    def accumulated(self) -> Accumulated:
+        """The gradients that are summed in every call, as the caller steps."""
+        if self._plan.updates:  # sums are over all that an update applies
+            return Accumulated([])
+        summed = [stage for stages, _ in self._summed for stage in stages if stage in self._stages]
+        copies = [copy for _, held in self._plan.tied for copy in held.values()]
+        return Accumulated([*copies, *(p for s in summed for p in self._stages[s].parameters())])
 
     def _beside(self, purpose: str, processes: Sequence[int], group: Group) -> Group:
         """The group in which hosts tell each other what gradients there are: that of the sums on
@@ -229,22 +238,30 @@ class Shared:
             how = NormsBetweenHosts(self._plan, self._control, self._sizes, self._norm_type)
         return Clipping(max_norm, trained, self._skipped, how, self._accelerator)
 
-    def barriers(self, clipping: Clipping | None) -> Barriers:
-        """What the ranks here wait for before they step."""
-        placement, actions = self._schedule.placement, self._schedule.flat
-        local_ranks = self._plan.local_ranks
+    def ties(self) -> list[Tie]:
+        """The ties that have copies here."""
+        placement, local_ranks = self._schedule.placement, self._plan.local_ranks
+        summed = {stage for stages, _ in self._summed for stage in stages}
         groups = self._groups_of_ties()
+        return [
+            Tie(
+                held,
+                # What replicas have is the sum over them already, where a REDUCE_GRAD is listed.
+                [c for s, c in held.items() if s not in summed or placement[s][0] in local_ranks],
+                *groups.get(number, (None, None)),
+            )
+            for number, (_, held) in enumerate(self._plan.tied)
+            if held
+        ]
+
+    def barriers(self, ties: Sequence[Tie], clipping: Clipping | None) -> Barriers:
+        """What the ranks here wait for before they step."""
+        actions, local_ranks = self._schedule.flat, self._plan.local_ranks
         tied = []
-        for number, (tie, held) in enumerate(self._plan.tied):
-            if not held:
-                continue
-            copies = list(held.values())
-            # What replicas have is the sum over them already.
-            counted = [copy for s, copy in held.items() if placement[s][0] in local_ranks]
-            action = Tie(copies, counted, *groups.get(number, (None, None))).sum
-            parties = len(self._holders(tie).intersection(local_ranks))
-            barrier = Barrier(parties, action, self._accelerator, copies)
-            tied.append(({stage for stage, _ in tie}, barrier))
+        for tie in ties:
+            holders = {rank for stage in tie.copies for rank in self._plan.local_holders(stage)}
+            barrier = Barrier(len(holders), tie.sum, self._accelerator, [*tie.copies.values()])
+            tied.append((set(tie.copies), barrier))
         common = []
         if clipping is not None:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in local_ranks]

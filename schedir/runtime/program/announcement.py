@@ -103,7 +103,7 @@ def check_same_batch(own: Announcement, received: Announcement, rank: int, speak
         raise OneLineError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
             f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; all whole "
-            "batches of a call are cut along dim 0 alike, so they must have the same rows",
+            "batches of a call are cut alike, so they must have the same rows",
             rank=rank,
         )
     for what in ("inputs", "target"):

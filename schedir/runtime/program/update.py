@@ -22,7 +22,7 @@ class ReduceGrad(Operation):
     def run(self, call: Call) -> None:
         """Run the action."""
         # Without an update the sum can wait: gradients add up here until there is one.
-        if call.request.updates or self.reduction.keeps_earlier:
+        if call.request.updates or self.reduction.each_call:
             self.reduction.post()
 
 

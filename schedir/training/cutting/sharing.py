@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import attrs
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import TieOf
+from schedir.runtime.shared_memory import shared_memory
 from schedir.training.cutting.cuts import Span
 from schedir.training.cutting.deferred import Deferred, skeleton
 from schedir.training.cutting.layers import Layer
@@ -39,7 +40,7 @@ class Inventory:
         sizes = {h.identity: h.size for held in self.holdings[slice(*span)] for h in held}
         return sum(sizes.values())
 
-    def ties(self, spans: Iterable[Span]) -> tuple[TieOf, ...]:
+    def ties(self, spans: Sequence[Span]) -> tuple[TieOf, ...]:
         """The parameters that several stages hold, by stage and name.
 
         Raises ExecutionError where stages share more than parameters.
@@ -58,7 +59,24 @@ class Inventory:
                             f"statistics of a normalisation, but lie on stages {other} and "
                             f"{stage}, which would keep one each; put them on one stage"
                         )
+        self._check_memory(spans, {one for one, held in copies.items() if len(held) > 1})
         return tuple(list(held.items()) for held in copies.values() if len(held) > 1)
+
+    def _check_memory(self, spans: Sequence[Span], tied: Collection[Hashable]) -> None:
+        """Raise ExecutionError where stages share memory that is no parameter of both."""
+        given = [[one.given for one in self.layers[slice(*span)]] for span in spans]
+        stages = {
+            stage: nn.ModuleList(one for one in held if isinstance(one, nn.Module))
+            for stage, held in enumerate(given)
+        }
+        found = shared_memory(stages, [one for one in tied if isinstance(one, int)])
+        if found is not None:
+            one, other = found
+            raise ExecutionError(
+                f"stages {one.stage} and {other.stage} share the memory of a tensor of shape "
+                f"{list(one.tensor.shape)}, but not as one parameter; let both have the same "
+                "nn.Parameter, which makes a tie of it, or give each layer a copy of its own"
+            )
 
 
 def inventory_of(layers: Sequence[Layer]) -> Inventory:

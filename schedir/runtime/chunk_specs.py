@@ -1,0 +1,173 @@
+"""Chunk specs: along which dim each tensor of a call is cut, or that it goes whole to every
+microbatch. They are those of torch.distributed.pipelining, whose own objects are taken as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.ir import is_number
+
+ChunkSpec: TypeAlias = Any
+"""A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, structured as what
+it is for, or as the outer part of that."""
+
+REPLICATE = "replicate"
+"""Not cut: each microbatch gets the whole tensor."""
+
+Dim: TypeAlias = int | None
+"""What a tensor is cut along; None where it goes whole to every microbatch, as constants do."""
+
+
+def checked(spec: ChunkSpec, what: str) -> ChunkSpec:
+    """The spec, with dims and REPLICATE in the place of torch's own objects.
+
+    Raises ExecutionError for what is neither; `what` names the argument.
+    """
+    return pytree.tree_map(lambda leaf: _checked_leaf(leaf, what), spec)
+
+
+def _checked_leaf(leaf: object, what: str) -> Dim | str:
+    if leaf is None or leaf == REPLICATE or (isinstance(leaf, int) and not isinstance(leaf, bool)):
+        return leaf
+    # Late: it takes long to import, and who gives its objects has done so.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    if isinstance(leaf, TensorChunkSpec):
+        return _checked_leaf(leaf.split_dim, what)
+    if leaf is _Replicate or isinstance(leaf, _Replicate):
+        return REPLICATE
+    raise ExecutionError(f'{what}: a chunk spec is a dim, an int, or "{REPLICATE}", not {leaf!r}')
+
+
+@attrs.frozen(eq=False)
+class Whole:
+    """A whole batch, taken apart: its leaves, and the structure they stand in, None for a single
+    tensor; `what` names the argument."""
+
+    what: str
+    batch: Any
+    leaves: Sequence[Any]
+    structure: pytree.TreeSpec | None = None
+
+    @property
+    def numbered(self) -> Any:
+        """The structure, with numbers in the place of the leaves."""
+        if self.structure is None:
+            return 0
+        return pytree.tree_unflatten(range(len(self.leaves)), self.structure)
+
+    def name(self, number: int) -> str | None:
+        """The keyword that a leaf is given by, or is in; None for none."""
+        if isinstance(self.batch, Mapping):
+            for name, part in self.numbered.items():
+                if number in pytree.tree_leaves(part):
+                    return str(name)
+        return None
+
+
+@attrs.frozen(eq=False)
+class ChunkSpecs:
+    """How whole batches are cut: `args` are the specs of `inputs` by position, `kwargs` of keywords
+    by name; without one, inputs and target are cut along `batch_dim`."""
+
+    batch_dim: int
+    args: ChunkSpec
+    kwargs: Mapping[str, ChunkSpec]
+
+    def of_inputs(self, whole: Whole) -> list[Dim]:
+        """The dims of the leaves of `inputs`."""
+        if self.args is None and not self.kwargs:
+            return self.of_target(whole)
+        return [self._dim(leaf, spec) for leaf, spec in self._specified(whole, self.args)]
+
+    def of_target(self, whole: Whole) -> list[Dim]:
+        """Those of `target`."""
+        return [self.batch_dim if isinstance(leaf, Tensor) else None for leaf in whole.leaves]
+
+    def beside(self, whole: Whole, rows: int | None) -> list[Dim]:
+        """Those of what stages and the loss get beside these; `rows` are the batch's, None where
+        this rank can't tell.
+
+        Raises ExecutionError for a tensor without a spec that may hold one entry for each row.
+        """
+        dims = []
+        for number, (leaf, spec) in enumerate(self._specified(whole, None)):
+            if spec is None and isinstance(leaf, Tensor):
+                if self._may_be_rows(leaf, rows):
+                    raise _ambiguous(whole, number, rows)
+                spec = REPLICATE
+            dims.append(self._dim(leaf, spec))
+        return dims
+
+    def _dim(self, leaf: object, spec: Dim | str) -> Dim:
+        if not isinstance(leaf, Tensor) or isinstance(spec, str):
+            return None
+        return self.batch_dim if spec is None else spec
+
+    def _may_be_rows(self, tensor: Tensor, rows: int | None) -> bool:
+        dims = [dim for dim in {0, self.batch_dim} if dim < tensor.dim()]
+        return bool(dims) and (rows is None or rows in [tensor.shape[dim] for dim in dims])
+
+    def _specified(self, whole: Whole, args: ChunkSpec) -> Iterable[tuple[Any, Dim | str]]:
+        """Each leaf with its spec, None for the default."""
+        specs: list[Dim | str] = [None] * len(whole.leaves)
+        if isinstance(whole.batch, Mapping):
+            named = whole.numbered if self.kwargs else {}
+            parts = [(named[name], spec) for name, spec in self.kwargs.items() if name in named]
+        else:
+            parts = [] if args is None else [*_positional(whole, args)]
+        for part, spec in parts:
+            numbers, structure = pytree.tree_flatten(part)
+            spread = pytree._broadcast_to_and_flatten(spec, structure)
+            if spread is None:
+                raise _unlike(whole, spec)
+            for number, one in zip(numbers, spread, strict=True):
+                specs[number] = one
+        return zip(whole.leaves, specs, strict=True)
+
+
+def _positional(whole: Whole, spec: ChunkSpec) -> Iterator[tuple[Any, ChunkSpec]]:
+    """The parts of inputs that go by position, numbered, each with its spec."""
+    if not isinstance(spec, (tuple, list)):
+        yield whole.numbered, spec
+        return
+    parts = whole.numbered if isinstance(whole.batch, tuple) else [whole.numbered]
+    if len(parts) != len(spec):
+        raise _unlike(whole, spec)
+    yield from zip(parts, spec, strict=True)
+
+
+def _unlike(whole: Whole, spec: ChunkSpec) -> ExecutionError:
+    return ExecutionError(
+        f"{whole.what}: its chunk spec is {spec!r}, which has another structure than what it is "
+        f'for; give one dim or "{REPLICATE}" for each tensor, or one for all'
+    )
+
+
+def _ambiguous(whole: Whole, number: int, rows: int | None) -> ExecutionError:
+    name = whole.name(number)
+    has = f"as that has {rows} rows"
+    if rows is None:
+        has = "and this rank is given no whole batch to compare with"
+    given = "" if name is not None else 'give it by keyword, {"name": …}, and '
+    spec = f'{{"{name or "name"}": 0}}'
+    return ExecutionError(
+        f"{whole.what}: {f'{name!r}, ' if name is not None else ''}a tensor of shape "
+        f"{list(whole.leaves[number].shape)}, may have one entry for each row of the batch, or "
+        f"not, {has}; {given}make the Executor "
+        f"with kwargs_chunk_spec={spec} to cut it into microbatches along dim 0, or with "
+        f'"{REPLICATE}" for 0 to give each microbatch all of it'
+    )
+
+
+def check_batch_dim(dim: object) -> None:
+    """Raise ExecutionError for what is no dim that a batch can be cut along."""
+    if not is_number(dim):
+        raise ExecutionError(f"batch_dim must be an int of at least 0, not {dim!r}")
