@@ -37,7 +37,12 @@ def running(
     command = [sys.executable, "-m", "schedir", *argv]
     try:
         with subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=theirs, env=env
+            command,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=env,
+            preexec_fn=_take_ctrl_c,
         ) as process:
             os.close(theirs)
             try:
@@ -46,6 +51,11 @@ def running(
                 process.kill()
     finally:
         os.close(ours)
+
+
+def _take_ctrl_c() -> None:
+    """A shell has what it starts with `&`, such as all of the tests, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_until(terminal: int, wanted: str | None) -> str:

@@ -42,9 +42,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "rank may keep: which order each rank works in, where stages live, which backwards are "
         "split, and under a limit in bytes which forwards are run again. It is written as a "
         ".sched, which all commands take, and executors; what it is like, and how far above a "
-        "lower bound of all schedules, is said on stderr. The same seed and time find the same "
-        "schedule. Ctrl-C ends the search with the best so far. Exit code: 0 written, 2 an option "
-        "can't be used, or nothing is within the limit.",
+        "lower bound of all schedules, is said on stderr. The same seed finds the same "
+        "schedule on any machine. Ctrl-C ends the search with the best so far. Exit code: 0 "
+        "written, 2 an option can't be used, or nothing is within the limit.",
         allow_abbrev=False,
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
@@ -110,8 +110,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--seconds",
         type=quantity,
         metavar="N",
-        help=f"how long to search, in seconds of a slow core (default {DEFAULT_SECONDS:g}); with "
-        f"--exact the most that it may take on a placement (default {EXACT_SECONDS:g})",
+        help="how long to search: the work that a slow core does in so many seconds (default "
+        f"{DEFAULT_SECONDS:g}), ended after so many of this one's, which may come before the work "
+        "is done, and then the same seed may find another schedule; by default no clock ends it. "
+        f"With --exact the most that it may take on a placement (default {EXACT_SECONDS:g})",
     )
     parser.add_argument(
         "--exact",
@@ -159,9 +161,10 @@ def run(args: argparse.Namespace) -> int:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
             found = exactly(Terms(**terms), seconds, args.seed)
         else:
-            seconds = DEFAULT_SECONDS if args.seconds is None else args.seconds
             with _interruptible() as stop, progress("searching") as advance:
-                found = find(**terms, seconds=seconds, seed=args.seed, progress=advance, stop=stop)
+                found = find(
+                    **terms, seconds=args.seconds, seed=args.seed, progress=advance, stop=stop
+                )
     except ValueError as error:
         return fail(str(error))
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)

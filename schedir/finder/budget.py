@@ -1,5 +1,5 @@
 """How much a search may do: counted in work, so that the same seed finds the same schedule on any
-machine, and cut by the time of the process and by whoever waits for it."""
+machine, however busy. A clock ends it only where somebody has said for how long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import time
 from collections.abc import Callable
 
+DEFAULT_SECONDS = 5.0
+"""How long a slow core works on a search whose `seconds` nobody has said."""
 _RATE = 800_000  # units of work a second, on a slow core
 SCHEDULED, RUN, BRANCHED = 8, 1, 25
 """Units of work for each action that a rule puts in order, for each that an order runs, and for
@@ -15,22 +17,31 @@ _ANY = 15  # units of work of any candidate
 
 
 class Budget:
-    """What is left of `seconds` of work, the slow core's; `progress` takes (done, total)."""
+    """What is left of the work that a slow core does in `seconds`; `progress` takes (done, total).
+
+    Where `seconds` are given, it is over at the latest once this process has computed for so long.
+    `cut` says whether that, or `stop`, has ended it before its work was done.
+    """
 
     def __init__(
         self,
-        seconds: float,
+        seconds: float | None,
         stop: Callable[[], bool],
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        self._until = math.inf
+        if seconds is None:
+            seconds = DEFAULT_SECONDS
+        elif isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(f"seconds must be a number, not {seconds!r}")
-        if not 0 <= seconds < math.inf:
+        elif not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must be a number >= 0, not {seconds}")
+        else:
+            self._until = time.process_time() + seconds
         self.total = self.left = int(seconds * _RATE)
         self._last = 0
         self.candidates = 0
-        self._until = time.process_time() + seconds
+        self.cut = False
         self._stop, self._progress = stop, progress
 
     def allow(self, share: float) -> None:
@@ -47,4 +58,7 @@ class Budget:
     @property
     def over(self) -> bool:
         """Whether all work is done, or the search is to end."""
-        return self.left <= max(0, self._last) or self._stop() or time.process_time() >= self._until
+        if self.left <= max(0, self._last):
+            return True
+        self.cut = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
+        return self.cut

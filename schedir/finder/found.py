@@ -17,7 +17,8 @@ class Found:
     least, the `objective`, and `lower_bound` what no schedule of this work can be below, on any of
     the placements tried. `placement` is the name of the one chosen, `origin` that of the built-in
     schedule whose order it is, None where it was made here. So many `candidates` were tried with
-    the random `seed`.
+    the random `seed`; `cut` is True where the clock or the user has ended the search before its
+    work was done, so that the same seed may find another schedule.
     """
 
     schedule: Schedule
@@ -29,6 +30,7 @@ class Found:
     origin: str | None
     candidates: int
     seed: int
+    cut: bool = False
 
     @property
     def distance(self) -> float:

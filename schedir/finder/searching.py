@@ -24,7 +24,6 @@ from schedir.finder.writing import schedule_of
 from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Schedule, peak_activations
 from schedir.simulator import CostModel, Timeline, simulate
 
-DEFAULT_SECONDS = 5.0
 _SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
 
 
@@ -41,7 +40,7 @@ def search(
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
     channel: str = DEFAULT_CHANNEL,
     progress: Callable[[int, int], None] | None = None,
@@ -60,9 +59,10 @@ def search(
     False. Forwards are run again where that helps: by default under a `memory_limit`, where costs
     say that inputs are smaller than activations; under `max_activations` if `recompute` is True.
 
-    The search is one of `seconds` on a slow core, counted in work and not by the clock, so that the
-    same `seed` finds the same schedule; the clock only cuts it short where a machine is slower.
-    `progress` takes (done, total).
+    The search is counted in work, so that the same `seed` finds the same schedule on any machine:
+    the work that a slow core does in `seconds`, by default 5. Where `seconds` are given, it also
+    ends once the process has computed for so long, and may then find another schedule for the same
+    seed; without, no clock ends it. `progress` takes (done, total).
 
     Raises SchedirError where no schedule keeps so little, with the least limit that works, and
     where the costs lack a stage or a link; ValueError or TypeError for a bad argument.
@@ -99,7 +99,7 @@ def find(
     objective: Objective = "makespan",
     split: bool = True,
     recompute: bool | None = None,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float | None = None,
     seed: int = 0,
     channel: str = DEFAULT_CHANNEL,
     progress: Callable[[int, int], None] | None = None,
@@ -138,7 +138,7 @@ def _find(terms: Terms, budget: Budget, seed: int) -> Found:
         best = _Finished.of(terms, Hunt(terms, tasks, Random(seed), budget, bound).best()[0])
     if best is None:
         raise SchedirError(_refusal(terms, [_Finished.of(terms, each) for each in least]))
-    return best.found(bound, budget.candidates, seed)
+    return best.found(bound, budget, seed)
 
 
 def _with_boundaries(
@@ -226,7 +226,7 @@ class _Finished:
             for left, rank in zip(free, self.line.ranks, strict=True)
         )
 
-    def found(self, bound: float, candidates: int, seed: int) -> Found:
+    def found(self, bound: float, budget: Budget, seed: int) -> Found:
         """What there is to say of it."""
         return Found(
             schedule=self.line.schedule,
@@ -236,8 +236,9 @@ class _Finished:
             lower_bound=bound,
             placement=self.candidate.task.named,
             origin=self.candidate.origin,
-            candidates=candidates,
+            candidates=budget.candidates,
             seed=seed,
+            cut=budget.cut,
         )
 
 

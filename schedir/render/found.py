@@ -25,7 +25,8 @@ def found_text(found: Found) -> str:
             f"peak {', '.join(peaks)}",
             f"lower bound of the {found.objective} {found.lower_bound:.10g}{unit}: "
             f"{_distance(found)}",
-            f"{_chosen(found)}; {found.candidates} tried, seed {found.seed}",
+            f"{_chosen(found)}; {found.candidates} tried, seed {found.seed}"
+            + (", cut short: the same seed may find another" if found.cut else ""),
         )
     )
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import time
 from typing import Any
 
 import pytest
 
 import schedir
 from schedir import CostModel, Kind, SchedirError
-from schedir.finder import find
+from schedir.finder import budget, find
+from schedir.render import found_text
 
 EVEN = CostModel(forward=1, backward=1)
+BYTES = CostModel(
+    forward=3,
+    backward=6,
+    backward_input=3,
+    backward_weight=3,
+    latency=0.1,
+    boundary_bytes=2,
+    bandwidth=4,
+    input_bytes=2,
+    activation_bytes=20,
+    deferred_bytes=15,
+    weight_bytes=10,
+    gradient_bytes=10,
+    optimizer_bytes=30,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,36 +73,46 @@ def test_the_least_limit_in_activations(chunks: int, recompute: bool, least: int
     assert max(rank.peak_activations for rank in found.timeline.ranks) <= least
 
 
-def test_the_same_seed_finds_the_same_schedule() -> None:
-    costs = CostModel(forward=3, backward=5, backward_input=3, backward_weight=3, latency=0.7)
-    first, again = (
-        schedir.search(3, 6, 2, costs=costs, max_activations=5, seconds=0.4, seed=3)
-        for _ in range(2)
-    )
-    assert first == again
+UNEVEN = CostModel(forward=3, backward=5, backward_input=3, backward_weight=3, latency=0.7)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"costs": UNEVEN, "max_activations": 5}, {"costs": BYTES, "memory_limit": 150}],
+)
+def test_the_same_seed_finds_the_same_schedule_however_slow_the_machine(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "DEFAULT_SECONDS", 0.4)  # of work
+    first = find(3, 6, 2, **arguments, seed=3)
+    monkeypatch.setattr(time, "process_time", itertools.count(step=1e6).__next__)
+    again = find(3, 6, 2, **arguments, seed=3)
+    assert again.schedule == first.schedule
+    assert again.candidates == first.candidates > 100
+    assert not first.cut
+
+
+def test_the_clock_ends_a_search_where_somebody_has_said_for_how_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = find(3, 6, 2, costs=UNEVEN, seconds=0.1, seed=3)
+    monkeypatch.setattr(time, "process_time", itertools.count(step=0.01).__next__)
+    found = find(3, 6, 2, costs=UNEVEN, seconds=0.1, seed=3)
+    assert found.candidates < ended.candidates
+    assert found.cut
+    assert "cut short: the same seed may find another" in found_text(found)
+
+
+def test_whoever_waits_may_end_it() -> None:
+    found = find(3, 6, 2, costs=UNEVEN, stop=lambda: True)
+    assert found.cut
+    assert "cut short" in found_text(found)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_nothing_is_split_where_that_is_not_allowed(chunks: int) -> None:
     found = find(3, 6, chunks, split=False, seconds=0.2, objective="span")
     assert found.split == 0
-
-
-BYTES = CostModel(
-    forward=3,
-    backward=6,
-    backward_input=3,
-    backward_weight=3,
-    latency=0.1,
-    boundary_bytes=2,
-    bandwidth=4,
-    input_bytes=2,
-    activation_bytes=20,
-    deferred_bytes=15,
-    weight_bytes=10,
-    gradient_bytes=10,
-    optimizer_bytes=30,
-)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
