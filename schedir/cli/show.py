@@ -9,7 +9,7 @@ import attrs
 
 from schedir.cli.costs import add_costs
 from schedir.cli.progress import progress
-from schedir.cli.target import TARGET_OR_RUN, add_target
+from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
 from schedir.cli.terminal import is_terminal, page_for, write
 from schedir.cli.timelines import add_drawn, drawn
 from schedir.ir import Schedule
@@ -51,6 +51,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="like --actions, but leave the sends and receives out of the lists",
     )
+    parser.add_argument(
+        "--width",
+        type=at_least(40),
+        metavar="N",
+        help="draw in at most N columns: with less detail where labels would take more (default: "
+        "as wide as the terminal; in a pipe and with --full as wide as labels need)",
+    )
     add_drawn(parser)
     add_costs(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -59,9 +66,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the timeline of a schedule, or say what is wrong with it."""
     lists = args.actions or args.compute_only
-    if args.json and (lists or args.full):
+    if args.json and (lists or args.full or args.width):
         args.parser.error(
-            "--json prints numbers only: leave out --full, --actions and --compute-only"
+            "--json prints numbers only: leave out --full, --width, --actions and --compute-only"
         )
     if args.why and (lists or args.full or args.json):
         args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
@@ -71,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         lines = drawn(args)
     output = outputs_of("show")[_form(args, args.full or lists)]
     page = attrs.evolve(page_for(sys.stdout, lines.subject), against=lines.against)
+    if args.width is not None:
+        page = attrs.evolve(page, width=args.width, fit=True)
     write(output.write(lines.timeline, page).blocks, sys.stdout)
     if lists:
         schedule = lines.timeline.schedule

@@ -12,8 +12,15 @@ from schedir.render.palette import LEFT_OUT
 from schedir.render.styled import number
 
 _BETWEEN_TICKS = 8
+_LARGEST = 1e280
 CUT_WIDTH = 2
 """The columns that stand for what is cut out."""
+
+
+def finite(scale: float) -> float:
+    """The scale, or the largest that times can be multiplied by, where actions take next to no
+    time."""
+    return min(scale, _LARGEST)
 
 
 @attrs.frozen
@@ -34,7 +41,7 @@ class Cut:
 class Axis:
     """`scale` columns per unit of time, up to `makespan`; `cuts` ascend and lie apart."""
 
-    scale: float
+    scale: float = attrs.field(converter=finite)
     makespan: float
     cuts: tuple[Cut, ...] = ()
 

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, Action, Kind, Schedule, starts_of
-from schedir.render.axis import CUT_WIDTH, Axis, nearest
+from schedir.render.axis import CUT_WIDTH, Axis, finite, nearest
 from schedir.render.palette import (
     FAINT,
     LEFT_OUT,
@@ -29,6 +29,10 @@ from schedir.simulator import Timeline
 
 # A cell shorter than this part of the longest one is drawn as a mark: it would stretch all others.
 _SHORTEST = 1 / 16
+_BEYOND = 1e9  # columns that nobody draws
+MOST_COLUMNS = 10_000
+"""Of a drawing in which nearly all is idle."""
+_MOSTLY_IDLE = 8  # times as long as its busiest row's work
 
 
 class Cell(NamedTuple):
@@ -122,13 +126,15 @@ class Labels:
         if not named:
             return 1
         needs = {(len(self.of_span(span)) + 1, span.end - span.start) for span in named}
-        scale = max(need / duration for need, duration in needs)
+        scale = finite(max(need / duration for need, duration in needs))
+        if scale * max(span.end for span in named) > _BEYOND:
+            return scale
         # Where times are no whole numbers of columns, rounding can take a column from a cell.
         fits = all(
             nearest(span.end * scale) - nearest(span.start * scale) > len(self.of_span(span))
             for span in named
         )
-        return scale if fits else max((need + 1) / duration for need, duration in needs)
+        return scale if fits else finite(max((need + 1) / duration for need, duration in needs))
 
     def cells(self, row: Row, axis: Axis) -> list[Cell]:
         """The cells of a row, ascending, on an axis without cuts."""
@@ -148,7 +154,19 @@ class Labels:
 def coarse_scale(rows: Sequence[Row]) -> float:
     """One column for the shortest action that has a cell."""
     durations = [span.end - span.start for span in _long_enough(rows)]
-    return 1 / min(durations, default=1)
+    return finite(1 / min(durations, default=1))
+
+
+def too_wide(scale: float, rows: Sequence[Row], makespan: float) -> bool:
+    """Whether next to nothing is drawn in next to all columns: a step or a link takes so long."""
+    columns = scale * makespan
+    if columns <= MOST_COLUMNS:
+        return False
+    work = (
+        sum(span.end - span.start for span in row.spans if span.action.kind in WORDS)
+        for row in rows
+    )
+    return columns > _MOSTLY_IDLE * scale * max(work)
 
 
 def coarse_cells(row: Row, axis: Axis) -> list[Cell]:
@@ -197,9 +215,8 @@ def _long_enough(rows: Sequence[Row]) -> list[ComputeSpan]:
     """What has a cell of its own and is not far shorter than the longest of these."""
     spans = [span for row in rows for span in row.spans if span.action.kind in WORDS]
     longest = max((span.end - span.start for span in spans), default=0)
-    if not longest:
-        return []
-    return [span for span in spans if span.end - span.start >= longest * _SHORTEST]
+    least = longest * _SHORTEST
+    return [span for span in spans if span.end - span.start >= least] if least else []
 
 
 def _start(span: ComputeSpan) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from schedir.ir import Kind
 from schedir.render.cells import Cell, Labels, Row
 from schedir.render.palette import PAIR, PAIR_STYLE, SHORT, STEP, STEP_STYLE, WORDS, shade
-from schedir.render.styled import Piece
+from schedir.render.styled import Piece, number
 
 
 def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]]) -> str:
@@ -28,6 +28,18 @@ def legend(labels: Labels, rows: Sequence[Row], cells: Sequence[Sequence[Cell]])
         f"{text}; {labels.of(example)} is {whose} {WORDS[example.kind]} "
         f"of microbatch {example.microbatch}"
     )
+
+
+def letters_legend(rows: Sequence[Row], cells: Sequence[Sequence[Cell]]) -> str:
+    """What coarse cells mean: those of the letters that are drawn."""
+    drawn = {cell.text[0] for row in cells for cell in row}
+    words = [*kinds_in_words(rows), f"{PAIR} a forward and a backward as one"]
+    return ", ".join(word for word in words if word[0] in drawn)
+
+
+def per_column(scale: float) -> str:
+    """How much time a column stands for, to follow a legend of letters."""
+    return f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
 
 
 def kinds_in_words(rows: Sequence[Row]) -> list[str]:

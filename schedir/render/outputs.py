@@ -28,13 +28,15 @@ class Page:
     """What a writer may want to know beside what it writes.
 
     `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
-    of the terminal, in columns and lines; `width` is None where nothing is to be folded.
+    of the terminal, in columns and lines; `width` is None where nothing is to be folded. With
+    `fit` the whole of a drawing is to be as narrow.
     `against` is a second timeline, for the same time axis; `memory` asks for curves of it.
     """
 
     subject: str = ""
     width: int | None = None
     height: int = 24
+    fit: bool = False
     against: Timeline | None = None
     memory: bool = False
 
@@ -83,7 +85,7 @@ def _overview(timeline: Timeline, page: Page) -> Written:
 
 def _timeline(timeline: Timeline, page: Page) -> Written:
     first, second = _readable(timeline, page)
-    return Written(timeline_blocks(first, page.width, second))
+    return Written(timeline_blocks(first, page.width, second, page.fit))
 
 
 def _why(timeline: Timeline, page: Page) -> Written:

@@ -10,7 +10,7 @@ letters, and in the end letters that stand for several actions each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Self
 
@@ -18,12 +18,20 @@ import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.captions import bubble
-from schedir.render.cells import Cell, Labels, Row, coarse_cells, coarse_scale, cut_out
+from schedir.render.cells import (
+    Cell,
+    Labels,
+    Row,
+    coarse_cells,
+    coarse_scale,
+    cut_out,
+    too_wide,
+)
 from schedir.render.clock import with_unit
 from schedir.render.drawing import Drawing, Group, gap, stacked
 from schedir.render.lanes import Lane, labels_of, lanes_of, lanes_per_rank
-from schedir.render.legend import kinds_in_words, legend, painted_legend
-from schedir.render.palette import LEFT_OUT, PAIR
+from schedir.render.legend import legend, letters_legend, painted_legend, per_column
+from schedir.render.palette import LEFT_OUT
 from schedir.render.steady import Repeat, repeats
 from schedir.render.styled import Block, Panel, Piece, count, fill, number
 from schedir.render.timeline import names, statistics, title
@@ -117,20 +125,17 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
         for timeline, name in zip(timelines, names(*timelines), strict=True)
     ]
     sketcher = _Sketcher(shown, labels_of(timelines))
-    whole = sketcher.labelled(repeated=())
-    corner = len(whole.corner)
-    if whole.axis.columns + corner <= width:
-        return whole
+    columns = max(width - len(sketcher.corner), 1)
+    if sketcher.fits(columns):
+        return sketcher.labelled(repeated=())
     # What repeats in one of two need not repeat in the other.
     found = repeats(timelines[0]) if len(timelines) == 1 else []
     longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
-    columns = max(width - corner, 1)
-    for draw in (
-        sketcher.labelled,
-        sketcher.coarse,
-        partial(sketcher.squeezed, columns=columns),
-    ):
+    draws: list[Callable[[Sequence[Repeat]], Drawing]] = []
+    if not sketcher.too_wide:
+        draws = [sketcher.labelled, sketcher.coarse]
+    for draw in (*draws, partial(sketcher.squeezed, columns=columns)):
         drawing = draw(repeated)
         if _lines(drawing, width) <= room:
             return drawing
@@ -201,9 +206,29 @@ class _Sketcher:
         """When the last of the timelines ends."""
         return max(part.timeline.makespan for part in self.shown)
 
+    @cached_property
+    def scale(self) -> float:
+        """The columns per unit of time that leave room for all labels."""
+        return self.labels.scale(self.rows)
+
+    @property
+    def too_wide(self) -> bool:
+        """Whether all labels are not worth their columns."""
+        return too_wide(self.scale, self.rows, self.makespan)
+
+    @property
+    def corner(self) -> str:
+        """What stands above the heads of the rows."""
+        staged = any(lane.stage is not None for part in self.shown for lane in part.lanes)
+        return _CORNER_OF_REPLICAS if staged else _CORNER
+
+    def fits(self, columns: int) -> bool:
+        """Whether all actions with their labels do."""
+        return Axis(self.scale, self.makespan).columns <= columns
+
     def labelled(self, repeated: Sequence[Repeat]) -> Drawing:
         """Every action with its label, but for what is `repeated`."""
-        axis = self._axis(self.labels.scale(self.rows), repeated)
+        axis = self._axis(self.scale, repeated)
         cells = [self.labels.cells(row, axis) for row in self.rows]
         return self._drawing(axis, cells, legend(self.labels, self.rows, cells))
 
@@ -215,15 +240,12 @@ class _Sketcher:
         """As letters in so many columns, each for as many actions as it must be."""
         drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
-        note = f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
-        return self._letters(self._axis(scale, repeated), note)
+        return self._letters(self._axis(scale, repeated), per_column(scale))
 
     def _letters(self, axis: Axis, note: str) -> Drawing:
         cells = [coarse_cells(row, axis) for row in self.rows]
-        drawn = {cell.text[0] for row in cells for cell in row}
-        words = [*kinds_in_words(self.rows), f"{PAIR} a forward and a backward as one"]
-        words = [word for word in words if word[0] in drawn]
-        return self._drawing(axis, cells, ", ".join(words) + note, complete=False)
+        words = letters_legend(self.rows, cells) + note
+        return self._drawing(axis, cells, words, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
         axis = Axis(scale, self.makespan)
@@ -247,10 +269,8 @@ class _Sketcher:
         if any(part.hidden for part in self.shown) or axis.cuts or not complete:
             words += "; --full draws everything"
         rows = iter(cells)
-        staged = any(lane.stage is not None for part in self.shown for lane in part.lanes)
-        corner = _CORNER_OF_REPLICAS if staged else _CORNER
-        groups = [part.group([next(rows) for _ in part.lanes], corner) for part in self.shown]
-        return stacked(corner, groups, axis, words)
+        groups = [part.group([next(rows) for _ in part.lanes], self.corner) for part in self.shown]
+        return stacked(self.corner, groups, axis, words)
 
 
 def _again(repeat: Repeat) -> str:

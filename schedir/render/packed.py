@@ -27,6 +27,7 @@ from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator import IdleColumns, Timeline
 from schedir.simulator.times import Numbers
 
+_NOTHING = 1e-290  # what is as short has no ticks
 MOST_TICKS = 2**31 - 1
 """What a signed integer of 32 bits holds."""
 
@@ -90,7 +91,7 @@ def ticks_for(timelines: Sequence[Timeline]) -> Ticks:
     times = np.concatenate([times for line in timelines for times in (line.starts, line.ends)])
     times = times[~np.isnan(times)].astype(np.float64)
     longest = float(times.max(initial=0))
-    if longest <= MOST_TICKS and (times == np.rint(times)).all():
+    if longest < _NOTHING or (longest <= MOST_TICKS and (times == np.rint(times)).all()):
         return Ticks(1)
     exponent = math.ceil(math.log10(longest / MOST_TICKS))
     if longest / 10.0**exponent > MOST_TICKS:

@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 import attrs
 import numpy as np
 
-from schedir.render.axis import round_step
+from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions
 from schedir.render.clock import clock_of
 from schedir.render.lanes import lanes_per_rank
@@ -107,7 +107,7 @@ def svg_blocks(
     clock = clock_of(*both)
     spans = [line.makespan * factor for line, factor in zip(both, clock.factors, strict=True)]
     width = _width(both, clock.factors, max(spans))
-    per_unit = width / (max(spans) or 1)
+    per_unit = finite(width / (max(spans) or 1))
     headings = list(dict.fromkeys(title(line.schedule) for line in both))
     entries = list(legend(both, width, curves.what if curves else ""))
     within = max(lanes_per_rank(line.schedule) for line in both)

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from schedir.ir import Schedule
 from schedir.render.axis import Axis
 from schedir.render.captions import bubble, caption
+from schedir.render.cells import MOST_COLUMNS, coarse_cells, too_wide
 from schedir.render.clock import clock_of, with_unit
 from schedir.render.drawing import Drawing, Group, stacked
 from schedir.render.lanes import Lane, labels_of, lanes_of
-from schedir.render.legend import legend, painted_legend
+from schedir.render.legend import legend, letters_legend, painted_legend, per_column
 from schedir.render.styled import Block, Piece, Table, coloured, count, fill, number, plain
 from schedir.simulator import Timeline
 
@@ -46,18 +47,27 @@ def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = F
     """The timeline drawn in text, its legend, and a summary of what it costs.
 
     With a `width` in columns it is split into pages by time, each with all ranks; without one,
-    each rank is one line, however long. `colour` adds ANSI escapes and changes no character.
+    each rank is one line, however long. Where a step or a link takes so long that nearly all of
+    that would be blank, it is drawn in letters, in the `width` or 10,000 columns. `colour` adds
+    ANSI escapes and changes no character.
     """
     write = coloured if colour else plain
     return write(timeline_blocks(timeline, width))
 
 
 def timeline_blocks(
-    timeline: Timeline, width: int | None = None, against: Timeline | None = None
+    timeline: Timeline,
+    width: int | None = None,
+    against: Timeline | None = None,
+    fit: bool = False,
 ) -> Iterator[Block]:
-    """The same as blocks, for whatever writes them; a second timeline is drawn below the first."""
+    """The same as blocks, for whatever writes them; a second timeline is drawn below the first.
+
+    With `fit` the `width` has room for the whole drawing, its cells being letters where labels
+    would take more.
+    """
     lines = [timeline] if against is None else [timeline, against]
-    drawing = drawing_of(*lines)
+    drawing = drawing_of(*lines, width=width, fit=fit)
     axis_title = clock_of(*lines).title
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
@@ -85,23 +95,33 @@ def names(*timelines: Timeline) -> list[str]:
     return found
 
 
-def drawing_of(*timelines: Timeline) -> Drawing:
-    """All ranks with all their actions, one timeline below the other on one axis."""
+def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False) -> Drawing:
+    """All ranks with all their actions, one timeline below the other on one axis.
+
+    They are in letters that take at most `width` columns where labels would `fit` into no fewer
+    than these, or into too many for anyone.
+    """
     several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
     rows = [lane.row for part in several for lane in part]
-    labels = labels_of(timelines)
-    axis = Axis(labels.scale(rows), max(line.makespan for line in timelines))
+    labels, heads = labels_of(timelines), _heads(several)
+    corner = " " * len(heads[0][0])
+    makespan = max(line.makespan for line in timelines)
+    room = MOST_COLUMNS if width is None else max(width - len(corner), 1)
+    scale = labels.scale(rows)
+    if (fit and scale * makespan > room) or too_wide(scale, rows, makespan):
+        axis = Axis(room / makespan, makespan)
+        cells = [coarse_cells(row, axis) for row in rows]
+        words = letters_legend(rows, cells) + per_column(axis.scale)
+    else:
+        axis = Axis(scale, makespan)
+        cells = [labels.cells(row, axis) for row in rows]
+        words = legend(labels, rows, cells)
+    drawn = iter(cells)
     groups = [
-        Group(
-            name,
-            heads,
-            [labels.cells(lane.row, axis) for lane in part],
-        )
-        for name, heads, part in zip(names(*timelines), _heads(several), several, strict=True)
+        Group(name, own, [next(drawn) for _ in part])
+        for name, own, part in zip(names(*timelines), heads, several, strict=True)
     ]
-    cells = [row for group in groups for row in group.rows]
-    corner = " " * len(groups[0].heads[0])
-    return stacked(corner, groups, axis, legend(labels, rows, cells))
+    return stacked(corner, groups, axis, words)
 
 
 def _heads(several: Sequence[Sequence[Lane]]) -> list[list[str]]:
