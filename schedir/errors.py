@@ -17,15 +17,19 @@ class SchedirError(Exception):
 class ParseError(SchedirError):
     """A schedule's text is not well formed.
 
-    `line` and `column` count from 1; `column` counts characters.
+    `line` and `column` count from 1; `column` counts characters. `binary` is True where the file is
+    no text at all, so that nothing of it is to be shown.
     """
 
-    def __init__(self, message: str, file: str, line: int, column: int) -> None:
+    def __init__(
+        self, message: str, file: str, line: int, column: int, binary: bool = False
+    ) -> None:
         super().__init__(f"{file}:{line}:{column}: {message}")
         self.message = message
         self.file = file
         self.line = line
         self.column = column
+        self.binary = binary
 
 
 class LoadError(SchedirError):

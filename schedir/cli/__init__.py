@@ -16,7 +16,7 @@ from typing import NoReturn
 import schedir
 from schedir.cli import check, compare, explain, export, list, search, show
 from schedir.cli.proving import RefusedError
-from schedir.cli.terminal import fail, refuse, show_parse_error
+from schedir.cli.terminal import fail, refuse, say, show_parse_error
 from schedir.errors import ParseError, SchedirError
 from schedir.render import legible
 
@@ -65,10 +65,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ToStderr(logging.Handler):
-    """Writes `warning: …`; looks `sys.stderr` up each time, as callers of `main` replace it."""
+    """Writes `warning: …`, on the `sys.stderr` of the moment, as callers of `main` replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        say(record.levelname.lower(), record.getMessage())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import inspect
 import sys
 
 from schedir.cli.terminal import write
+from schedir.ir import printable
 from schedir.library import Generator, installed
 from schedir.render.styled import Table
 
@@ -24,9 +25,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
-    rows = [("name", "aliases", "parameters", "description")]
+    rows: list[tuple[str, ...]] = [("name", "aliases", "parameters", "description")]
     rows += [
-        (generator.name, ", ".join(generator.aliases), _parameters(generator), generator.summary)
+        tuple(
+            printable(cell)
+            for cell in (
+                generator.name,
+                ", ".join(generator.aliases),
+                _parameters(generator),
+                generator.summary,
+            )
+        )
         for generator in installed()
     ]
     write([Table(rows, header=True)], sys.stdout)

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from schedir.checker import Report
 from schedir.errors import ParseError
+from schedir.ir import printable
 from schedir.render import Page, outputs_of
 from schedir.render.styled import Block, coloured, plain
 
@@ -63,8 +64,13 @@ def has_colour(stream: TextIO) -> bool:
 
 def fail(message: str) -> int:
     """Say what is wrong with the target or an option; returns the exit code."""
-    print(f"error: {message}", file=sys.stderr)
+    say("error", message)
     return 2
+
+
+def say(level: str, message: str) -> None:
+    """Say something on stderr, in one line, whatever the message quotes."""
+    print(f"{level}: {printable(message)}", file=sys.stderr)
 
 
 def refuse(report: Report, subject: str) -> int:
@@ -77,6 +83,8 @@ def refuse(report: Report, subject: str) -> int:
 def show_parse_error(error: ParseError) -> int:
     """Say what is wrong with a file, with the line and a caret under it; returns the exit code."""
     fail(str(error))
+    if error.binary:
+        return 2
     column = error.column - 1
     start = max(0, column - _MOST_OF_A_LINE * 2 // 3)
     try:
@@ -95,7 +103,7 @@ def _excerpt(path: str, number: int, start: int) -> str | None:
 
     It reads piece by piece, as a line may be all of a huge file.
     """
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
         text = file.read(_PIECE)
         above = number - 1
         while text and (ends := text.count("\n")) < above:

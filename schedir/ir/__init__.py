@@ -57,7 +57,7 @@ from schedir.ir.schedule import (
 from schedir.ir.text import dumps, loads
 from schedir.ir.ties import Ties, shared_steps, tied_steps, ties_of
 from schedir.ir.together import Entry, Together, flat, together
-from schedir.ir.tokens import TokenError, decode, parse_action, parse_entry
+from schedir.ir.tokens import TokenError, decode, parse_action, parse_entry, printable
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
 from schedir.ir.versions import StageVersions, weight_versions
 
@@ -122,6 +122,7 @@ __all__ = [
     "parse_entry",
     "peak_activations",
     "plan",
+    "printable",
     "queues",
     "recompute_forward",
     "recv_act",

@@ -15,7 +15,7 @@ from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.dataflow import Dataflow, dataflow_of
 from schedir.ir.printing import sched_text
 from schedir.ir.together import Entry
-from schedir.ir.tokens import TokenError, clip, parse_entry
+from schedir.ir.tokens import TokenError, clip, parse_entry, printable
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -27,6 +27,9 @@ class Source:
 
     file: str
     line: int
+
+    def __str__(self) -> str:
+        return f"{printable(self.file)}:{self.line}"
 
 
 @attrs.frozen(eq=False)

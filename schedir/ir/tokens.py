@@ -14,6 +14,8 @@ from schedir.ir.together import Entry, Together
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.ASCII)
 _NESTED = re.compile(r"[(;](?=\()")  # up to the bracket that opens the inner entry
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
+_COMMAND = re.compile(r"\s*(?:::|##\[)")  # a line that GitHub's runner obeys
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -91,21 +93,34 @@ def _parse_together(token: str) -> Together:
 
 
 def decode(text: str | bytes, file: str) -> str:
-    """The text of a file's bytes. Raises ParseError at the first byte that is not UTF-8."""
+    """The text of a file's bytes, without a byte order mark.
+
+    Raises ParseError at the first byte that is not UTF-8, or is 0.
+    """
     if isinstance(text, str):
-        return text
+        return text.removeprefix("\ufeff")
     try:
-        return text.decode("utf-8")
+        found = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        start = error.start
-        line_start = text.rfind(b"\n", 0, start) + 1
-        column = len(text[line_start:start].decode("utf-8")) + 1
-        raise ParseError(
-            f"byte 0x{text[start]:02x} is not UTF-8",
-            file,
-            text.count(b"\n", 0, start) + 1,
-            column,
-        ) from None
+        # Its places are those behind the mark.
+        place = error.start + len(text) - len(error.object)
+        binary = _CONTROL.search(text) is not None
+        raise _undecoded(text, place, file, binary) from None
+    if "\0" in found:
+        raise _undecoded(text, text.index(b"\0"), file, binary=True)
+    return found
+
+
+def _undecoded(text: bytes, place: int, file: str, binary: bool) -> ParseError:
+    line_start = text.rfind(b"\n", 0, place) + 1
+    why = f"byte 0x{text[place]:02x} is {'not UTF-8' if text[place] else 'of no text'}"
+    return ParseError(
+        f"no text, but binary: {why}" if binary else why,
+        file,
+        text.count(b"\n", 0, place) + 1,
+        len(text[line_start:place].decode("utf-8-sig")) + 1,
+        binary,
+    )
 
 
 def position(text: str, offset: int) -> tuple[int, int]:
@@ -122,6 +137,22 @@ def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]
             stop = len(text)
         yield text[start:stop], offset + start
         start = stop + 1
+
+
+def printable(text: str) -> str:
+    """Anybody's text, such as the name of a file, in one line that no terminal and no CI obeys.
+
+    What is not printable is escaped, as in `a\\x1b[31m.sched` and `two\\nlines`, and so is the
+    start of what would be a command on GitHub: `\\x3a:error::`.
+    """
+    if _COMMAND.match(text):
+        blanks = len(text) - len(text.lstrip())
+        return f"{printable(text[:blanks])}\\x{ord(text[blanks]):x}{printable(text[blanks + 1 :])}"
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def clip(text: str) -> str:

@@ -75,7 +75,7 @@ def source_of(frame: FrameType | None) -> Source | None:
 def blamed_line(source: Source | None, generator: Generator) -> str:
     """A line as `file:line`; where it is not known, the line that defines the generator."""
     if source is not None:
-        return f"{source.file}:{source.line}"
+        return str(source)
     function = generator.function
     if isinstance(function, FunctionType):
         code = function.__code__

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from schedir.finder import Comparison, Problem, Row
+from schedir.ir import printable
 from schedir.render.clock import unit_of
 from schedir.render.styled import Block, Piece, Table, count, fill, table
 from schedir.simulator import how_derived
@@ -126,7 +127,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
         times = [row.makespan for row in rows if row.makespan is not None]
         name, factor = unit_of(times, comparison.unit)
         unit = f" ({name})"
-    yield _Column("schedule", "<", lambda row: row.target)
+    yield _Column("schedule", "<", lambda row: printable(row.target))
     if any(_remark(comparison, row) for row in rows):
         yield _Column("", "<", lambda row: _remark(comparison, row))
     if len({row.ranks for row in rows} - {None}) > 1:
@@ -218,9 +219,9 @@ def _objections(comparison: Comparison) -> Iterator[str]:
 
 def _objection(comparison: Comparison, row: Row, why: Problem) -> str:
     if why.code is None:
-        return f"{row.target}: {why.message}"
+        return printable(f"{row.target}: {why.message}")
     where = f" under {comparison.channel}" if row.makespan is not None else ""
-    return f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
+    return printable(f"{row.target} does not run{where}: error[{why.code}]: {why.message}")
 
 
 def _bubble(row: Row) -> str:

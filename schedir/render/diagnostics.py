@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report
+from schedir.ir import printable
 from schedir.render.findings import shown, source_of
 from schedir.render.palette import SEVERITIES
 from schedir.render.styled import Piece, plain, table
@@ -23,7 +24,7 @@ def full(report: Report, subject: str) -> Iterator[Piece]:
     for each in shown(report.diagnostics):
         yield from _finding(each.diagnostic)
         yield Piece(f"   … {each.others}\n\n" if each.others else "\n")
-    yield Piece(f"{subject}: {_summary(report)}\n")
+    yield Piece(f"{printable(subject)}: {_summary(report)}\n")
 
 
 def finding(diagnostic: Diagnostic) -> str:
@@ -53,7 +54,7 @@ def _places(diagnostic: Diagnostic) -> Iterator[str]:
     width = max(len(_place(location)) for location in places)
     for number, location in enumerate(places):
         source = location.source
-        line = "" if source is None else f"      {source.file}:{source.line}"
+        line = "" if source is None else f"      {source}"
         label = diagnostic.labels[number] if number < len(diagnostic.labels) else ""
         after = line + (f"   {label}" if label else "")
         place = _place(location).ljust(width) if after else _place(location)
@@ -79,7 +80,7 @@ def concise(report: Report, subject: str) -> Iterator[Piece]:
     for each in shown(report.diagnostics):
         diagnostic = each.diagnostic
         source = source_of(diagnostic)
-        where = subject if source is None else f"{source.file}:{source.line}"
+        where = printable(subject) if source is None else str(source)
         what = f"{diagnostic.code} {diagnostic.name}"
         place = "".join(f": {_place(location)}" for location in diagnostic.locations[:1])
         yield Piece(f"{where}{place}: {what}: {diagnostic.headline}\n")
@@ -166,4 +167,4 @@ def _escaped(text: str, more: str = "") -> str:
     """As GitHub's workflow commands want it; `more` are the characters special in a property."""
     for character in "%\r\n" + more:
         text = text.replace(character, f"%{ord(character):02X}")
-    return text
+    return printable(text)

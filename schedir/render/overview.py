@@ -134,8 +134,9 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
     draws: list[Callable[[Sequence[Repeat]], Drawing]] = []
     if not sketcher.too_wide:
-        draws = [sketcher.labelled, sketcher.coarse]
-    for draw in (*draws, partial(sketcher.squeezed, columns=columns)):
+        draws += [sketcher.labelled, sketcher.coarse]
+    draws.append(partial(sketcher.squeezed, columns=columns))
+    for draw in draws:
         drawing = draw(repeated)
         if _lines(drawing, width) <= room:
             return drawing

@@ -142,7 +142,7 @@ def _put(
         "several": several,
         "replicas": has_replicas(schedule),
         "ticks": int(ticks.of(np.array(timeline.makespan))),
-        "sources": [f"{line.file}:{line.line}" for line in sources.lines] if sources else [],
+        "sources": [str(line) for line in sources.lines] if sources else [],
         "idle": timeline.idle_columns.bounds.tolist(),
         "path": len(path),
         "memory": {
