@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         add(
             "--schedule",
             default=schedule,
-            help=f"a name that `schedir list` shows, or a file ({schedule})",
+            help=f"a name that `schedir list` shows, or a file ({schedule}); Python is run",
         )
         self._number("microbatches", microbatches, "parts of a batch", shown="8")
         self._number("chunks", chunks, "stages per rank", shown="the schedule's default")

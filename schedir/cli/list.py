@@ -17,7 +17,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "list",
         help="list the schedules that have a name",
-        description="List the schedules that have a name, with their parameters and defaults.",
+        description="List the schedules that have a name, with their parameters and defaults. "
+        "Those of installed packages (entry points, group schedir.schedules) are run to find them.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)

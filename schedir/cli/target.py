@@ -17,7 +17,7 @@ from schedir.simulator import CostModel
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
 
-_NAMED = "a name (`schedir list`), path.py[:function], module:function"
+_NAMED = "a name (`schedir list`), path.py[:function] or module:function (Python, which is run)"
 TARGET = f"{_NAMED}, or a .sched or .csv file"
 """What the help of a command says of the schedules that it takes."""
 TARGET_OR_RUN = f"{_NAMED}, a .sched or .csv file, or a .json file of measured timelines"

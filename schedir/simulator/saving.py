@@ -86,7 +86,7 @@ def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
     if not isinstance(content, dict) or _FORMAT not in content:
         raise ValueError(f'no file of timelines: it lacks the key "{_FORMAT}"')
     if content[_FORMAT] != _VERSION:
-        raise ValueError(f"format {content[_FORMAT]!r} is unknown; this is format {_VERSION}")
+        raise ValueError(f"format {clip(content[_FORMAT])} is unknown; this is format {_VERSION}")
     whole = _keys(content, "the file", (_FORMAT, "schedules", "timelines"))
     schedules = []
     for number, text in enumerate(_list(whole["schedules"], "schedules")):

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from schedir.ir import is_number
+from schedir.simulator.json_file import clip
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -24,9 +25,9 @@ MOST = 10**15
 def expect_number(name: str, value: object) -> None:
     """Raise TypeError for what is no number, ValueError for one that is no cost."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"{name} must be a number, not {clip(value)}")
     if not 0 <= value <= MOST:
-        raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {value}")
+        raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {clip(value)}")
 
 
 def _check_stages(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, gathered_state, partition
-from schedir.training.checkpoints.manifest import sealed
+from schedir.training.checkpoints.manifest import sealed, unsealed
 from tests.runtime.kit import MSE, ScaledLoss, adamw, momentum, random_batches
 from tests.runtime.test_optimizer_view import advance
 
@@ -257,6 +258,27 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 class Mischief:
     def __reduce__(self) -> Any:
         return print, ("mischief",)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("place", ["../elsewhere", "{folder}/elsewhere"])
+def test_a_checkpoint_names_no_file_outside_of_its_folder(
+    tmp_path: Path, place: str, listed: bool
+) -> None:
+    model = partition(layers(), 1)[0]
+    folder = tmp_path / "checkpoint"
+    Checkpoint(model).save(folder)
+    pickled, files = unsealed((folder / ".metadata").read_bytes(), folder / ".metadata")
+    metadata = pickle.loads(pickled)
+    (file,) = {info.relative_path for info in metadata.storage_data.values()}
+    (folder / file).rename(tmp_path / "elsewhere")
+    named = place.format(folder=tmp_path)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=named)
+    found = {named: files[file]} if listed else {}
+    (folder / ".metadata").write_bytes(sealed(pickle.dumps(metadata), found))
+    with pytest.raises(ExecutionError, match="names a file elsewhere"):
+        Checkpoint(model).load_weights(folder)
 
 
 def test_loading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

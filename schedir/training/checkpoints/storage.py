@@ -173,6 +173,9 @@ class Stored:
         except OSError as error:
             raise unreadable(file, error) from error
         pickled, self._files = unsealed(content, file)
+        for name in self._files:
+            if Path(name).name != name:
+                raise _elsewhere(file, name)
         for name, entry in self._files.items():
             check_size(folder / name, entry)
         self.mark = content[-64:]
@@ -181,6 +184,9 @@ class Stored:
             self._metadata = _metadata(pickled)
         except Exception as error:  # a pickle may raise anything
             raise ExecutionError(f"{file} is of no checkpoint: {error}", cause=error) from error
+        for info in self._metadata.storage_data.values():
+            if info.relative_path not in self._files:
+                raise _elsewhere(file, info.relative_path)
         listed = self._metadata.state_dict_metadata.items()
         self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -214,6 +220,10 @@ class Stored:
         planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=True)
         plan = planner.finish_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
+
+
+def _elsewhere(file: Path, name: str) -> ExecutionError:
+    return ExecutionError(f"{file} names a file elsewhere: {name!r}")
 
 
 def is_complete(folder: Path) -> bool:
