@@ -166,7 +166,8 @@ def test_tied_stages_that_group_differently_are_uneven_steps() -> None:
     uneven = schedule(
         2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1@0 1F1@0 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
     )
-    assert {d.code for d in schedir.check(uneven, ties=[(0, 1)]).errors} == {"S207", "S301"}
+    # That they wait for each other's uneven steps would be an echo.
+    assert {d.code for d in schedir.check(uneven, ties=[(0, 1)]).errors} == {"S207"}
 
 
 # Several tied stages on one rank.

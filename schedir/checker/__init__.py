@@ -1,6 +1,18 @@
 """Prove a schedule right, or say what is wrong: Schedule → Report."""
 
-from schedir.checker.changes import Batch, Change, LeaveOut, Move, Reorder, changed
+from schedir.checker.changes import (
+    Add,
+    AsSent,
+    Batch,
+    Change,
+    LeaveOut,
+    Move,
+    Remove,
+    Reorder,
+    Several,
+    Write,
+    changed,
+)
 from schedir.checker.deadlock import clean_channels
 from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
 from schedir.checker.memory import delays
@@ -12,6 +24,8 @@ __all__ = [
     "CHANNELS",
     "RETIRED",
     "RULES",
+    "Add",
+    "AsSent",
     "Batch",
     "Change",
     "Diagnostic",
@@ -19,8 +33,11 @@ __all__ = [
     "LeaveOut",
     "Location",
     "Move",
+    "Remove",
     "Reorder",
     "Report",
+    "Several",
+    "Write",
     "changed",
     "check",
     "clean_channels",

@@ -1,16 +1,21 @@
-"""Changes that may fix a list: one entry moved, a few put in another order, sends and receives
-joined into batches, or left out for schedir to insert. What runs together is moved together."""
+"""Changes that may fix a list: an entry moved, a few put in another order, an action added, removed
+or written otherwise, sends and receives joined into batches, or left out for schedir to insert.
+
+A change's text is the help that a user reads: who follows it to the letter makes that change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import chain, zip_longest
 from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.ir import Ints, Schedule
+from schedir.ir import KIND_INDEX, Action, Ints, Schedule
+from schedir.ir.schedule import Sources
 from schedir.passes import batch_communication, strip_communication
 
 Side = Literal["before", "after"]
@@ -19,8 +24,8 @@ Verb = Literal["move", "post"]
 
 @attrs.frozen
 class Move:
-    """Take the entry at `index` of a rank's list, and put it before (or after) the one at
-    `target`."""
+    """Take the entry at `index` of a rank's list, all that runs together there, and put it before
+    (or after) the one at `target`."""
 
     rank: int
     index: int
@@ -53,6 +58,72 @@ class Reorder:
 
 
 @attrs.frozen
+class Add:
+    """Put an action into a rank's list, before or after the entry at `target`, which is None where
+    the list is empty."""
+
+    action: Action
+    rank: int
+    side: Side
+    target: int | None
+
+    def __str__(self) -> str:
+        if self.target is None:
+            return f"add {self.action} to rank {self.rank}"
+        return f"add {self.action} {self.side} rank {self.rank} #{self.target}"
+
+
+@attrs.frozen
+class Remove:
+    """Take an action out of a rank's list: what runs together with it stays."""
+
+    action: Action
+    rank: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"remove {self.action} at rank {self.rank} #{self.index}"
+
+
+@attrs.frozen
+class Write:
+    """Write an action in the place of another one."""
+
+    action: Action
+    old: Action
+    rank: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"write {self.action} in place of {self.old} at rank {self.rank} #{self.index}"
+
+
+@attrs.frozen
+class Several:
+    """Some changes, one after the other; `several` puts them in an order in which none renumbers
+    what a later one names."""
+
+    changes: tuple[Add | Remove | Write, ...]
+
+    def __str__(self) -> str:
+        return ", and ".join(map(str, self.changes))
+
+
+@attrs.frozen
+class AsSent:
+    """List what a rank receives from another one in the order in which that sends it."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return (
+            f"order rank {self.target}'s receives from rank {self.source} as rank {self.source} "
+            "sends them"
+        )
+
+
+@attrs.frozen
 class Batch:
     """Join the sends and receives of a rank that block each other. `tried` says whether moves were
     tried before."""
@@ -80,7 +151,8 @@ def _after_moves(tried: bool) -> str:
     return "none of the moves tried fixes it; " if tried else ""
 
 
-Change: TypeAlias = Move | Reorder | Batch | LeaveOut
+Edit: TypeAlias = Add | Remove | Write
+Change: TypeAlias = Move | Reorder | Edit | Several | AsSent | Batch | LeaveOut
 
 
 def changed(schedule: Schedule, change: Change) -> Schedule:
@@ -89,6 +161,20 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
         return strip_communication(schedule)
     if isinstance(change, Batch):
         return batch_communication(schedule)
+    if isinstance(change, Several):
+        return reduce(changed, change.changes, schedule)
+    if isinstance(change, Add):
+        return _added(schedule, change)
+    if isinstance(change, Remove):
+        return _removed(schedule, change)
+    if isinstance(change, Write):
+        return _written(schedule, change)
+    if isinstance(change, AsSent):
+        return _as_sent(schedule, change)
+    return _reordered(schedule, change)
+
+
+def _reordered(schedule: Schedule, change: Move | Reorder) -> Schedule:
     columns = schedule.columns
     start, end = columns.starts[change.rank], columns.starts[change.rank + 1]
     places = np.arange(len(columns))
@@ -106,6 +192,119 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
     turns = turn[columns.entry[start:end] - entries[0]]
     places[start:end] = start + np.argsort(turns, kind="stable")
     return schedule.take(places, columns.starts)
+
+
+def _added(schedule: Schedule, change: Add) -> Schedule:
+    columns, action = schedule.columns, change.action
+    place = int(columns.starts[change.rank])
+    if change.target is not None:
+        place = columns.place(change.rank, change.target)
+        if change.side == "after":
+            place = int(columns.last[place]) + 1
+    added = attrs.evolve(
+        columns,
+        starts=columns.starts + (np.arange(len(columns.starts)) > change.rank),
+        joined=np.insert(columns.joined, place, False),
+        **{name: np.insert(getattr(columns, name), place, n) for name, n in _numbers(action)},
+    )
+    sources = schedule.sources
+    if sources is not None:
+        sources = Sources(sources.lines, np.insert(sources.line_of, place, -1))
+    return attrs.evolve(schedule, actions=added, sources=sources)
+
+
+def _removed(schedule: Schedule, change: Remove) -> Schedule:
+    place, starts = _found(schedule, change), schedule.columns.starts
+    return schedule.take(
+        np.delete(np.arange(len(schedule.columns)), place),
+        starts - (np.arange(len(starts)) > change.rank),
+    )
+
+
+def _written(schedule: Schedule, change: Write) -> Schedule:
+    columns, place = schedule.columns, _found(schedule, change)
+    written = {}
+    for name, number in _numbers(change.action):
+        written[name] = getattr(columns, name).copy()
+        written[name][place] = number
+    return attrs.evolve(schedule, actions=attrs.evolve(columns, **written))
+
+
+def _as_sent(schedule: Schedule, change: AsSent) -> Schedule:
+    transfers = schedule.dataflow.transfers
+    order, _ = transfers.by_channel
+    own = (transfers.source[order] == change.source) & (transfers.target[order] == change.target)
+    receives = transfers.receive[order[own]]
+    places = np.arange(len(schedule.columns))
+    places[np.sort(receives)] = receives
+    # What runs together are slots: the receives change places, and nothing else does.
+    taken = schedule.columns.take(places, schedule.columns.starts)
+    columns = attrs.evolve(taken, joined=schedule.columns.joined)
+    sources = schedule.sources
+    if sources is not None:
+        sources = Sources(sources.lines, sources.line_of[places])
+    return attrs.evolve(schedule, actions=columns, sources=sources)
+
+
+def _numbers(action: Action) -> Iterator[tuple[str, int]]:
+    """An action as the numbers of the columns."""
+    yield "kind", KIND_INDEX[action.kind]
+    yield "stage", action.stage
+    yield "microbatch", -1 if action.microbatch is None else action.microbatch
+    yield "version", -1 if action.version is None else action.version
+
+
+def _found(schedule: Schedule, change: Remove | Write) -> int:
+    """The place of the action that a change names, which may be one of several of its entry."""
+    columns = schedule.columns
+    wanted = change.action if isinstance(change, Remove) else change.old
+    first = columns.place(change.rank, change.index)
+    parts = range(first, int(columns.last[first]) + 1)
+    return next(place for place in parts if columns.action(place) == wanted)
+
+
+def several(edits: Iterable[Edit]) -> Edit | Several:
+    """The changes, in an order in which none renumbers what a later one names."""
+
+    def position(edit: Edit) -> tuple[int, float]:
+        if not isinstance(edit, Add):
+            return edit.rank, -edit.index
+        target = -1 if edit.target is None else edit.target
+        return edit.rank, -(target + (0.5 if edit.side == "after" else -0.5))
+
+    ordered = sorted(edits, key=position)
+    return ordered[0] if len(ordered) == 1 else Several(tuple(ordered))
+
+
+def removal(schedule: Schedule, place: int) -> Remove:
+    """What stands at a place taken out."""
+    rank, index = schedule.columns.position(place)
+    return Remove(schedule.columns.action(place), rank, index)
+
+
+def rewriting(schedule: Schedule, place: int, action: Action) -> Write:
+    """An action written in the place of what stands there."""
+    rank, index = schedule.columns.position(place)
+    return Write(action, schedule.columns.action(place), rank, index)
+
+
+def beside(schedule: Schedule, action: Action, side: Side, place: int) -> Add:
+    """An action added next to a place."""
+    rank, index = schedule.columns.position(place)
+    return Add(action, rank, side, index)
+
+
+def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Move | Several:
+    """What stands at a place put next to another one of its rank, without what it runs together
+    with."""
+    columns = schedule.columns
+    if columns.shared[place]:
+        out = removal(schedule, place)
+        split = several((out, beside(schedule, out.action, side, target)))
+        assert isinstance(split, Several)
+        return split
+    rank, index = columns.position(place)
+    return Move(rank, index, side, columns.position(target)[1])
 
 
 @attrs.frozen

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import chain
 
+import attrs
 import numpy as np
 
-from schedir.checker.changes import Change, ahead, back, in_turn, reorder
+from schedir.checker.changes import (
+    Add,
+    AsSent,
+    Change,
+    Several,
+    ahead,
+    back,
+    beside,
+    in_turn,
+    moved_beside,
+    removal,
+    reorder,
+)
 from schedir.checker.diagnostics import locate
 from schedir.checker.faults import Faults, Finding
+from schedir.checker.places import additions, at_gap, last_of_stage, taken_to
 from schedir.checker.rules import communication as rules
-from schedir.ir import COMMUNICATION, Action, Ints, Kind, Schedule, Transfers, reduces_by_stage
+from schedir.ir import (
+    COMMUNICATION,
+    COMPLETES_GRADIENTS,
+    Action,
+    Ints,
+    Kind,
+    Schedule,
+    Transfers,
+    reduces_by_stage,
+)
 
 _ROWS_AROUND = 2
 
@@ -42,11 +67,14 @@ def _no_peer(schedule: Schedule) -> Faults:
 
 
 def _alone(schedule: Schedule, place: int) -> Finding:
-    peer = schedule.dataflow.peers[place]
-    local = peer == schedule.columns.rank[place]
+    flow, columns = schedule.dataflow, schedule.columns
+    peer, action = int(flow.peers[place]), columns.action(place)
+    runs = int(flow.runs[action.stage, action.microbatch])
+    reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
     return Finding(
-        rules.NoPeer.at(
-            schedule, place, reason="end" if peer < 0 else "local" if local else "elsewhere"
+        rules.NoPeer.at(schedule, place, reason=reason),
+        otherwise=taken_to(
+            schedule, place, runs, flow.listed, there=reason == "end" or peer == runs
         ),
     )
 
@@ -55,22 +83,28 @@ def _without_receive(schedule: Schedule, transfers: Transfers) -> Faults:
     """A receive stands before the compute that uses it."""
     numbers = np.flatnonzero((transfers.receive < 0) | (transfers.receive > transfers.user))
     numbers = numbers[np.argsort(transfers.user[numbers])]
+    channels = _Channels(schedule, transfers)
     return Faults(
         rule=rules.MissingReceive,
         keys=numbers,
-        findings=(_used_too_early(schedule, transfers, number) for number in numbers.tolist()),
+        findings=(_used_too_early(schedule, channels, number) for number in numbers.tolist()),
     )
 
 
-def _used_too_early(schedule: Schedule, transfers: Transfers, number: int) -> Finding:
+def _used_too_early(schedule: Schedule, channels: _Channels, number: int) -> Finding:
+    transfers = channels.transfers
     user, receive = int(transfers.user[number]), int(transfers.receive[number])
     action = _receive(transfers, number)
     if receive < 0:
-        return Finding(rules.MissingReceive.at(schedule, user, receive=action))
+        adds = channels.receive(number)
+        likely = next(adds)
+        finding = rules.MissingReceive.at(schedule, user, receive=action)
+        return Finding(finding, chain((likely,), adds), likely)
     slides = (ahead(schedule, receive, user), back(schedule, user, receive))
     return Finding(
         rules.MissingReceive.at(schedule, user, receive, receive=action),
         in_turn(slides),
+        moved_beside(schedule, receive, "before", user),
         of_communication=True,
     )
 
@@ -94,6 +128,7 @@ def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
     return Finding(
         rules.SendBeforeCompute.at(schedule, send, maker),
         in_turn(slides),
+        moved_beside(schedule, send, "after", maker),
         of_communication=True,
     )
 
@@ -109,38 +144,98 @@ def _send(transfers: Transfers, number: int) -> Action:
     return send
 
 
+@attrs.frozen(eq=False, slots=False)
+class _Channels:
+    """Where an end of a transfer that is missing belongs: in the order of its channel."""
+
+    schedule: Schedule
+    transfers: Transfers
+
+    def receive(self, number: int) -> Iterator[Add]:
+        """The receive of a transfer added, where its send is among the others."""
+        order, _ = self.transfers.by_channel
+        ends = self.transfers.send, self.transfers.receive
+        action, rank = _receive(self.transfers, number), int(self.transfers.target[number])
+        return self._added(number, action, rank, order, self._sent, *ends)
+
+    def send(self, number: int) -> Iterator[Add]:
+        """The send of a transfer added, where its receive is among the others."""
+        ends = self.transfers.receive, self.transfers.send
+        action, rank = _send(self.transfers, number), int(self.transfers.source[number])
+        return self._added(number, action, rank, self._received[0], self._received[1], *ends)
+
+    def _added(
+        self,
+        number: int,
+        action: Action,
+        rank: int,
+        order: Ints,
+        keys: Ints,
+        known: Ints,
+        lacked: Ints,
+    ) -> Iterator[Add]:
+        least, most = 0, None
+        if known[number] >= 0:
+            key = self._key(np.array([number]), known)[0]
+            at = int(np.searchsorted(keys, key))
+            before, after = order[max(0, at - 1) : at], order[at : at + 1]
+            if len(before) and self._channel(before[0]) == self._channel(number):
+                least = int(lacked[before[0]]) + 1
+            if len(after) and self._channel(after[0]) == self._channel(number):
+                most = int(lacked[after[0]])
+        listed = self.schedule.dataflow.listed
+        return additions(self.schedule, action, rank, listed, least, most)
+
+    def _channel(self, number: int) -> tuple[int, int]:
+        return int(self.transfers.source[number]), int(self.transfers.target[number])
+
+    def _key(self, numbers: Ints, ends: Ints) -> Ints:
+        """By these the transfers are in the order of their channels, and of one end in each."""
+        source, target = self.transfers.source[numbers], self.transfers.target[numbers]
+        channel = source * self.schedule.ranks + target
+        keys: Ints = channel * len(self.schedule.columns) + ends[numbers]
+        return keys
+
+    @cached_property
+    def _sent(self) -> Ints:
+        return self._key(self.transfers.by_channel[0], self.transfers.send)
+
+    @cached_property
+    def _received(self) -> tuple[Ints, Ints]:
+        """The matched transfers in the order of the receives, and their keys."""
+        matched = np.flatnonzero(self.transfers.matched)
+        keys = self._key(matched, self.transfers.receive)
+        order = np.argsort(keys)
+        return matched[order], keys[order]
+
+
 def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """Every send has its receive, every receive its send."""
+    channels = _Channels(schedule, transfers)
     ends = (
-        (transfers.send, transfers.receive, transfers.target, _receive),
-        (transfers.receive, transfers.send, transfers.source, _send),
+        (transfers.send, transfers.receive, channels.receive),
+        (transfers.receive, transfers.send, channels.send),
     )
-    for side, (listed, lacked, peers, missing) in enumerate(ends):
+    for side, (listed, lacked, other_end) in enumerate(ends):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
         yield Faults(
             rule=rules.Unmatched,
             keys=2 * numbers + side,
-            findings=_without_other_end(schedule, transfers, numbers, listed, peers, missing),
+            findings=_without_other_end(schedule, numbers, listed, other_end),
         )
 
 
 def _without_other_end(
-    schedule: Schedule,
-    transfers: Transfers,
-    numbers: Ints,
-    listed: Ints,
-    peers: Ints,
-    missing: Callable[[Transfers, int], Action],
+    schedule: Schedule, numbers: Ints, listed: Ints, other_end: Callable[[int], Iterator[Add]]
 ) -> Iterator[Finding]:
     for number in numbers.tolist():
+        adds = other_end(number)
+        add = next(adds)
         yield Finding(
-            rules.Unmatched.at(
-                schedule,
-                listed[number],
-                missing=missing(transfers, number),
-                peer=int(peers[number]),
-            )
+            rules.Unmatched.at(schedule, listed[number], missing=add.action, peer=add.rank),
+            chain((add,), adds),
+            add,
         )
 
 
@@ -192,6 +287,7 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
             pairs=pairs,
         ),
         _pairing(schedule, transfers, sent, received),
+        AsSent(int(transfers.source[sent[0]]), int(transfers.target[sent[0]])),
         of_communication=True,
     )
 
@@ -233,16 +329,56 @@ def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
         least = min(by_rank, key=lambda rank: len(by_rank[rank]))
         for rank, places in by_rank.items():
             more = places[len(by_rank[least]) :]
-            # Numbered below 0, apart from the transfers; the first ones of the stage are matched.
-            first = -1 - schedule.holdings.index((stage, rank))
+            # Numbered below 0, apart from the transfers.
+            key = -1 - schedule.holdings.index((stage, rank))
             yield Faults(
                 rule=rules.Unmatched,
-                keys=first - len(schedule.holdings) * np.arange(len(more)),
-                findings=_without_counterpart(schedule, more, least),
+                keys=np.full(len(more), key),
+                findings=_without_counterpart(schedule, places, more, least),
             )
 
 
-def _without_counterpart(schedule: Schedule, places: list[int], least: int) -> Iterator[Finding]:
-    for place in places:
-        missing = Action(Kind.REDUCE_GRAD, int(schedule.columns.stage[place]))
-        yield Finding(rules.Unmatched.at(schedule, place, missing=missing, peer=least))
+def _without_counterpart(
+    schedule: Schedule, places: list[int], more: list[int], least: int
+) -> Iterator[Finding]:
+    """It is taken out, or one of the others on its rank is; or the other rank gets one."""
+    columns, turns = schedule.columns, schedule.dataflow.steps_before
+    is_step = columns.is_kind(Kind.OPTIM_STEP)
+    for place in more:
+        action, rank = columns.action(place), columns.rank[place]
+        of_round = (columns.stage == action.stage) & (turns == turns[place])
+        own = of_round & (columns.rank == rank)
+        reduces = int((own & columns.is_kind(Kind.REDUCE_GRAD)).sum())
+        there = np.flatnonzero(of_round & is_step & (columns.rank == least))
+        out = (removal(schedule, each) for each in (place, *places))
+        otherwise: Change
+        if len(there):
+            otherwise = beside(schedule, action, "before", int(there[0]))
+        elif is_step.any() and (reduces > 1 or not (own & is_step).any()):
+            otherwise = removal(schedule, place)
+        else:  # all that a step has, which the other rank lacks as well
+            otherwise = _at_the_end(schedule, least, action, steps=bool((own & is_step).any()))
+        yield Finding(
+            rules.Unmatched.at(schedule, place, missing=action, peer=least),
+            chain((otherwise,), out),
+            otherwise,
+        )
+
+
+def _at_the_end(schedule: Schedule, rank: int, action: Action, *, steps: bool) -> Change:
+    """A REDUCE_GRAD after all that a rank has of its stage, or at the end of its list; with an
+    OPTIM_STEP after it, or without."""
+    columns = schedule.columns
+    kinds = (*COMPLETES_GRADIENTS, *((Kind.REDUCE_GRAD, Kind.OPTIM_STEP) if steps else ()))
+    last = last_of_stage(columns, action.stage, rank, *kinds)
+    place = last + 1 if last >= 0 else int(columns.starts[rank + 1])
+    add = at_gap(schedule, action, rank, place, ahead=False)
+    if not steps:
+        return add
+    behind = Add(
+        Action(Kind.OPTIM_STEP, action.stage),
+        rank,
+        "after",
+        0 if add.target is None else add.target + 1,
+    )
+    return Several((add, behind))

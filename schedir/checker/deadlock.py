@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -68,6 +69,11 @@ def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     return _has_no_cycle(schedule, channel, ties)
 
 
+def blocked(schedule: Schedule, channel: str, ties: Ties = ()) -> int:
+    """How many entries and exchanges can never run under a channel model."""
+    return int(stuck(waits(schedule, channel, ties)).sum())
+
+
 # Two models may block as another one does. What `host` has compute wait for, `rank` has the
 # communication after it wait for, and compute only matters to that. What `edge` has a transfer wait
 # for, the one before it on its channel, waits for nothing that it doesn't wait for itself.
@@ -125,6 +131,7 @@ def _shortest(
     rows = _shortened(_rows(schedule.columns, cycle))
     communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
+    breaking = partial(_breaking, schedule, given or schedule, cycle, bool(ties))
     yield Finding(
         WaitCycle.at(
             schedule,
@@ -136,9 +143,10 @@ def _shortest(
             inserted=given is not None,
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
-        _breaking(schedule, given or schedule, cycle, bool(ties)),
+        breaking(),
         of_communication=communicates,
         blocks=communicates,
+        blocks_less=None if ties else breaking,
     )
 
 

@@ -81,20 +81,21 @@ class Excerpt:
     total: int
 
 
-_TEXTS = ("message", "labels", "notes", "advice")
+_TEXTS = ("message", "labels", "notes", "advice", "alternative")
 
 
 @attrs.frozen(kw_only=True)
 class Diagnostic:
     """One finding; each rule is a subclass, whose fields are what its texts are made of.
 
-    A rule gives its texts (`message`, `labels`, `notes`, `advice`) as templates, which name
-    attributes of the finding and are filled in when somebody reads them; or as properties, where
-    something is computed. `code` is stable and never reused; `name` is the bad pattern's; `why`,
-    `fix` and `example` (a whole `.sched` text that the rule rejects) are the texts of `schedir
-    explain`, with the docstring for the meaning. The first of `locations` is the primary one.
-    `change` fixes the fault, if such a change is known: it has been tried. `more` says how many
-    findings of the same code a report leaves out after this one.
+    A rule gives its texts (`message`, `labels`, `notes`, `advice`, `alternative`) as templates,
+    which name attributes of the finding and are filled in when somebody reads them; or as
+    properties, where something is computed. `code` is stable and never reused; `name` is the bad
+    pattern's; `why`, `fix` and `example` (a whole `.sched` text that the rule rejects) are the
+    texts of `schedir explain`, with the docstring for the meaning. The first of `locations` is the
+    primary one.
+    `change` ends the fault, if such a change is known; `tried` says that nothing new comes of it.
+    `more` says how many findings of the same code a report leaves out after this one.
     """
 
     code: ClassVar[str]
@@ -108,6 +109,7 @@ class Diagnostic:
 
     locations: tuple[Location, ...]
     change: Change | None = None
+    tried: bool = False
     more: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -143,9 +145,16 @@ class Diagnostic:
         return None
 
     @property
+    def alternative(self) -> str | None:
+        """What may be meant instead of the change: in what the lists do not say."""
+        return None
+
+    @property
     def help(self) -> str | None:
         """What to do."""
-        return self.advice if self.change is None else str(self.change)
+        if self.change is None:
+            return self.advice
+        return f"{self.change}{f', or {self.alternative}' if self.alternative else ''}"
 
     @property
     def headline(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from schedir.checker.changes import Write, rewriting, several
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.rules import memory as rules
 from schedir.ir import (
@@ -80,10 +81,19 @@ def _versions_exist(schedule: Schedule) -> Faults:
         rule=rules.VersionNotAvailable,
         keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
         findings=(
-            Finding(rules.VersionNotAvailable.at(schedule, place, newest=int(newest[place])))
+            Finding(
+                rules.VersionNotAvailable.at(schedule, place, newest=int(newest[place])),
+                otherwise=_reading(schedule, place, int(newest[place])),
+            )
             for place in missing.tolist()
         ),
     )
+
+
+def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
+    """What stands at a place with another version named, or none."""
+    action = attrs.evolve(schedule.columns.action(place), version=version)
+    return rewriting(schedule, place, action)
 
 
 def _run_again_alike(schedule: Schedule) -> Faults:
@@ -101,7 +111,8 @@ def _run_again_alike(schedule: Schedule) -> Faults:
             Finding(
                 rules.RecomputeAtAnotherVersion.at(
                     schedule, again.ravel()[n], forward[n], version=int(reads[n])
-                )
+                ),
+                otherwise=_reading(schedule, int(again.ravel()[n]), None),
             )
             for n in numbers.tolist()
         ),
@@ -158,6 +169,11 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
             first = int(microbatches[0])
             other = int(np.flatnonzero(differ[:, first])[0])
             forward = flow.of(Kind.FORWARD)[:, first]
+            # The oldest exists on all of them.
+            oldest = int(reads[:, first].min())
+            newer = [
+                stage for stage, read in zip(tie, reads[:, first], strict=True) if read > oldest
+            ]
             yield fault(
                 rules.TiedVersionsDisagree.at(
                     schedule,
@@ -168,6 +184,7 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
                     differing=len(microbatches),
                     microbatches=schedule.microbatches,
                 ),
+                otherwise=several(_reading(schedule, int(forward[s]), oldest) for s in newer),
                 key=number,
                 extent=len(microbatches),
             )

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import attrs
 import numpy as np
 
-from schedir.checker.changes import Move, Side, ahead, anywhere, back, in_turn
+from schedir.checker.changes import (
+    Change,
+    Edit,
+    Move,
+    Side,
+    ahead,
+    anywhere,
+    back,
+    beside,
+    in_turn,
+    moved_beside,
+    removal,
+    several,
+)
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.rules import ordering as rules
-from schedir.ir import COMPLETES_GRADIENTS, Columns, Kind, Schedule, collective_turns
+from schedir.ir import (
+    COMPLETES_GRADIENTS,
+    Action,
+    Columns,
+    Kind,
+    Schedule,
+    collective_turns,
+    reduces_by_stage,
+)
 
 
 @attrs.frozen
@@ -57,42 +79,41 @@ def reductions(schedule: Schedule) -> Iterator[Faults]:
         len(held[stage]) == 1 and any(each.reduces and each.gradients for each in own)
         for (_, stage), own in rounds.items()
     )
-    unsummed: dict[int, tuple[int, Side]] = {}
-    early: dict[int, tuple[int, _Round]] = {}
-    for (rank, stage), own in sorted(rounds.items()):
-        holding = (stage * schedule.ranks + rank) * len(schedule.columns)
-        nth = 0
-        for turn, each in enumerate(own):
-            for reduce in each.reduces:
-                if _late(reduce, each):
-                    early[holding + nth] = reduce, each
-                nth += 1
+    unsummed: list[tuple[int, Side]] = []
+    early: list[tuple[int, _Round]] = []
+    for (_, stage), own in sorted(rounds.items()):
+        for each in own:
+            early += ((reduce, each) for reduce in each.reduces if _late(reduce, each))
             # Gradients after the last OPTIM_STEP are never applied, which is another finding.
             where = each.step
             if where is None and each.gradients and not steps:
                 where = each.gradients[-1]
             needed = over_data or len(held[stage]) > 1
             if needed and not each.reduces and where is not None:
-                unsummed[holding + turn] = where, "after" if each.step is None else "before"
+                unsummed.append((where, "after" if each.step is None else "before"))
+    columns = schedule.columns
+    holding = columns.stage * schedule.ranks + columns.rank
     yield Faults(
         rule=rules.StepWithoutReduce,
-        keys=np.array([*unsummed], np.int64),
-        findings=(_unsummed(schedule, *each) for each in unsummed.values()),
+        keys=holding[np.array([place for place, _ in unsummed], np.int64)],
+        findings=(_unsummed(schedule, *each) for each in unsummed),
     )
     yield Faults(
         rule=rules.ReduceBeforeGradients,
-        keys=np.array([*early], np.int64),
-        extents=np.array([_late(*each) for each in early.values()], np.int64),
-        findings=(_reduced_early(schedule, *each) for each in early.values()),
+        keys=holding[np.array([reduce for reduce, _ in early], np.int64)],
+        extents=np.array([_late(*each) for each in early], np.int64),
+        findings=(_reduced_early(schedule, *each) for each in early),
     )
     yield from _collectives(schedule, rounds)
 
 
 def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
-    held = schedule.placement[schedule.columns.stage[place]]
+    stage = int(schedule.columns.stage[place])
+    add = beside(schedule, Action(Kind.REDUCE_GRAD, stage), side, place)
     return Finding(
-        rules.StepWithoutReduce.at(schedule, place, held=held, side=side),
-        _summing(schedule, place),
+        rules.StepWithoutReduce.at(schedule, place, held=schedule.placement[stage]),
+        chain(_summing(schedule, place), (add,)),
+        add,
     )
 
 
@@ -112,13 +133,21 @@ def _late(reduce: int, each: _Round) -> int:
 
 def _reduced_early(schedule: Schedule, reduce: int, each: _Round) -> Finding:
     last, late = each.gradients[-1], _late(reduce, each)
+    finding = rules.ReduceBeforeGradients.at(schedule, reduce, last, late=late)
+    if each.reduces[-1] > last:  # which sums all: the early one is one too many
+        alone = removal(schedule, reduce)
+        return Finding(finding, (alone, several(_everywhere(schedule, reduce))), alone)
     slides = [back(schedule, reduce, last)]
     if late == 1:
         slides.append(ahead(schedule, last, reduce))
-    return Finding(
-        rules.ReduceBeforeGradients.at(schedule, reduce, last, late=late),
-        in_turn(slides),
-    )
+    return Finding(finding, in_turn(slides), moved_beside(schedule, reduce, "after", last))
+
+
+def _everywhere(schedule: Schedule, reduce: int) -> Iterator[Edit]:
+    """A REDUCE_GRAD, and those that it meets on other ranks, taken out."""
+    by_rank = reduces_by_stage(schedule)[int(schedule.columns.stage[reduce])]
+    turn = by_rank[int(schedule.columns.rank[reduce])].index(reduce)
+    yield from (removal(schedule, own[turn]) for own in by_rank.values() if turn < len(own))
 
 
 def _collectives(
@@ -127,40 +156,66 @@ def _collectives(
     """The k-th REDUCE_GRAD of a replicated stage belongs to one step on all ranks, and sums
     something new on one of them at least."""
     new: dict[int, bool] = {}
+    round_of: dict[int, _Round] = {}
     for own in rounds.values():
         for each in own:
             summed = 0
             for reduce in each.reduces:
                 so_far = bisect(each.gradients, reduce)
                 new[reduce] = so_far > summed
+                round_of[reduce] = each
                 summed = so_far
-    turn = schedule.dataflow.steps_before
-    across: dict[int, tuple[int, ...]] = {}
-    empty: dict[int, tuple[int, ...]] = {}
-    for number, places in enumerate(collective_turns(schedule)):
+    turn, stage_of = schedule.dataflow.steps_before, schedule.columns.stage
+    across: list[tuple[int, ...]] = []
+    empty: list[tuple[int, ...]] = []
+    for places in collective_turns(schedule):
         if len(set(turn[list(places)].tolist())) > 1:
-            across[number] = places
+            across.append(places)
         elif len(places) > 1 and not any(new[place] for place in places):
-            empty[number] = places
+            empty.append(places)
 
     yield Faults(
         rule=rules.ReduceAcrossSteps,
-        keys=np.array([*across], np.int64),
-        findings=(
-            Finding(
-                rules.ReduceAcrossSteps.at(
-                    schedule, *places, steps=tuple(turn[list(places)].tolist())
-                ),
-                anywhere(schedule, places),
-            )
-            for places in across.values()
-        ),
+        keys=np.array([stage_of[places[0]] for places in across], np.int64),
+        findings=(_across(schedule, places, round_of) for places in across),
     )
     yield Faults(
         rule=rules.EmptyReduce,
-        keys=np.array([*empty], np.int64),
-        findings=(
-            Finding(rules.EmptyReduce.at(schedule, *places), anywhere(schedule, places))
-            for places in empty.values()
-        ),
+        keys=np.array([stage_of[places[0]] for places in empty], np.int64),
+        findings=(_empty(schedule, places) for places in empty),
     )
+
+
+def _empty(schedule: Schedule, places: tuple[int, ...]) -> Finding:
+    out = several(removal(schedule, place) for place in places)
+    return Finding(
+        rules.EmptyReduce.at(schedule, *places), chain((out,), anywhere(schedule, places)), out
+    )
+
+
+def _across(schedule: Schedule, places: tuple[int, ...], round_of: dict[int, _Round]) -> Finding:
+    """Where some ranks have one sum more in an earlier round than others, that goes, or the others
+    get one."""
+    turns = schedule.dataflow.steps_before[list(places)].tolist()
+    first = min(turns)
+    behind = [place for place, turn in zip(places, turns, strict=True) if turn == first]
+    further = [place for place, turn in zip(places, turns, strict=True) if turn > first]
+    changes: list[Change] = []
+    if all(len(round_of[place].reduces) > 1 for place in behind):
+        changes.append(several(removal(schedule, place) for place in behind))
+    changes.append(several(_one_more(schedule, place, first) for place in further))
+    moves: Iterable[Change] = anywhere(schedule, places)
+    return Finding(
+        rules.ReduceAcrossSteps.at(schedule, *places, steps=tuple(turns)),
+        chain(changes, moves),
+        changes[0],
+    )
+
+
+def _one_more(schedule: Schedule, reduce: int, turn: int) -> Edit:
+    """One more REDUCE_GRAD on the rank of a later one, before the OPTIM_STEP of a round."""
+    columns = schedule.columns
+    action = columns.action(reduce)
+    own = columns.is_kind(Kind.OPTIM_STEP) & (columns.rank == columns.rank[reduce])
+    own &= (columns.stage == action.stage) & (schedule.dataflow.steps_before == turn)
+    return beside(schedule, action, "before", int(np.flatnonzero(own)[0]))

@@ -10,14 +10,22 @@ import attrs
 import numpy as np
 
 from schedir.checker.communication import communication, unmatched_reduces
-from schedir.checker.deadlock import clean_channels, deadlock, runs
+from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Location, Report
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
 from schedir.checker.rules.communication import WaitCycle
-from schedir.checker.rules.ordering import BackwardBeforeForward, InputNotReady, WeightBeforeInput
+from schedir.checker.rules.ordering import (
+    BackwardBeforeForward,
+    EmptyStep,
+    GradientNeverApplied,
+    InputNotReady,
+    StepBeforeGradients,
+    UnevenSteps,
+    WeightBeforeInput,
+)
 from schedir.checker.structure import structure
 from schedir.checker.trials import Trials
 from schedir.errors import UnsoundError
@@ -39,6 +47,8 @@ from schedir.passes import insert_communication
 _WEAKEST = CHANNELS[-1]
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
 _OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
+# Steps that are wrong have tied stages wait for each other's wrong ones: as good as untied.
+_WRONG_STEPS = (StepBeforeGradients, GradientNeverApplied, EmptyStep, UnevenSteps)
 # So many findings of one code say enough.
 _MOST_OF_A_CODE = 4000
 
@@ -117,10 +127,11 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
     expect_channel(channel)
     judged = _judged(schedule, terms)
     found, complete = [*judged.found], judged.complete
-    clean = () if complete is None else _clean(complete, terms.ties)
+    ties = _ties_that_hold(terms.ties, found)
+    clean = () if complete is None else _clean(complete, ties)
     if complete is not None and channel not in clean:
         given = None if complete is schedule else schedule
-        found += deadlock(complete, channel, clean, terms.ties, given=given)
+        found += deadlock(complete, channel, clean, ties, given=given)
     proved = None if _has_errors(found) else complete
     if proved is not None and advise:
         found += (
@@ -149,6 +160,11 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
         # Both have the same compute, and the communication is the complete one's.
         schedule.memo[key] = complete.memo[key] = _Judgement([], complete)
     return _Judgement(found, complete)
+
+
+def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
+    """The ties that are waited for: none where steps are wrong, of which that would be an echo."""
+    return () if any(issubclass(faults.rule, _WRONG_STEPS) for faults in found) else ties
 
 
 def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
@@ -191,10 +207,10 @@ def _faults(schedule: Schedule, terms: _Terms) -> _Search:
 def _compute(schedule: Schedule, terms: _Terms) -> _Search:
     """What is wrong with the compute. No complete form where communication can't be inserted, or
     where what its check would find were an echo."""
-    waits = True
-    for faults in _present(ordering(schedule, terms.ties)):
-        waits = waits and not issubclass(faults.rule, _OWN_LIST)
-        yield faults
+    wrong = _present(ordering(schedule, terms.ties))
+    waits = not any(issubclass(faults.rule, _OWN_LIST) for faults in wrong)
+    ties = _ties_that_hold(terms.ties, wrong)
+    yield from wrong
     yield from _present(memory(schedule, terms.limits, terms.ties))
     if not waits or schedule.is_complete:
         return schedule if waits else None
@@ -203,11 +219,11 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
         try:
             complete = insert_communication(schedule)
         except UnsoundError:
-            blocking = list(deadlock(schedule, _WEAKEST, (), terms.ties))
+            blocking = list(deadlock(schedule, _WEAKEST, (), ties))
         else:
             # The collectives that the author has placed, and ties, are all that can block still.
-            if terms.ties or any(len(places) > 1 for places in collective_turns(schedule)):
-                blocking = list(deadlock(schedule, _WEAKEST, (), terms.ties))
+            if ties or any(len(places) > 1 for places in collective_turns(schedule)):
+                blocking = list(deadlock(schedule, _WEAKEST, (), ties))
     yield from blocking
     return None if blocking else complete
 
@@ -215,7 +231,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
 def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
     """What is wrong with a changed schedule, whose structure is known to be sound."""
     search = _faults(schedule, terms)
-    right = True
+    right, ties = True, terms.ties
     while True:
         try:
             faults = next(search)
@@ -224,14 +240,26 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -
             break
         is_error = faults.rule.severity == "error"
         right = right and not is_error
+        ties = _ties_that_hold(ties, [faults])
         if is_error or not errors_only:
             yield faults
     if complete is None:
         return
-    if not runs(complete, channel, terms.ties):
+    if not runs(complete, channel, ties):
         yield Faults(rule=WaitCycle, keys=np.zeros(1, np.int64), findings=())
     elif right and not errors_only:
         yield from _lints(schedule, complete, channel)
+
+
+def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
+    """How much of a schedule can never run: of its compute alone, where that blocks already, and
+    of the complete list."""
+    if not schedule.is_complete:
+        alone = blocked(schedule, _WEAKEST, terms.ties)
+        if alone:
+            return alone, 0
+        schedule = insert_communication(schedule)
+    return 0, blocked(schedule, channel, terms.ties)
 
 
 def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Faults]:
@@ -277,7 +305,10 @@ def _diagnostics(
     for faults in found:
         by_code.setdefault(faults.rule.code, []).append(faults)
     trials = Trials(
-        schedule, found, lambda changed, errors: _judge(changed, channel, terms, errors)
+        schedule,
+        found,
+        lambda changed, errors: _judge(changed, channel, terms, errors),
+        lambda changed: _blocked(changed, channel, terms),
     )
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
@@ -285,20 +316,21 @@ def _diagnostics(
         first = sorted(_first(several), key=lambda each: _place(each[1].diagnostic))
         more = sum(faults.many for faults in several) - _MOST_OF_A_CODE
         first = first[:_MOST_OF_A_CODE]
-        for number, (key, finding) in enumerate(first):
+        for number, (key, finding, extent) in enumerate(first):
             share = -(-trials.left // (len(first) - number))
-            change = trials.fix(finding, key, share)
-            diagnostics.append(attrs.evolve(finding.diagnostic, change=change))
+            diagnostics.append(trials.fix(finding, key, extent, share))
         if more > 0:
             diagnostics[-1] = attrs.evolve(diagnostics[-1], more=more)
     return tuple(sorted(diagnostics, key=_place))
 
 
-def _first(several: list[Faults]) -> Iterator[tuple[int, Finding]]:
-    """The first findings of each, with their keys."""
+def _first(several: list[Faults]) -> Iterator[tuple[int, Finding, int]]:
+    """The first findings of each, with their keys and extents."""
     for faults in several:
         keys = chain(faults.keys.tolist(), repeat(0))
-        yield from islice(zip(keys, faults.findings, strict=False), _MOST_OF_A_CODE)
+        extents = chain(faults.extents.tolist(), repeat(0))
+        found = zip(keys, faults.findings, extents, strict=False)
+        yield from islice(found, _MOST_OF_A_CODE)
 
 
 def _place(finding: Diagnostic) -> tuple[int, int, str, str]:

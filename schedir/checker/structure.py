@@ -5,16 +5,61 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import merge
 
+import attrs
 import numpy as np
 
+from schedir.checker.changes import Change, beside, removal, several
 from schedir.checker.diagnostics import Diagnostic, Location, locations
 from schedir.checker.faults import Faults, Finding
+from schedir.checker.places import added, is_misplaced, last_of_stage, taken_to
 from schedir.checker.rules import structure as rules
-from schedir.ir import KIND_INDEX, Action, Ints, Kind, Schedule, first_places
+from schedir.ir import (
+    COMPLETES_GRADIENTS,
+    KIND_INDEX,
+    KINDS,
+    Action,
+    Ints,
+    Kind,
+    Schedule,
+    first_places,
+)
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _KEPT = (Kind.FORWARD, Kind.BACKWARD, *_SPLIT)
 _ORDERLESS = np.zeros(0, np.int64)
+
+
+@attrs.frozen(eq=False)
+class _Table:
+    """The first place of each kind of action of each (stage, microbatch) that there is anything
+    of, -1 for none: `places[kind, row]`, the rows being those of `numbers`, ascending."""
+
+    schedule: Schedule
+    numbers: Ints
+    places: Ints
+
+    def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
+        """The place of an action, -1 where there is none."""
+        schedule = self.schedule
+        if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.microbatches):
+            return -1
+        number = stage * schedule.microbatches + microbatch
+        row = int(np.searchsorted(self.numbers, number))
+        if row == len(self.numbers) or self.numbers[row] != number:
+            return -1
+        return int(self.places[KIND_INDEX[kind], row])
+
+    def home(self, stage: int, microbatch: int) -> int | None:
+        """The rank that has most of a stage's work on a microbatch, of those that hold the stage;
+        the one of the forward, of several."""
+        ranks = self.schedule.columns.rank
+        found = [
+            int(ranks[place])
+            for kind in (Kind.FORWARD, *KINDS)
+            if (place := self.listed(kind, stage, microbatch)) >= 0
+        ]
+        held = [rank for rank in found if rank in self.schedule.placement[stage]]
+        return max(held, key=held.count, default=None)
 
 
 def structure(schedule: Schedule) -> Iterator[Faults]:
@@ -23,80 +68,171 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     no_stage = columns.stage >= schedule.stages
     no_microbatch = ~no_stage & (columns.microbatch >= schedule.microbatches)
     yield _each(
-        rules.UnknownStage,
         np.flatnonzero(no_stage),
-        lambda place: rules.UnknownStage.at(schedule, place, stages=schedule.stages),
+        rules.UnknownStage,
+        lambda place: Finding(
+            rules.UnknownStage.at(schedule, place, stages=schedule.stages),
+            otherwise=removal(schedule, place),
+        ),
     )
     yield _each(
-        rules.UnknownMicrobatch,
         np.flatnonzero(no_microbatch),
-        lambda place: rules.UnknownMicrobatch.at(
-            schedule, place, microbatches=schedule.microbatches
+        rules.UnknownMicrobatch,
+        lambda place: Finding(
+            rules.UnknownMicrobatch.at(schedule, place, microbatches=schedule.microbatches),
+            otherwise=removal(schedule, place),
         ),
     )
     known = np.flatnonzero(~(no_stage | no_microbatch))
-    yield _on_their_ranks(schedule, known)
-    yield from _once_each(schedule, known[columns.microbatch[known] >= 0])
+    places = known[columns.microbatch[known] >= 0]
+    rows, table = _table(schedule, places)
+    yield _on_their_ranks(schedule, known, table)
+    yield from _once_each(schedule, places, rows, table)
 
 
-def _each(rule: type[Diagnostic], places: Ints, finding: Callable[[int], Diagnostic]) -> Faults:
+def _each(places: Ints, rule: type[Diagnostic], finding: Callable[[int], Finding]) -> Faults:
     """One fault at each of the places."""
-    findings = (Finding(finding(int(place))) for place in places)
+    findings = map(finding, places.tolist())
     return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
 
 
-def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
-    """Each action stands on a rank that holds its stage."""
-    columns = schedule.columns
-    held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-    holding = columns.stage[places] * schedule.ranks + columns.rank[places]
-    at = np.searchsorted(held, holding)  # they ascend
-    return _each(
-        rules.WrongRank,
-        places[held[np.minimum(at, len(held) - 1)] != holding],
-        lambda place: rules.WrongRank.at(
-            schedule, place, held=schedule.placement[columns.stage[place]]
-        ),
-    )
-
-
-def _once_each(schedule: Schedule, places: Ints) -> Iterator[Faults]:
-    """Each (stage, microbatch) has one F and one B, or I and W, and at most one R, all on the same
-    rank."""
+def _table(schedule: Schedule, places: Ints) -> tuple[Ints, _Table]:
+    """The row of each of the places, and the table."""
     columns = schedule.columns
     pairs = schedule.stages * schedule.microbatches
     pair = columns.stage[places] * schedule.microbatches + columns.microbatch[places]
     numbers = np.arange(min(pairs, len(columns)))
     if pairs > len(columns):  # too few actions: the pairs that occur are numbered anew
         numbers, pair = np.unique(pair, return_inverse=True)
-    table = first_places(columns.kind[places], pair, places, len(numbers))
-    first = table[columns.kind[places], pair]
+    first = first_places(columns.kind[places], pair, places, len(numbers))
+    return pair, _Table(schedule, numbers, first)
+
+
+def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
+    """Each action stands on a rank that holds its stage."""
+    columns = schedule.columns
+    held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
+    holding = columns.stage[places] * schedule.ranks + columns.rank[places]
+    at = np.searchsorted(held, holding)  # they ascend
+    return _each(
+        places[held[np.minimum(at, len(held) - 1)] != holding],
+        rules.WrongRank,
+        lambda place: Finding(
+            rules.WrongRank.at(schedule, place, held=schedule.placement[columns.stage[place]]),
+            otherwise=_to_its_rank(schedule, place, table),
+        ),
+    )
+
+
+def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:
+    """What stands on a rank that does not hold its stage, on one that does: taken there, or out
+    where it stands there already."""
+    action, out = schedule.columns.action(place), removal(schedule, place)
+    if action.microbatch is None:
+        return _of_stage_to_its_rank(schedule, place)
+    there = table.listed(action.kind, action.stage, action.microbatch) != place
+    if there:
+        return out
+    rank = table.home(action.stage, action.microbatch)
+    if rank is None:
+        rank = schedule.placement[action.stage][0]
+    return several((out, added(schedule, action, rank, table.listed)))
+
+
+def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
+    """A REDUCE_GRAD or OPTIM_STEP that is taken to a rank of its stage that has none after its
+    gradients, or taken out."""
+    columns, out = schedule.columns, removal(schedule, place)
+    stage, kind = out.action.stage, out.action.kind
+    for rank in schedule.placement[stage]:
+        gradient = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS)
+        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, Kind.REDUCE_GRAD)
+        if gradient >= 0 and last_of_stage(columns, stage, rank, kind) < gradient:
+            target = gradient if kind is Kind.REDUCE_GRAD else after
+            return several((out, beside(schedule, out.action, "after", target)))
+    return out
+
+
+def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> Iterator[Faults]:
+    """Each (stage, microbatch) has one F and one B, or I and W, and at most one R, all on the same
+    rank."""
+    columns = schedule.columns
+    first = table.places[columns.kind[places], rows]
     again = first != places
-    yield _pairs(schedule, rules.DuplicateAction, places[again], first[again])
-    yield _missing(schedule, numbers, table)
-    forward, backward, *split = (table[KIND_INDEX[kind]] for kind in _KEPT)
+    yield _pairs(
+        schedule,
+        rules.DuplicateAction,
+        places[again],
+        first[again],
+        lambda place, other: removal(schedule, _spare(schedule, place, other, table)),
+    )
+    yield _missing(schedule, table)
+    forward, backward, *split = (table.places[KIND_INDEX[kind]] for kind in _KEPT)
+    whole = np.logical_and.reduce([half >= 0 for half in split])
+    to_go = set(backward[whole & (backward >= 0)].tolist())
     for half in split:
         both = (half >= 0) & (backward >= 0)
-        yield _pairs(schedule, rules.MixedBackward, half[both], backward[both])
-    for some in (backward, *split, table[KIND_INDEX[Kind.RECOMPUTE]]):
+        yield _pairs(
+            schedule,
+            rules.MixedBackward,
+            half[both],
+            backward[both],
+            lambda place, other: removal(schedule, other if other in to_go else place),
+        )
+    for some in (backward, *split, table.places[KIND_INDEX[Kind.RECOMPUTE]]):
         apart = (some >= 0) & (forward >= 0) & (columns.rank[some] != columns.rank[forward])
-        yield _pairs(schedule, rules.SplitMicrobatch, some[apart], forward[apart])
+        yield _pairs(
+            schedule,
+            rules.SplitMicrobatch,
+            some[apart],
+            forward[apart],
+            lambda place, other: _brought_together(schedule, place, other, table),
+        )
 
 
-def _pairs(schedule: Schedule, rule: type[Diagnostic], places: Ints, others: Ints) -> Faults:
+def _spare(schedule: Schedule, again: int, first: int, table: _Table) -> int:
+    """Which of two like actions is to go: the second, unless that alone stands where it belongs."""
+    ranks = schedule.columns.rank
+    home = table.home(int(schedule.columns.stage[first]), int(schedule.columns.microbatch[first]))
+
+    def astray(place: int) -> bool:
+        return ranks[place] != home or is_misplaced(schedule, place, table.listed)
+
+    return first if astray(first) and not astray(again) else again
+
+
+def _brought_together(schedule: Schedule, place: int, forward: int, table: _Table) -> Change:
+    """A part of a microbatch's work taken to the rank that has most of it: the forward, if it is
+    alone."""
+    columns = schedule.columns
+    rank = table.home(int(columns.stage[place]), int(columns.microbatch[place]))
+    if rank is None:
+        rank = int(columns.rank[forward])
+    moved = forward if columns.rank[forward] != rank and columns.rank[place] == rank else place
+    return taken_to(schedule, moved, rank, table.listed, there=False)
+
+
+def _pairs(
+    schedule: Schedule,
+    rule: type[Diagnostic],
+    places: Ints,
+    others: Ints,
+    change: Callable[[int, int], Change],
+) -> Faults:
     """One fault at each of the places, about another one as well."""
     order = np.argsort(places)
     findings = (
-        Finding(rule.at(schedule, *pair))
+        Finding(rule.at(schedule, *pair), otherwise=change(*pair))
         for pair in zip(places[order].tolist(), others[order].tolist(), strict=True)
     )
     return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
 
 
-def _missing(schedule: Schedule, numbers: Ints, table: Ints) -> Faults:
-    """Every F, and every B, or I and W. `numbers` are the (stage, microbatch) pairs of which there
-    is something, which a file that claims a billion of them need not have."""
-    forward, backward, *split = (table[KIND_INDEX[kind]] for kind in _KEPT)
+def _missing(schedule: Schedule, table: _Table) -> Faults:
+    """Every F, and every B, or I and W. Of the (stage, microbatch) pairs, the table has those of
+    which there is something: a file that claims a billion of them need not have them all."""
+    numbers = table.numbers
+    forward, backward, *split = (table.places[KIND_INDEX[kind]] for kind in _KEPT)
     halves = sum((half >= 0).astype(np.int64) for half in split)
     lacks = (backward < 0) & (halves < 2)
     rows = np.flatnonzero((forward < 0) | lacks)
@@ -109,9 +245,12 @@ def _missing(schedule: Schedule, numbers: Ints, table: Ints) -> Faults:
             stage, microbatch = divmod(number, schedule.microbatches)
             row = row_of.get(number)
             places = {
-                kind: -1 if row is None else int(table[KIND_INDEX[kind], row]) for kind in _KEPT
+                kind: -1 if row is None else int(table.places[KIND_INDEX[kind], row])
+                for kind in _KEPT
             }
-            yield from map(Finding, _pair(schedule, stage, microbatch, places))
+            for finding in _pair(schedule, stage, microbatch, places):
+                add = added(schedule, finding.action, finding.rank, table.listed)
+                yield Finding(finding, otherwise=add)
 
     many = int((forward < 0).sum() + lacks.sum()) + 2 * absent
     return Faults(rule=rules.MissingAction, keys=_ORDERLESS, findings=findings(), many=many)

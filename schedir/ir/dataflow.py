@@ -79,6 +79,13 @@ class Dataflow:
         kind_places: Ints = self.places[KIND_INDEX[kind]]
         return kind_places
 
+    def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
+        """The place of an action, -1 for what is not listed or there is not."""
+        _, stages, microbatches = self.places.shape
+        if not (0 <= stage < stages and 0 <= microbatch < microbatches):
+            return -1
+        return int(self.places[KIND_INDEX[kind], stage, microbatch])
+
     @cached_property
     def runs(self) -> Ints:
         """The rank that runs each stage on each microbatch, shape [stages, microbatches]."""

@@ -90,14 +90,14 @@ class WaitCycle(Diagnostic):
         return tuple(notes)
 
     @property
-    def advice(self) -> str | None:
+    def advice(self) -> str:
         """What to do."""
         if any(
             why == MEETS and place.action.kind is Kind.OPTIM_STEP
             for place, why in zip(self.locations, self.reasons, strict=True)
         ):
             return "list the OPTIM_STEPs of tied stages after the last backward of all of them"
-        return None if self.inserted else "none of the moves tried fixes it"
+        return "none of the moves tried fixes it"
 
     @property
     def help(self) -> str | None:
@@ -127,13 +127,6 @@ class Unmatched(Diagnostic):
             return f"{self.action} has no counterpart on rank {self.peer}"
         sends = self.action.kind in SENDS
         return f"{self.action} is never {'received' if sends else 'sent'}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        if self.missing.kind is Kind.REDUCE_GRAD:
-            return f"every rank of stage {self.missing.stage} must reduce equally often"
-        return f"add {self.missing} to rank {self.peer}"
 
 
 @attrs.frozen
@@ -171,7 +164,6 @@ class MisPaired(Diagnostic):
         "{wrong} of the channel's {transfers} transfers from rank {other.rank} to rank {rank} "
         "{wrong:is|are} mis-paired",
     )
-    advice = "order rank {rank}'s receives as rank {other.rank} sends them"
 
     wrong: int
     transfers: int
@@ -215,7 +207,6 @@ class MissingReceive(Diagnostic):
     )
     message = "{action} runs {relation} {receive}, the receive of its input"
     labels = ("uses what it brings", "the receive, listed later")
-    advice = "{verb} {receive} before rank {rank} #{index}"
 
     receive: Action
 
@@ -223,11 +214,6 @@ class MissingReceive(Diagnostic):
     def relation(self) -> str:
         """To the receive, which stands at the second location, if anywhere."""
         return "before" if len(self.locations) > 1 else "without"
-
-    @property
-    def verb(self) -> str:
-        """What to do with the receive."""
-        return "list" if len(self.locations) > 1 else "add"
 
 
 @attrs.frozen(kw_only=True)
@@ -246,7 +232,6 @@ class SendBeforeCompute(Diagnostic):
     )
     message = "{action} is listed before {other.action}, which makes its payload"
     labels = ("nothing to send yet", "makes the payload")
-    advice = "list {action} after rank {other.rank} #{other.index}"
 
 
 @attrs.frozen(kw_only=True)
@@ -278,8 +263,3 @@ class NoPeer(Diagnostic):
             else "its neighbour is on the same rank"
         )
         return f"{self.action} has no other rank at its other end: {why}"
-
-    @property
-    def advice(self) -> str:
-        """What to do."""
-        return "move it to the rank that does" if self.reason == "elsewhere" else "remove it"

@@ -89,7 +89,7 @@ class NeedlessSplit(Diagnostic):
     why = "A split backward goes through the graph twice, which one B does once."
     fix = "Write one B, or put other work between the two."
     example = example(1, "0", "0F0 0I0 0W0")
-    advice = "write {action.stage}B{action.microbatch} in place of the two"
+    advice = "write {action.stage}B{action.microbatch} in place of {action} and {other.action}"
 
     @property
     def message(self) -> str:

@@ -22,10 +22,8 @@ class VersionNotAvailable(Diagnostic):
     fix = "Name an existing version, or move the forward after the OPTIM_STEP that makes it."
     example = example(1, "0", "0F0@1 0B0 0OPTIM_STEP")
     message = "stage {action.stage} has version {newest} at most here, not {action.version}"
-    advice = (
-        "read version {newest}, or list the forward after the OPTIM_STEP that makes version "
-        "{action.version}"
-    )
+
+    alternative = "list the forward after the OPTIM_STEP that makes version {action.version}"
 
     newest: int
 
@@ -161,20 +159,11 @@ class TiedVersionsDisagree(Diagnostic):
         "{differing} of the {microbatches} microbatches {differing:runs|run} at versions that "
         "differ between the tied stages",
     )
-    advice = (
-        "name one version on both: {action.stage}F{action.microbatch}@{older} and "
-        "{other.action.stage}F{action.microbatch}@{older}"
-    )
 
     version: int
     other_version: int
     differing: int
     microbatches: int
-
-    @property
-    def older(self) -> int:
-        """The version that exists on both."""
-        return min(self.version, self.other_version)
 
 
 @attrs.frozen(kw_only=True)
@@ -191,6 +180,5 @@ class RecomputeAtAnotherVersion(Diagnostic):
     example = example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP")
     message = "{action} reads version {action.version}, but {other.action} reads version {version}"
     labels = ("reads one version", "reads another")
-    advice = "write {action.stage}R{action.microbatch}, which reads version {version}"
 
     version: int

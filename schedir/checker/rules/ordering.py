@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-from schedir.checker.changes import Side
 from schedir.checker.diagnostics import Diagnostic
 from schedir.checker.rules.example import example
 from schedir.checker.templates import ranges
@@ -16,7 +15,6 @@ class ListedEarly(Diagnostic):
 
     message = "{action} is listed before {other.action}, whose result it uses"
     labels = ("needs what comes later", "listed here")
-    advice = "list {action} after {other.action}"
 
 
 @attrs.frozen(kw_only=True)
@@ -66,7 +64,6 @@ class StepBeforeGradients(Diagnostic):
         "OPTIM_STEP"
     )
     labels = ("the last step", "never applied")
-    advice = "list an OPTIM_STEP after {last}"
 
     @property
     def late(self) -> int:
@@ -84,7 +81,6 @@ class GradientNeverApplied(Diagnostic):
     fix = "Give every stage its OPTIM_STEP, on each rank that holds it, or none."
     example = example(1, "0 0", "0F0 1F0 1B0 0B0 1OPTIM_STEP")
     message = "stage {action.stage} has no OPTIM_STEP on rank {rank}, though other stages have"
-    advice = "add {last.action.stage}OPTIM_STEP after rank {last.rank} #{last.index}"
 
 
 @attrs.frozen(kw_only=True)
@@ -97,7 +93,6 @@ class EmptyStep(Diagnostic):
     fix = "Remove it, or move it after the backwards that it belongs to."
     example = example(1, "0", "0F0 0B0 0OPTIM_STEP 0OPTIM_STEP")
     message = "stage {action.stage} has accumulated no gradient since its last OPTIM_STEP"
-    advice = "remove it, or move it after the backwards that it belongs to"
 
 
 @attrs.frozen(kw_only=True)
@@ -141,7 +136,6 @@ class ReduceBeforeGradients(Diagnostic):
     example = example(2, "0", "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP")
     message = "{late} of stage {action.stage}'s gradients {late:comes|come} after its REDUCE_GRAD"
     labels = ("sums what is there so far", "the last gradient")
-    advice = "list the REDUCE_GRAD after {last}"
 
     late: int
 
@@ -157,10 +151,8 @@ class StepWithoutReduce(Diagnostic):
     fix = "Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank."
     example = example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP")
     message = "no REDUCE_GRAD sums stage {action.stage}'s gradients, though {reason}"
-    advice = "put {action.stage}REDUCE_GRAD {side} rank {rank} #{index}"
 
     held: tuple[int, ...]  # the ranks of the stage
-    side: Side  # of the location, where the REDUCE_GRAD belongs
 
     @property
     def reason(self) -> str:
@@ -185,7 +177,6 @@ class EmptyReduce(Diagnostic):
         "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     )
     message = "no replica of stage {action.stage} has a gradient that is not summed yet"
-    advice = "remove it on every rank of the stage"
 
 
 @attrs.frozen(kw_only=True)
@@ -205,7 +196,6 @@ class UnevenReplicas(Diagnostic):
     message = (
         "stage {action.stage} has {steps} OPTIM_STEPs on rank {rank}, but {fewest} on rank {least}"
     )
-    advice = "give every rank of stage {action.stage} the same OPTIM_STEPs"
 
     steps: int
     least: int  # the rank that has the fewest
@@ -226,8 +216,6 @@ class ReduceAcrossSteps(Diagnostic):
         "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
         "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     )
-    advice = "give every rank of stage {action.stage} as many REDUCE_GRADs between two OPTIM_STEPs"
-
     steps: tuple[int, ...]  # by location, the OPTIM_STEP that it belongs to, from 0
 
     @property

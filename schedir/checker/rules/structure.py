@@ -19,14 +19,9 @@ class UnknownStage(Diagnostic):
     fix = "Correct the stage, or add it to the placement."
     example = example(1, "0", "0F0 0B0 1F0")
     message = "there is no stage {action.stage}; the placement has {stages}"
-    advice = "stages are numbered 0..{highest}"
+    alternative = "add the stage to the placement"
 
     stages: int
-
-    @property
-    def highest(self) -> int:
-        """The last stage there is."""
-        return self.stages - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -39,14 +34,9 @@ class UnknownMicrobatch(Diagnostic):
     fix = "Correct the microbatch, or the schedule's number of them."
     example = example(1, "0", "0F0 0B0 0F1 0B1")
     message = "there is no microbatch {action.microbatch}; the schedule has {microbatches}"
-    advice = "microbatches are numbered 0..{highest}"
+    alternative = "say that the schedule has more microbatches"
 
     microbatches: int
-
-    @property
-    def highest(self) -> int:
-        """The last microbatch there is."""
-        return self.microbatches - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +49,7 @@ class WrongRank(Diagnostic):
     fix = "Move the action to a rank that holds the stage, or change the placement."
     example = example(1, "0 1", "0F0 1B0 0B0", "1F0")
     message = "rank {rank} does not hold stage {action.stage}"
-    advice = "stage {action.stage} lives on rank {held:and}"
+    notes = ("stage {action.stage} lives on rank {held:and}",)
 
     held: tuple[int, ...]
 
@@ -75,7 +65,6 @@ class DuplicateAction(Diagnostic):
     example = example(1, "0", "0F0 0B0 0B0")
     message = "{versionless} stands in the lists a second time"
     labels = ("again", "the first time")
-    advice = "remove one of them"
 
     @property
     def versionless(self) -> Action:
@@ -97,7 +86,6 @@ class MissingAction(Diagnostic):
     fix = "Add the missing action."
     example = example(2, "0", "0F0 0B0 0F1")
     message = "stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}"
-    advice = "add {action} to rank {rank}"
 
 
 @attrs.frozen(kw_only=True)
@@ -114,7 +102,6 @@ class MixedBackward(Diagnostic):
         "{action.microbatch}"
     )
     labels = ("a part of a split backward", "the full one")
-    advice = "keep the B, or the I and its W"
 
 
 @attrs.frozen(kw_only=True)
@@ -132,7 +119,6 @@ class SplitMicrobatch(Diagnostic):
         "but {how} on rank {rank}"
     )
     labels = ("the {what}", "its forward")
-    advice = "run both on the same rank"
 
     @property
     def how(self) -> str:
