@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from schedir.passes import forward_only
-from schedir.runtime.boundaries.agreement import Agreements
-from schedir.runtime.boundaries.draft import Drafter
+from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
+from schedir.runtime.boundaries.signature import Signatures
 from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
@@ -22,6 +23,7 @@ from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.observers import BusyClock, Observer, busy_clock
 from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
@@ -72,9 +74,6 @@ class Parts:
         transports = self.transports.training if trains else self.transports.evaluation
         first_draw = plan.grid.pipeline * schedule.microbatches
         cells = Cells(schedule, plan.local_stages, first_draw, plan.accelerator)
-        stashing = {s for s, stage in self.stages.items() if stage.weights.stashes}
-        drafter = Drafter(plan, trains, stashing.union(plan.recomputed))
-        agreements = Agreements(plan, self.control, drafter, self._stepped())
         barriers = self.barriers if plan.updates else None
         beside = None
         if plan.accelerator.queues and not plan.grid.alone:
@@ -92,10 +91,24 @@ class Parts:
             observers,
             beside,
         )
-        programs = Programs(plan, schedule, compiler, transports, self.control)
+        first = FirstCall(
+            self._messengers(trains), plan.arguments.boundaries or {}, self._stepped()
+        )
+        programs = Programs(plan, schedule, compiler, transports, self.control, first)
         newcomers = None if trace is None else trace.observers
-        opening = Opening(self.announcements, agreements, programs, cells, newcomers)
+        signatures = Signatures(sees_input=0 in plan.local_stages)
+        opening = Opening(
+            self.announcements, signatures, programs, cells, plan.local_ranks, newcomers
+        )
         return Runner(plan, schedule, cells, opening, clock, self.under_way)
+
+    def _messengers(self, trains: bool) -> dict[int, Messenger]:
+        """How each rank here sends what first calls describe."""
+        plan = self.plan
+        if plan.grid.alone:
+            sent: dict[Any, Sent] = {}
+            return {rank: Within(rank, sent, plan.accelerator) for rank in plan.local_ranks}
+        return {plan.grid.rank: Posted(self.control.described(trains), plan.device)}
 
     def _stepped(self) -> list[Tensor] | None:
         """The parameters that the optimisers step; None where the caller does."""

@@ -106,7 +106,7 @@ class Engine:
             if request.trains:
                 self.parts.shared.check_frozen()
             try:
-                losses, outputs, ended = self._run(runner, call, given.inputs, feed)
+                losses, outputs, ended, listed = self._run(runner, call, given.inputs, feed)
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if failure is error:
@@ -118,7 +118,7 @@ class Engine:
             busy = runner.clock.take()
         self._world.calls += 1
         if request.trains and self.parts.trace is not None:
-            self.parts.trace.keep(call, self.schedule, began, runner.cells)
+            self.parts.trace.keep(call, listed, began, runner.cells)
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
         elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
@@ -126,9 +126,9 @@ class Engine:
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
-    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None, Callable[[], bool]]:
-        """Run the list; returns how to get the losses, and the outputs, where they are wanted, and
-        what tells whether the device has come to the end."""
+    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None, Callable[[], bool], Schedule]:
+        """Run the list; returns how to get the losses, and the outputs, where they are wanted, what
+        tells whether the device has come to the end, and the list."""
         request, cells = call.request, runner.cells
         self.parts.trail.begin()
         self._look_back(wait=False)
@@ -151,7 +151,8 @@ class Engine:
             losses = self._losses.share(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
-        return losses, outputs, self.parts.trail.end()
+        runner.opening.end(opened)
+        return losses, outputs, self.parts.trail.end(), opened.program.schedule
 
     def _look_back(self, wait: bool) -> None:
         """At what earlier calls have left on the device: what has arrived here, or all.

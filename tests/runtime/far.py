@@ -17,6 +17,7 @@ from torch import Tensor
 
 from schedir.runtime import StepResult, fitting, plan
 from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import sharing
 from schedir.runtime.processes.groups import Group
@@ -134,7 +135,13 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     monkeypatch.setattr(plan, "transport_for", _without_gpu)
     for name in ("send", "recv", "allreduce"):
         monkeypatch.setattr(Group, name, _of_nothing(getattr(Group, name)))
+    # What first calls send goes through the host, on purpose.
+    monkeypatch.setattr(described, "_bytes_of", _made_up)
     return _stand_for(META, monkeypatch)
+
+
+def _made_up(content: Tensor) -> Tensor:
+    return torch.zeros(content.nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _stand_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> FarDevice:

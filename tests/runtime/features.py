@@ -343,8 +343,9 @@ def _check_timelines(executor: Executor, setting: Setting, line: int, busy: floa
     speaks = line == 0 and executor.rank == 0
     assert [t.measured.step for t in timelines if t.measured] == [*range(setting.steps)] * speaks
     for timeline in timelines:
-        assert timeline.schedule == executor.schedule
         check_timeline(timeline)
+    for timeline in timelines[1:]:  # the first step has learned how far ahead receives go
+        assert timeline.schedule == executor.schedule
     if speaks:
         ranks = [0] if setting.rank is not None else range(executor.schedule.ranks)
         found = sum(timelines[-1].ranks[rank].busy for rank in ranks)

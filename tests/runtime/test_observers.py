@@ -47,7 +47,8 @@ def test_an_observer_can_time_every_entry_of_every_rank(
 
     observers: list[Observer] = [recorder]
     monkeypatch.setattr(opening, "listening", lambda: observers)
-    for _ in range(2):  # the first agrees on shapes, the second knows them
+    step(executor)
+    for _ in range(2):  # of a known shape
         spans.clear()
         step(executor)
         actions = executor.schedule.flat
@@ -63,6 +64,7 @@ def test_an_observer_can_time_every_entry_of_every_rank(
 
 
 def test_what_nobody_observes_stays_as_it_is(executor: Executor) -> None:
+    step(executor)
     step(executor)
     latest = executor._engine.training.opening._latest
     assert latest is not None

@@ -161,17 +161,17 @@ class Counting(nn.Module):
 
 
 def test_a_constant_that_was_not_agreed_is_said() -> None:
-    class Takes(nn.Module):
+    class Takes(nn.Linear):
         def forward(self, x: Tensor, calls: int) -> Tensor:
-            return x * calls
+            return super().forward(x) * calls
 
     (x, y), *_ = random_batches(1)
-    stages: dict[int, nn.Module] = {0: Counting(), 1: Takes()}
-    with (
-        Executor(built("1f1b", 2), stages, MSE, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"float32\[4, 4\], 2\), but \(.*, 1\) was"),
-    ):
+    stages: dict[int, nn.Module] = {0: Counting(), 1: Takes(4, 4)}
+    with Executor(built("1f1b", 2), stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
+        text = r"float32\[4, 4\], 3\), but \(.*, 1\) was"
+        with pytest.raises(schedir.ExecutionError, match=text):
+            executor.step(x, target=y)
 
 
 class Conditioned(nn.Module):

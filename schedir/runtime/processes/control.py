@@ -33,6 +33,7 @@ RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
 WEIGHTS_TAG = 10
+_DESCRIBED_TAGS = {True: 11, False: 12}  # in training, in evaluation
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -108,7 +109,11 @@ class Control:
 
     def beside(self) -> Beside:
         """How ranks send each other what their hosts know, where payloads are on a device."""
-        return Beside(self._group, self._numbers)
+        return Beside(self._group, self._numbers, _BESIDE_TAG)
+
+    def described(self, trains: bool) -> Beside:
+        """How ranks send each other payloads with their description."""
+        return Beside(self._group, self._numbers, _DESCRIBED_TAGS[trains])
 
     def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
         """A relay between some numbers, of which this process is one."""
@@ -200,13 +205,13 @@ class Control:
 class Beside:
     """Transfers of tensors of the CPU between the ranks of a pipeline, in order on each channel."""
 
-    def __init__(self, group: Group, numbers: Sequence[int]) -> None:
-        self._group, self._numbers = group, numbers
+    def __init__(self, group: Group, numbers: Sequence[int], tag: int) -> None:
+        self._group, self._numbers, self._tag = group, numbers, tag
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
         """Post a send."""
-        return self._group.send([tensor], self._numbers[peer], _BESIDE_TAG)
+        return self._group.send([tensor], self._numbers[peer], self._tag)
 
     def receive(self, buffer: Tensor, peer: int) -> dist.Work:
         """Post a receive."""
-        return self._group.recv([buffer], self._numbers[peer], _BESIDE_TAG)
+        return self._group.recv([buffer], self._numbers[peer], self._tag)

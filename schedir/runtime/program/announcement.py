@@ -27,7 +27,7 @@ class Announcement:
     `call` counts the calls before this one and `step` those of `step`, which seed its forwards;
     `precision` is what the caller's autocast computes in.
     `rows` are those of the whole batches that are cut here, `inputs` and `target` the fingerprints
-    of what was given. The first stage's rank knows the number of the `agreement` on boundaries.
+    of what was given. The first stage's rank knows the number of the input `signature`.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class Announcement:
     rows: int = UNKNOWN
     inputs: int = fingerprint.NOTHING
     target: int = fingerprint.NOTHING
-    agreement: int = UNKNOWN
+    signature: int = UNKNOWN
 
     def __str__(self) -> str:
         under = "" if self.precision is None else f" under autocast to {self.precision}"
@@ -48,8 +48,8 @@ SIZE = len(attrs.fields(Announcement))
 """How many integers an announcement is sent as."""
 
 
-def announcement_of(call: Call, feed: Feed, agreement: int | None) -> Announcement:
-    """This rank's own; `agreement` is None where the first stage is elsewhere."""
+def announcement_of(call: Call, feed: Feed, signature: int | None) -> Announcement:
+    """This rank's own; `signature` is None where the first stage is elsewhere."""
     return Announcement(
         call.request,
         call.number,
@@ -57,14 +57,14 @@ def announcement_of(call: Call, feed: Feed, agreement: int | None) -> Announceme
         call.precision,
         UNKNOWN if feed.rows is None else feed.rows,
         *feed.fingerprints,
-        UNKNOWN if agreement is None else agreement,
+        UNKNOWN if signature is None else signature,
     )
 
 
 def encoded(a: Announcement) -> Tensor:
     """As it is sent: SIZE integers."""
     kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
-    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.agreement
+    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.signature
     return torch.tensor(sent, device="cpu")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -33,6 +33,17 @@ from schedir.runtime.program.compute import (
     Compute,
     Forward,
     Recompute,
+)
+from schedir.runtime.program.first_call import (
+    DescribeActivations,
+    Described,
+    DescribeGradients,
+    FirstBackward,
+    FirstBackwardInput,
+    FirstCall,
+    FirstForward,
+    TakeActivations,
+    TakeGradients,
 )
 from schedir.runtime.program.instruction import Instruction, Operation, instruction
 from schedir.runtime.program.joined import Batch, communicates, post_of, wait_of
@@ -77,7 +88,8 @@ class Compiler:
     OPTIM_STEPs; None where these are left to the caller. `scaling` is for those that apply other
     microbatches than the loss stage's. `observers` watch every run. `beside` takes from rank to
     rank what hosts have to know; None where the transport of the payloads does that as well.
-    `sides` are the streams beside those of the ranks, for the second of two that run abreast.
+    `first` is given where programs are for the first call of an input signature. `sides` are the
+    streams beside those of the ranks, for the second of two that run abreast.
     """
 
     accelerator: Accelerator
@@ -88,6 +100,7 @@ class Compiler:
     scaling: Scaling
     observers: Sequence[Observer]
     beside: Poster | None
+    first: FirstCall | None = None
     sides: dict[int, Any] = attrs.field(factory=dict)
 
     def compile(
@@ -97,10 +110,12 @@ class Compiler:
 
         `listed_at` has the place of each in the list before its receives were moved.
         """
+        learns = self.first is not None
+        makers = {**_MAKERS, **_FIRST} if learns else _MAKERS
         pool = self.cells.pool(rank)
         poster = transport if pool is None else FromBuffers(transport, pool)
         actions = schedule.flat[rank]
-        arrived = arrivals(schedule, rank)
+        arrived = {} if learns else arrivals(schedule, rank)
         versions = weight_versions(schedule.columns, rank)
         beside = self.beside or transport
         program: list[Instruction] = []
@@ -108,14 +123,15 @@ class Compiler:
         turn = 0
         for index, entry in enumerate(schedule.actions[rank]):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
-            batch = Batch(poster) if communicates(parts) else None
+            communicating = communicates(parts)
+            batch = Batch(poster) if communicating and not learns else None
             made = []
             for action in parts:
                 sends = [self._sends(actions[send]) for send in arrived.get(turn, ())]
                 place = _Place(
                     schedule, rank, index, turn, action, versions, batch or poster, beside
                 )
-                for operation in _MAKERS[action.kind](self, place):
+                for operation in makers[action.kind](self, place):
                     made.append(
                         self._in_turn(
                             instruction(rank, index, listed_at[index], action, operation, sends)
@@ -124,7 +140,7 @@ class Compiler:
                 turn += 1
             if batch is not None:
                 made.append(post_of(batch, made))
-            elif len(parts) > 1:
+            elif len(parts) > 1 and not communicating:
                 wait = wait_of(made[1])
                 if self.accelerator.queues:
                     made = self._abreast(made, index in aside)
@@ -160,10 +176,20 @@ class Compiler:
         assert action.microbatch is not None  # asked for those that name one
         return self.cells[action.stage, action.microbatch]
 
-    def _forward(self, place: _Place) -> Iterator[Operation]:
+    def _forward(
+        self, place: _Place, make: Callable[..., Compute] = Forward
+    ) -> Iterator[Operation]:
         again = place.schedule.dataflow.of(Kind.RECOMPUTE)
         replayed = bool(again[place.action.stage, place.action.microbatch] >= 0)
-        yield from self._compute(place, partial(Forward, replayed=replayed))
+        yield from self._compute(place, partial(make, replayed=replayed))
+
+    def _first_forward(self, place: _Place) -> Iterator[Operation]:
+        assert self.first is not None  # asked in first calls
+        yield from self._forward(place, partial(FirstForward, first=self.first))
+
+    def _described(self, place: _Place, make: type[Described]) -> Iterator[Operation]:
+        assert self.first is not None  # asked in first calls
+        yield make(self._cell(place.action), self.first, place.rank, _peer(place))
 
     def _compute(self, place: _Place, make: Callable[..., Compute]) -> Iterator[Operation]:
         cell = self._cell(place.action)
@@ -232,7 +258,9 @@ def _peer(place: _Place) -> int:
     return peer
 
 
-_MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
+_Maker: TypeAlias = Callable[[Compiler, _Place], Iterator[Operation]]
+
+_MAKERS: Mapping[Kind, _Maker] = {
     Kind.FORWARD: Compiler._forward,
     Kind.RECOMPUTE: partial(Compiler._compute, make=Recompute),
     Kind.BACKWARD: partial(Compiler._compute, make=Backward),
@@ -246,3 +274,14 @@ _MAKERS: Mapping[Kind, Callable[[Compiler, _Place], Iterator[Operation]]] = {
     Kind.OPTIM_STEP: Compiler._optim_step,
 }
 """What an action of each kind is compiled to."""
+
+_FIRST: Mapping[Kind, _Maker] = {
+    Kind.FORWARD: Compiler._first_forward,
+    Kind.BACKWARD: partial(Compiler._compute, make=FirstBackward),
+    Kind.BACKWARD_INPUT: partial(Compiler._compute, make=FirstBackwardInput),
+    Kind.SEND_ACT: partial(Compiler._described, make=DescribeActivations),
+    Kind.SEND_GRAD: partial(Compiler._described, make=DescribeGradients),
+    Kind.RECV_ACT: partial(Compiler._described, make=TakeActivations),
+    Kind.RECV_GRAD: partial(Compiler._described, make=TakeGradients),
+}
+"""What it is compiled to instead for the first call of an input signature."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import count
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.boundaries.wiring import EVERY
+from schedir.runtime.boundaries.learned import EVERY
 from schedir.runtime.call import Call
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.autocast import resumed
@@ -68,16 +68,16 @@ class Forward(Compute):
         if not torch.is_grad_enabled():
             self._once(call, with_graph=False, keep_input=False)
         elif self.replayed:
-            with torch.no_grad(), stage.statistics.keeping(cell.wiring.state) as cell.statistics:
+            with torch.no_grad(), stage.statistics.keeping(False) as cell.statistics:
                 self._once(call, with_graph=False, keep_input=True)
         else:
             self._once(call, with_graph=True, keep_input=False)
 
     def _once(self, call: Call, with_graph: bool, keep_input: bool) -> None:
         cell, stage = self.cell, self.stage
-        output = stage.output(call, cell, keep_input)
+        output = self._output(call, keep_input)
         if stage.loss_fn is None:
-            made, copied = cell.wiring.after.tensors(output, with_graph), cell.wiring.copied
+            made, copied = cell.learned.after.tensors(output, with_graph), cell.learned.copied
             outputs = _with_copies(made, copied) if copied else made
             if cell.following is not None:
                 cell.following.inputs = outputs
@@ -90,7 +90,7 @@ class Forward(Compute):
             # The loss may work in place, and so may what is made of the output, after it.
             kept = None if call.keeps is None else _for_caller(call, cell, output)
             if call.request.has_loss:
-                loss = stage.loss(cell, output)
+                loss = self._loss(output)
                 cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
                 if with_graph:
                     cell.outputs = (loss,)
@@ -98,6 +98,12 @@ class Forward(Compute):
                 cell.result = call.keeps(kept, cell.target)
         if not with_graph:  # no backward will ask for them
             cell.leaves = ()
+
+    def _output(self, call: Call, keep_input: bool) -> Any:
+        return self.stage.output(call, self.cell, keep_input)
+
+    def _loss(self, output: Any) -> Tensor:
+        return self.stage.loss(self.cell, output)
 
 
 def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
@@ -111,7 +117,7 @@ def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[
 
 def _for_caller(call: Call, cell: Cell, output: Any) -> Any:
     """What the last stage has returned, without its graph, with copies of what may change later."""
-    copied = EVERY if call.request.has_loss else cell.wiring.copied
+    copied = EVERY if call.request.has_loss else cell.learned.copied
     numbers = count()
     return tree_map_only(
         Tensor,
@@ -145,7 +151,7 @@ class Recompute(Compute):
         with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
             output = stage.output(call, cell, keep_input=False)
             if stage.loss_fn is None:
-                cell.outputs = _edges_of(cell.wiring.after.tensors(output))
+                cell.outputs = _edges_of(cell.learned.after.tensors(output))
             else:
                 cell.outputs = (stage.loss(cell, output),)
         cell.statistics = None
@@ -206,13 +212,6 @@ class _FromOutputs(Compute):
     def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
         """Give the gradients of the inputs to the stage before."""
         cell = self.cell
-        agreed, flows = cell.wiring.flows, [grad is not None for grad in grads]
-        if agreed is not None and agreed != flows:
-            raise ExecutionError(
-                f"gradients of the stage's inputs: {_yes_no(agreed)} was agreed with the stage "
-                f"before, but {_yes_no(flows)} came out; which inputs get a gradient must "
-                "depend neither on data nor on parameters frozen since the first step"
-            )
         if cell.previous is not None:
             cell.previous.output_grads = grads
         else:
@@ -265,7 +264,3 @@ def _run_engine(roots: list[_Root], grads: list[Tensor]) -> None:
     _engine_run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _yes_no(flows: Sequence[bool]) -> str:
-    return f"({', '.join('yes' if there else 'no' for there in flows)})"

@@ -4,16 +4,16 @@
             ───────────────────────              ────────────
     early                                        posts its first receives, by the shapes
                                                  of the call before
-            announces call and agreement ─────▶  compares them with its own call and batch
+            announces call and signature ─────▶  compares them with its own call and batch
 
-            if the agreement is that of the call before:
+            if the input signature is that of the call before:
             runs its list                        runs the rest of its list
 
             if it is another one, as shapes differ:
     early   sends placeholders to what others    the same; drops what it has received
             have posted
-            agrees on the boundaries, if new     the same
-            runs its list                        runs its list
+            runs its list, with described        the same
+            payloads if the signature is new
 
 A transport whose `early` is false does without the lines marked so: nothing is posted before the
 announcement has arrived, and so there is nothing to take back.
@@ -34,7 +34,8 @@ import attrs
 
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Batch
-from schedir.runtime.boundaries.agreement import Agreements
+from schedir.runtime.boundaries.learned import Lessons, mask_gradients
+from schedir.runtime.boundaries.signature import Signatures
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
@@ -96,11 +97,16 @@ class Announcements:
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A call that has been announced: the lists to run, of which `done` entries have been run."""
+    """A call that has been announced: the lists to run, of which `done` entries have been run.
+
+    `learns` is what the first call of an input signature finds out; None in later ones.
+    """
 
     announcement: Announcement
+    program: Program
     lists: Sequence[Sequence[Instruction]]
     done: int = 0
+    learns: Lessons | None = None
 
     @property
     def rows(self) -> int | None:
@@ -111,22 +117,24 @@ class Opened:
 class Opening:
     """Opens the calls of one kind: those that train, or those that don't.
 
-    The program that was run last is kept, and the agreement that it is for: a rank that does not
-    see the input takes the next call to be like it. `newcomers` are who watches a call under
-    another agreement than the call before, by its number.
+    The program that was run last is kept, and the input signature that it is for: a rank that does
+    not see the input takes the next call to be like it. `newcomers` are who watches a call of
+    another signature than the call before, by its number, and whether that is to be learned.
     """
 
     def __init__(
         self,
         announcements: Announcements,
-        agreements: Agreements,
+        signatures: Signatures,
         programs: Programs,
         cells: Cells,
-        newcomers: Callable[[int], Iterable[Observer]] | None = None,
+        ranks: Sequence[int],
+        newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
     ) -> None:
         self._announcements, self._cells = announcements, cells
-        self.agreements, self.programs = agreements, programs
+        self.signatures, self.programs = signatures, programs
         self._newcomers = newcomers
+        self._ranks = ranks
         self._latest: tuple[int, Program] | None = None
 
     def open(self, call: Call, inputs: Batch | None, feed: Feed) -> Opened:
@@ -135,20 +143,20 @@ class Opening:
         Raises ExecutionError where other ranks do something else.
         """
         observers = listening()
-        agreement = self.agreements.number(feed, inputs, call.precision)
-        own = announcement_of(call, feed, agreement)
+        signature = self.signatures.number(feed, inputs, call.precision)
+        own = announcement_of(call, feed, signature)
         if self._latest is None:
-            return self._anew(self._announcements.exchange(own), feed, observers)
+            return self._anew(self._announcements.exchange(own), observers)
         expected, program = self._latest
         lists = [observed(instructions, observers) for instructions in program.lists]
         if program.early:
             advance(lists[0][: program.early], call)
         announcement = self._announcements.exchange(own)
-        if announcement.agreement == expected:
-            return Opened(announcement, lists, program.early)
+        if announcement.signature == expected:
+            return Opened(announcement, program, lists, program.early)
         if self.programs.posts_early:
             self._take_back(program)
-        return self._anew(announcement, feed, observers)
+        return self._anew(announcement, observers)
 
     def _take_back(self, program: Program) -> None:
         """End the receives that were posted for a call such as the one before."""
@@ -159,21 +167,33 @@ class Opening:
                 wait_for(works)
             cell.drop_received()
 
-    def _anew(
-        self, announcement: Announcement, feed: Feed, observers: Sequence[Observer]
-    ) -> Opened:
-        """Go on under the agreement that is announced, and agree first where it is a new one."""
-        agreement, forgotten = self.agreements.agree(announcement.agreement, feed)
-        self._cells.wire(agreement)
-        if forgotten:
-            self.programs.forget(forgotten)
-        program = self.programs.of(announcement.agreement)
-        self._latest = announcement.agreement, program
+    def _anew(self, announcement: Announcement, observers: Sequence[Observer]) -> Opened:
+        """Go on under the input signature that is announced, which may be a new one."""
+        number = announcement.signature
+        lessons = self.signatures.known(number)
+        learns = None
+        if lessons is None:
+            learns, program = self._cells.learn(), self.programs.first
+            self._latest = None
+        else:
+            self._cells.know(lessons)
+            program = self.programs.of(number)
+            self._latest = number, program
         if self._newcomers is not None:
-            observers = [*observers, *self._newcomers(announcement.agreement)]
-        return Opened(
-            announcement, [observed(instructions, observers) for instructions in program.lists]
-        )
+            observers = [*observers, *self._newcomers(number, lessons is None)]
+        lists = [observed(instructions, observers) for instructions in program.lists]
+        return Opened(announcement, program, lists, learns=learns)
+
+    def end(self, opened: Opened) -> None:
+        """The call has ended well: what it has learned is known.
+
+        After a first one all ranks of the pipeline come here, as how far ahead receives are posted
+        depends on all of them.
+        """
+        if opened.learns is not None:
+            mask_gradients(opened.learns, opened.program.schedule, self._ranks)
+            self.programs.forget(self.signatures.add(opened.learns))
+            self.programs.of(opened.announcement.signature)
 
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""

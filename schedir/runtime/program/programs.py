@@ -1,9 +1,9 @@
-"""The compiled lists of the ranks here, one program for each agreement on the boundaries."""
+"""The compiled lists of the ranks here: for first calls of input signatures, and for later ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeGuard
 
 import attrs
@@ -12,6 +12,7 @@ from schedir.ir import RECEIVES, Action, Entry, Schedule
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.joined import Batch
 from schedir.runtime.program.transfer import Send
@@ -38,9 +39,9 @@ class Program:
 
 
 class Programs:
-    """The programs of a list by the number of the agreement.
+    """The programs of a list by the number of the input signature.
 
-    Most agreements share one: it depends on the shapes only in how far receives are ahead.
+    Most signatures share one: it depends on the shapes only in how far receives are ahead.
     `schedule` is the list of the program that was asked for last, or would be where receives take
     no more buffers than the list needs.
     """
@@ -52,46 +53,55 @@ class Programs:
         compiler: Compiler,
         transports: Mapping[int, Transport],
         control: Control,
+        first: FirstCall,
     ) -> None:
-        self._plan, self._listed, self._control = plan, schedule, control
+        self._plan, self._listed, self._control, self._first = plan, schedule, control, first
         self._compiler, self._transports = compiler, transports
         self.schedule = plan.posted(schedule)
         self.posts_early = all(transport.early for transport in transports.values())
-        self._by_agreement: dict[int, Program] = {}
+        self._by_signature: dict[int, Program] = {}
         self._by_room: dict[int, Program] = {}
 
-    def of(self, agreement: int) -> Program:
-        """The program for an agreement, which the cells are wired by."""
-        if agreement not in self._by_agreement:
+    @cached_property
+    def first(self) -> Program:
+        """The program for the first call of an input signature."""
+        schedule = self._plan.posted(self._listed)
+        return Program(schedule, self._compiled(schedule, self._first))
+
+    def of(self, signature: int) -> Program:
+        """The program for a signature, whose boundaries the cells know."""
+        if signature not in self._by_signature:
             room = min(self._control.share(self._room()))
             if room not in self._by_room:
                 self._by_room[room] = self._program(room)
-            self._by_agreement[agreement] = self._by_room[room]
-        program = self._by_agreement[agreement]
+            self._by_signature[signature] = self._by_room[room]
+        program = self._by_signature[signature]
         self.schedule = program.schedule
         return program
 
-    def forget(self, agreements: Collection[int]) -> None:
+    def forget(self, signatures: Collection[int]) -> None:
         """These are not asked for any more."""
-        for agreement in agreements:
-            self._by_agreement.pop(agreement, None)
-        used = list(self._by_agreement.values())
+        for signature in signatures:
+            self._by_signature.pop(signature, None)
+        used = list(self._by_signature.values())
         self._by_room = {room: p for room, p in self._by_room.items() if p in used}
 
     def clear(self) -> None:
         """Forget all: a call has failed, and what its instructions know is out of date."""
-        self._by_agreement.clear()
+        self._by_signature.clear()
         self._by_room.clear()
 
     def _room(self) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""
-        largest = max((cell.wiring.largest() for cell in self._compiler.cells), default=0)
+        largest = max((cell.learned.largest() for cell in self._compiler.cells), default=0)
         return min(_SPARE_BYTES // max(largest, 1), len(self._listed.dataflow.transfers))
 
-    def _program(self, room: int) -> Program:
-        schedule = self._plan.posted(self._listed, room)
-        lists = [
-            self._compiler.compile(
+    def _compiled(
+        self, schedule: Schedule, first: FirstCall | None = None
+    ) -> list[Sequence[Instruction]]:
+        compiler = attrs.evolve(self._compiler, first=first)
+        return [
+            compiler.compile(
                 schedule,
                 rank,
                 transport,
@@ -99,6 +109,10 @@ class Programs:
             )
             for rank, transport in self._transports.items()
         ]
+
+    def _program(self, room: int) -> Program:
+        schedule = self._plan.posted(self._listed, room)
+        lists = self._compiled(schedule)
         if not self.posts_early:
             return Program(schedule, lists)
         # Ranks of the first stage see the input, and so know what the call is.

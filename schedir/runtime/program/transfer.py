@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from schedir.errors import ExecutionError
 from schedir.runtime.boundaries.boundary import Grads, TensorMeta, empty, payload
 from schedir.runtime.call import Call
 from schedir.runtime.program.instruction import Operation
@@ -61,20 +62,20 @@ class SendActivations(Send):
     def run(self, call: Call) -> None:
         """Run the action."""
         cell = self.cell
-        for tensor, meta in zip(cell.outputs_to_send, cell.wiring.after.metas, strict=True):
+        for tensor, meta in zip(cell.outputs_to_send, cell.learned.after.metas, strict=True):
             self._post(payload(tensor, meta))
         cell.outputs_to_send = ()
 
     def send_placeholders(self) -> None:
         """As many, of the outputs."""
-        self._send_empty(self.cell.wiring.after.metas)
+        self._send_empty(self.cell.learned.after.metas)
 
 
 class SendGradients(Send):
     """SEND_GRAD: posts the gradients of the cell's inputs.
 
-    Where nobody could tell which there are, a mask that says so goes first, from host to host, and
-    zeros stand for those that there are not.
+    Where microbatches differ in which there are, a mask that says so goes first, from host to host,
+    and zeros stand for those that there are not.
     """
 
     @staticmethod
@@ -83,24 +84,24 @@ class SendGradients(Send):
 
     def run(self, call: Call) -> None:
         """Run the action."""
-        cell, wiring = self.cell, self.cell.wiring
-        grads = cell.input_grads
+        cell, learned = self.cell, self.cell.learned
+        grads, expected = cell.input_grads, learned.grads_out
         cell.input_grads = ()
-        agreed = wiring.grads_out
-        if agreed is None:
-            agreed = _possible(wiring.before.metas)
+        if learned.masked_out:
             self._post_mask([grad is not None for grad in grads])
-        for grad, meta in zip(grads, agreed, strict=True):
+        else:
+            _check_present(grads, expected, cell.stage)
+        for grad, meta in zip(grads, expected, strict=True):
             if meta is not None:
                 sent = empty(meta, self.device).zero_() if grad is None else grad
                 self._post(payload(sent, meta))
 
     def send_placeholders(self) -> None:
         """As many, of the gradients."""
-        wiring = self.cell.wiring
-        if wiring.grads_out is None:
-            self._post_mask([False] * len(wiring.before.metas))
-        self._send_empty(wiring.grads_out or _possible(wiring.before.metas))
+        learned = self.cell.learned
+        if learned.masked_out:
+            self._post_mask([False] * len(learned.grads_out))
+        self._send_empty(learned.grads_out)
 
 
 class Receive(Transfer):
@@ -137,12 +138,12 @@ class ReceiveActivations(Receive):
     def run(self, call: Call) -> None:
         """Run the action."""
         cell = self.cell
-        cell.inputs = tuple(self._buffer(meta) for meta in cell.wiring.before.metas)
+        cell.inputs = tuple(self._buffer(meta) for meta in cell.learned.before.metas)
 
 
 class ReceiveGradients(Receive):
-    """RECV_GRAD: posts buffers for the gradients of the cell's outputs, and for a mask where only
-    the run can tell which of them there are."""
+    """RECV_GRAD: posts buffers for the gradients of the cell's outputs, and for a mask where
+    microbatches differ in which of them there are."""
 
     @staticmethod
     def _works_of(cell: Cell) -> list[Work]:
@@ -150,15 +151,24 @@ class ReceiveGradients(Receive):
 
     def run(self, call: Call) -> None:
         """Run the action."""
-        cell, wiring = self.cell, self.cell.wiring
-        expected = wiring.grads_in
-        if expected is None:
-            expected = _possible(wiring.after.metas)
+        cell, expected = self.cell, self.cell.learned.grads_in
+        if self.cell.learned.masked_in:
             cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
             self.works.append(self.beside.receive(cell.mask, self.peer))
         cell.output_grads = tuple(None if meta is None else self._buffer(meta) for meta in expected)
 
 
-def _possible(metas: Sequence[TensorMeta]) -> Grads:
-    """The gradients that may come, where only the run can tell: laid out as what they are of."""
-    return tuple(meta if meta.requires_grad else None for meta in metas)
+def _check_present(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> None:
+    """Raise ExecutionError where other gradients are there than in the first call."""
+    present, first = ([grad is not None for grad in found] for found in (grads, expected))
+    if present != first:
+        raise ExecutionError(
+            f"gradients of the stage's inputs: {_yes_no(first)} in the first call of this input "
+            f"shape, but {_yes_no(present)} now; if that depends on data, declare the boundary, "
+            f"boundaries={{{stage - 1}: torch.empty(...)}}, and a mask says which there are; make "
+            "a new Executor if parameters have been frozen or thawed"
+        )
+
+
+def _yes_no(present: Sequence[bool]) -> str:
+    return f"({', '.join('yes' if there else 'no' for there in present)})"

@@ -13,9 +13,8 @@ from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Count
-from schedir.runtime.boundaries.agreement import Agreement
 from schedir.runtime.boundaries.buffers import Pool
-from schedir.runtime.boundaries.wiring import NOT_AGREED, Wiring
+from schedir.runtime.boundaries.learned import Learned, Lessons
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.stage.statistics import Kept
 from schedir.runtime.transports.transport import Work
@@ -33,7 +32,7 @@ class Cell:
     stage: int
     microbatch: int
     draw: int  # the microbatch's number over all pipelines, which seeds its random numbers
-    wiring: Wiring = NOT_AGREED
+    learned: Learned = attrs.field(factory=Learned)
     batch: Any = None  # the first stage's microbatch
     extra: Any = None  # what the stage is given beside its input
     target: Any = None  # the last stage's, with what its loss takes beside it
@@ -143,10 +142,16 @@ class Cells:
         for pool in self._pools.values():
             pool.trim()
 
-    def wire(self, agreement: Agreement) -> None:
-        """Put in what is agreed of the boundaries."""
+    def know(self, lessons: Lessons) -> None:
+        """Put in what the first call of an input signature has learned."""
         for place, cell in self._cells.items():
-            cell.wiring = agreement[place]
+            cell.learned = lessons[place]
+
+    def learn(self) -> Lessons:
+        """Put in what is to be learned by a call that begins now."""
+        lessons = {place: Learned() for place in self._cells}
+        self.know(lessons)
+        return lessons
 
     def losses(self) -> list[Tensor | None]:
         """Those of the microbatches whose last stage ran here, by microbatch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,30 +55,31 @@ class Stage:
 
     def output(self, call: Call, cell: Cell, keep_input: bool) -> Any:
         """Run the module on the cell's input; `keep_input` if it will be run again."""
-        wiring = cell.wiring
+        given, extra = self.arguments(call, cell, keep_input)
+        return cell.learned.convention(self.module, given, extra)
+
+    def arguments(self, call: Call, cell: Cell, keep_input: bool) -> tuple[Any, Any]:
+        """What the module is about to be run on: its input, and what it gets beside that."""
+        learned = cell.learned
         seed_generators(self._generators, call.seed, call.step, self.index, cell.draw)
-        extra = _copy_of(cell.extra) if wiring.mutates_extra else cell.extra
+        extra = copy_of(cell.extra) if learned.changes_extra else cell.extra
         if self.index == 0:
-            given = _copy_of(cell.batch) if any(wiring.mutates) else cell.batch
-            return wiring.convention(self.module, given, extra)
+            return copy_of(cell.batch) if learned.changes_inputs[0] else cell.batch, extra
         arguments = _arguments(cell)
         if not keep_input:
             cell.inputs = ()
-        output = wiring.convention(self.module, wiring.before.structure(arguments), extra)
-        if wiring.watched is not None:
-            # No fake run could tell whether the module changes its inputs.
-            changed = [number for number, tensor in enumerate(arguments) if tensor._version]
-            reason = wiring.watched.forbid(changed)
-            if reason is not None:
-                raise ExecutionError(reason)
-        return output
+        return learned.before.structure(arguments), extra
 
     def loss(self, cell: Cell, output: Any) -> Tensor:
         """The last stage's loss."""
-        assert self.loss_fn is not None  # asked of the last stage
         target, keywords = cell.target, cell.loss_keywords
-        if cell.wiring.mutates_target:
-            target, keywords = _copy_of(target), _copy_of(keywords)
+        if cell.learned.changes_target:
+            target, keywords = copy_of(target), copy_of(keywords)
+        return self.loss_of(cell, output, target, keywords)
+
+    def loss_of(self, cell: Cell, output: Any, target: Any, keywords: Mapping[str, Any]) -> Tensor:
+        """What the loss function makes of the cell's output."""
+        assert self.loss_fn is not None  # asked of the last stage
         if not isinstance(cell.loss_share, Tensor) and not cell.loss_share:
             _give_no_gradient(output)
         loss = self.loss_fn(output, target, **keywords)
@@ -100,27 +101,48 @@ def _give_no_gradient(output: Any) -> None:
             leaf.register_hook(torch.zeros_like)
 
 
-def _copy_of(tree: Any) -> Any:
+def copy_of(tree: Any) -> Any:
     """A copy of the tensors; what stands there twice is copied once, and so stays one tensor."""
     copies: dict[object, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        return copies.setdefault(key, tensor.clone())
+        if key not in copies:
+            copies[key] = _aligned_copy(tensor)
+        return copies[key]
 
     return tree_map_only(Tensor, copied, tree)
+
+
+_ALIGNMENT = 64
+"""Bytes: matrix products may round otherwise where memory begins elsewhere within so many."""
+
+
+def _aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy that begins at such an address as the tensor does, so that kernels round alike."""
+    copy = tensor.clone()
+    shift = (tensor.data_ptr() - copy.data_ptr()) % _ALIGNMENT
+    if not shift or tensor.device.type != "cpu" or copy.requires_grad:
+        return copy
+    size, room = copy.element_size(), _ALIGNMENT // copy.element_size()
+    held = copy.new_empty(copy.numel() + room)
+    begin = (tensor.data_ptr() - held.data_ptr()) % _ALIGNMENT // size
+    shape, strides = copy.shape, copy.stride()
+    held.as_strided(shape, strides, begin).copy_(tensor)
+    return copy.new_empty(0).set_(held.untyped_storage(), begin, shape, strides)
 
 
 def _arguments(cell: Cell) -> list[Tensor]:
     """The inputs as leaves that a backward can stop at."""
     leaves, arguments = [], []
-    wiring = cell.wiring
-    for tensor, meta, mutated in zip(cell.inputs, wiring.before.metas, wiring.mutates, strict=True):
+    learned = cell.learned
+    metas = learned.before.metas
+    for tensor, meta, changes in zip(cell.inputs, metas, learned.changes_inputs, strict=True):
         leaf = tensor.detach().requires_grad_(meta.requires_grad)
         leaves.append(leaf)
         # A leaf can't be changed in place, and a neighbour's output must not be.
-        arguments.append(leaf.clone() if mutated else leaf)
-    for number in wiring.other_layout:
+        arguments.append(leaf.clone() if changes else leaf)
+    for number in learned.other_layout:
         leaves[number].register_hook(partial(cell.computed_grads.__setitem__, number))
     cell.leaves = tuple(leaves)
     return arguments

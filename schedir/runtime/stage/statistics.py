@@ -7,7 +7,7 @@ the stage's forwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,18 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.boundaries.standin import INTERNAL, State
+from schedir.runtime.boundaries.learned import INTERNAL
 
 _SMALL = 1 << 16
 _ABSENT = object()
+
+
+@attrs.frozen
+class State:
+    """An attribute of a module that a forward leaves another than it has found it."""
+
+    module: nn.Module
+    name: str
 
 
 @attrs.frozen(eq=False)
 class Kept:
     """What was there before a forward: the buffers, and the attributes that it may change."""
 
-    buffers: Sequence[Tensor | None]
-    attributes: Sequence[tuple[State, Any]]
+    buffers: list[Tensor | None]
+    attributes: dict[State, Any]
 
 
 class Statistics:
@@ -39,50 +47,66 @@ class Statistics:
             (holder._buffers, name) for holder in module.modules() for name in holder._buffers
         ]
         self._unchanged: set[int] = set()  # large ones that no forward has been seen to change
+        self._changing: dict[State, bool] = {}  # attributes that one has; True where in place
 
     @contextmanager
-    def keeping(self, states: Sequence[State] | None) -> Iterator[Kept]:
+    def keeping(self, all_attributes: bool) -> Iterator[Kept]:
         """Run a forward inside; gives what is there before it.
 
-        `states` are the attributes that it may change, None for any. Small buffers are always
-        copied, since batch_norm changes its own without raising their version; large ones, such
-        as masks, only as long as their version changes.
+        Of the attributes `all_attributes` are kept, to see which the forward changes, or those that
+        an earlier one has been seen to change. Small buffers are always copied, since batch_norm
+        changes its own without raising their version; large ones, such as masks, only as long as
+        their version changes.
         """
         before = [holder[name] for holder, name in self._places]
         versions = [None if buffer is None else buffer._version for buffer in before]
-        if states is None:
-            states = self._all()
+        states = dict.fromkeys(self._all(), True) if all_attributes else self._changing
+        found = {state: _value(state) for state in states} if all_attributes else {}
+        looks = {state: _look(value) for state, value in found.items()}
         with torch.no_grad():
-            kept = [
+            buffers = [
                 buffer if buffer is None or index in self._unchanged else buffer.clone()
                 for index, buffer in enumerate(before)
             ]
-            attributes = [(state, _snapshot(state)) for state in states]
-        yield Kept(kept, attributes)
+            kept = Kept(
+                buffers,
+                {state: _snapshot(_value(state), deep) for state, deep in states.items()},
+            )
+            as_found = {state: _snapshot(value, deep=False) for state, value in found.items()}
+        yield kept
         for index, (buffer, version) in enumerate(zip(before, versions, strict=True)):
             if buffer is not None and buffer.numel() > _SMALL and buffer._version == version:
-                kept[index] = buffer
+                buffers[index] = buffer
                 self._unchanged.add(index)
             else:
                 self._unchanged.discard(index)
+        for state in self._all() if all_attributes else ():
+            if state not in looks:  # the forward has made it
+                kept.attributes[state] = _ABSENT
+                self._changing.setdefault(state, False)
+            elif looks[state] == _look(_value(state)):
+                del kept.attributes[state]
+            else:
+                in_place = looks[state] != _look(as_found[state])
+                self._changing[state] = in_place or self._changing.get(state, False)
+                if not in_place:
+                    kept.attributes[state] = as_found[state]
 
     @contextmanager
     def as_kept(self, kept: Kept) -> Iterator[None]:
         """Run a forward again inside, on what `keeping` gave for it."""
         now = [holder[name] for holder, name in self._places]
-        attributes = [(state, _value(state)) for state, _ in kept.attributes]
+        attributes = {state: _value(state) for state in kept.attributes}
         self._install(kept.buffers, kept.attributes)
         try:
             yield
         finally:
             self._install(now, attributes)
 
-    def _install(
-        self, buffers: Sequence[Tensor | None], attributes: Sequence[tuple[State, Any]]
-    ) -> None:
+    def _install(self, buffers: Sequence[Tensor | None], attributes: Mapping[State, Any]) -> None:
         for (holder, name), buffer in zip(self._places, buffers, strict=True):
             holder[name] = buffer
-        for state, value in attributes:
+        for state, value in attributes.items():
             if value is _ABSENT:
                 vars(state.module).pop(state.name, None)
             else:
@@ -90,7 +114,7 @@ class Statistics:
 
     def _all(self) -> list[State]:
         return [
-            State(part, name, deep=True)
+            State(part, name)
             for part in self._module.modules()
             for name in vars(part)
             if name not in INTERNAL
@@ -101,15 +125,24 @@ def _value(state: State) -> Any:
     return vars(state.module).get(state.name, _ABSENT)
 
 
-def _snapshot(state: State) -> Any:
-    """The attribute's value, which nothing that a forward does to it reaches."""
-    value = _value(state)
+def _look(value: Any) -> list[tuple[int, int]]:
+    """What an attribute holds, and the tensors' versions, to tell whether it has changed."""
+    leaves = sorted(value, key=id) if isinstance(value, set) else pytree.tree_leaves(value)
+    return [(id(leaf), leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves]
+
+
+def _snapshot(value: Any, deep: bool) -> Any:
+    """The attribute's value with containers of its own; `deep` with tensors of its own as well."""
     if isinstance(value, set):
         return value.copy()
-    return pytree.tree_map(lambda leaf: _kept(leaf, state.deep), value)  # copies containers
+    return pytree.tree_map(_copy_of if deep else _itself, value)  # copies containers
 
 
-def _kept(leaf: Any, deep: bool) -> Any:
-    if deep and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _copy_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return leaf

@@ -49,6 +49,11 @@ class StageWeights:
         return any(self._lives.outlives)
 
     @property
+    def copies(self) -> Sequence[nn.Parameter]:
+        """Those of older versions that are kept now."""
+        return [parameter for copy in self._stashed.values() for parameter in copy]
+
+    @property
     def newest(self) -> Sequence[nn.Parameter]:
         """The module's own parameters, which gradients go to."""
         return self._newest

@@ -130,7 +130,7 @@ class Gauge:
         for stage in stages.values():
             self._gradients_of(stage)
         for cell in cells:
-            sent = cell.wiring.after.nbytes
+            sent = cell.learned.after.nbytes
             self.boundary[cell.stage] = max(self.boundary.get(cell.stage, 0), sent)
 
 

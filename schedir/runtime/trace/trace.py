@@ -51,7 +51,7 @@ class _Report:
 
     error: float
     stamps: Sequence[Nanoseconds]
-    sizes: Sequence[Mapping[str, Mapping[int, int]]]
+    sizes: Sequence[Mapping[str, Mapping[int, int]] | None]
 
 
 class Trace:
@@ -66,20 +66,23 @@ class Trace:
         self.recorder = recorder(plan.accelerator)
         self._gauges: dict[int, Gauge] = {}
         self._gauge = Gauge()
+        self._measures = False
         self._steps: deque[_Step] = deque()
         self._actions = 0  # of these
         self._clocks = self._read_clocks()
 
-    def observers(self, agreement: int) -> Iterable[Observer]:
-        """Who watches the first call under an agreement, which begins now."""
-        self._gauge = self._gauges.setdefault(agreement, Gauge())
+    def observers(self, signature: int, first: bool) -> Iterable[Observer]:
+        """Who watches a call that begins now, of another input signature than the one before. The
+        first one of a signature holds copies that later ones do not: the second one is measured."""
+        self._gauge = self._gauges.setdefault(signature, Gauge())
+        self._measures = not first
         if len(self._gauges) > _MOST_SHAPES:
             del self._gauges[next(iter(self._gauges))]
-        return () if self._gauge.finished else (self._gauge,)
+        return () if first or self._gauge.finished else (self._gauge,)
 
     def keep(self, call: Call, schedule: Schedule, began: Mark, cells: Cells) -> None:
         """A step has been made, which began at a mark."""
-        if not self._gauge.finished:
+        if self._measures and not self._gauge.finished:
             self._gauge.finish(self._stages, cells)
         taken = Taken(began, self.recorder.latest)
         self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
@@ -147,7 +150,10 @@ class Trace:
             stamps[left_out[here]] = 0
         return stamps
 
-    def _kept(self, gauge: Gauge) -> dict[str, dict[int, int]]:
+    def _kept(self, gauge: Gauge) -> dict[str, dict[int, int]] | None:
+        """What the stages here keep; None where no call was measured yet."""
+        if not gauge.finished:
+            return None
         return {
             "boundary": gauge.boundary,
             "input": gauge.input,
@@ -159,19 +165,22 @@ class Trace:
         }
 
 
-def _sizes(found: Sequence[Mapping[str, Mapping[int, int]]], stages: int) -> Sizes:
-    """Those of all stages; of a stage's replicas the largest."""
+def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
+    """Those of all stages; of a stage's replicas the largest. None where they are not known."""
+    known = [sizes for sizes in found if sizes is not None]
+    if len(known) < len(found):
+        return None
 
     def of(name: str, stage: int) -> int:
-        return max(sizes[name].get(stage, 0) for sizes in found)
+        return max(sizes[name].get(stage, 0) for sizes in known)
 
     by_stage: dict[str, Any] = {
-        name: tuple(of(name, stage) for stage in range(stages)) for name in found[0]
+        name: tuple(of(name, stage) for stage in range(stages)) for name in known[0]
     }
     # All of an activation, where no I of a stage was seen.
-    seen = {stage for sizes in found for stage in sizes["deferred"]}
+    seen = {stage for sizes in known for stage in sizes["deferred"]}
     whole = zip(by_stage["deferred"], by_stage["activation"], strict=True)
-    known = tuple(kept if s in seen else every for s, (kept, every) in enumerate(whole))
-    by_stage["deferred"] = known if seen else None
+    deferred = tuple(kept if s in seen else every for s, (kept, every) in enumerate(whole))
+    by_stage["deferred"] = deferred if seen else None
     # There is a boundary after each stage but the last.
     return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})

@@ -1,4 +1,7 @@
-"""How boundaries are found for modules of every make, and what that costs and leaves behind."""
+"""The first call of an input signature runs the stages as often as the list says, on real values.
+
+Whatever modules they are, it learns what later calls go by.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.boundaries import agreement
-from tests.runtime.kit import MSE, sgd
+from schedir.runtime.boundaries import signature
+from tests.literals import listed
+from tests.runtime.kit import MSE, linear_stages, numbered, random_batches, sgd, train_on_rank
+from tests.runtime.on_ranks import on_ranks
 
 
 def blocks(number: int) -> list[nn.Module]:
@@ -90,33 +94,27 @@ def test_torchscript_is_refused_by_name(
         Executor(schedule, stages, MSE, in_process=True)
 
 
-def never_fake(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A compiler whose kernels take memory for real, as inductor's do."""
-
-    def run(*arguments: Any) -> Any:
-        if any(isinstance(argument, FakeTensor) for argument in arguments):
-            raise AssertionError("a compiled kernel got a fake tensor")
-        return graph(*arguments)
-
-    return run
+def eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler that leaves the graph as it is."""
+    return graph
 
 
 def wrapped(part: nn.Module) -> Any:
-    return torch.compile(part, backend=never_fake)
+    return torch.compile(part, backend=eager)
 
 
 def on_forward(part: nn.Module) -> nn.Module:
-    part.forward = torch.compile(part.forward, backend=never_fake)
+    part.forward = torch.compile(part.forward, backend=eager)
     return part
 
 
 def by_method(part: nn.Module) -> nn.Module:
-    part.compile(backend=never_fake)
+    part.compile(backend=eager)
     return part
 
 
 def inside(part: nn.Module) -> nn.Module:
-    part[0] = torch.compile(part[0], backend=never_fake)  # type: ignore[index,operator]
+    part[0] = torch.compile(part[0], backend=eager)  # type: ignore[index,operator]
     return part
 
 
@@ -130,7 +128,7 @@ def test_compiled_stages_train(compiled: Callable[[nn.Module], Any]) -> None:
 
 
 def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
-    """It is bound to the very module, not to a stand-in."""
+    """It is bound to the very module, which nothing stands in for."""
     norm: Any = nn.BatchNorm1d(4)
     norm.calls = 0
     kinds = []
@@ -148,10 +146,10 @@ def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
         executor.step(x, target=x)
     assert norm.calls == 2
     assert int(norm.num_batches_tracked) == 2
-    assert kinds == [FakeTensor, Tensor, Tensor, Tensor, Tensor]
+    assert kinds == [Tensor, Tensor, Tensor, Tensor]
 
 
-def test_state_that_is_changed_in_a_fake_run_stays_what_it_was() -> None:
+def test_state_is_changed_once_a_microbatch() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,8 +177,8 @@ def test_state_that_is_changed_in_a_fake_run_stays_what_it_was() -> None:
 
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither agreements nor compiled lists nor torch's own memory of fake runs pile up."""
-    monkeypatch.setattr(agreement, "_MAX_AGREEMENTS", 3)
+    """Neither what was learned nor compiled lists pile up."""
+    monkeypatch.setattr(signature, "_MOST", 3)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
     with Executor(schedule, stages, MSE, in_process=True) as executor:
@@ -190,14 +188,123 @@ def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> 
             return executor.evaluate(tokens, target=torch.ones(4, length, 4)).loss
 
         first = step(1)
-        size = len(FakeTensorMode.cache)
         for length in range(1, 12):
             step(length)
         opening = executor._engine.evaluation.opening
-        assert len(FakeTensorMode.cache) == size
-        agreements, programs = opening.agreements, opening.programs
-        assert len(agreements._agreed) == len(programs._by_agreement) == 3
+        signatures, programs = opening.signatures, opening.programs
+        assert len(signatures._lessons) == len(programs._by_signature) == 3
         assert len(programs._by_room) <= 3
-        assert len(agreements._numbers) == 3
+        assert len(signatures._numbers) == 3
         gc.collect()
         assert step(1) == first  # forgotten, and found anew
+
+
+# Each would hang where the first call posted its receives late, at their place or at their
+# consumer's turn. The send of the first one's batch feeds its own receive.
+HANG = {
+    2: [
+        listed(1, "0 1", "0F0 (0SEND_ACT0;0RECV_GRAD0) 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"),
+        listed(
+            2,
+            "0 1",
+            "0RECV_GRAD0 0RECV_GRAD1 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0B0 0B1",
+            "1RECV_ACT0 1RECV_ACT1 1F0 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
+        ),
+    ],
+    3: [
+        listed(
+            2,
+            "0 1 0 2 1",
+            "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;2RECV_ACT0) 2F0 2SEND_ACT0 2RECV_ACT1 2F1 2SEND_ACT1 "
+            "2RECV_GRAD0 2B0 2SEND_GRAD0 0RECV_GRAD0 0B0 2RECV_GRAD1 2B1 2SEND_GRAD1 0RECV_GRAD1 "
+            "0B1",
+            "1RECV_ACT0 1F0 (1RECV_ACT1;1SEND_ACT0) 4RECV_ACT0 4F0 1F1 1SEND_ACT1 4RECV_ACT1 4F1 "
+            "4B0 4SEND_GRAD0 1RECV_GRAD0 1B0 1SEND_GRAD0 4B1 4SEND_GRAD1 1RECV_GRAD1 1B1 "
+            "1SEND_GRAD1",
+            "3RECV_ACT0 3F0 3SEND_ACT0 3RECV_ACT1 3F1 3SEND_ACT1 3RECV_GRAD0 3B0 3SEND_GRAD0 "
+            "3RECV_GRAD1 3B1 3SEND_GRAD1",
+        )
+    ],
+}
+
+
+@on_ranks(2, 3)
+def test_a_first_call_waits_only_for_the_makers_of_its_inputs(rank: int, ranks: int) -> None:
+    """With evaluation first, signatures that alternate, and a last microbatch that is smaller."""
+    for schedule in HANG[ranks]:
+        stages = linear_stages(schedule.stages)
+        twin = nn.Sequential(*copy.deepcopy(stages))
+        local = {s: stages[s] for s in schedule.stages_of(rank)}
+        with Executor(schedule, local, MSE, timeout=60) as executor:
+            for rows in (4, 5, 4, 5, 7):
+                x, y = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(rows))
+                expected = executor.evaluate(x, target=y).loss
+                assert executor.step(x, target=y).loss == expected
+                number = schedule.microbatches
+                for a, b in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
+                    (MSE(twin(a), b) * (len(a) / rows)).backward()
+        for s, stage in local.items():
+            for mine, theirs in zip(stage.parameters(), twin[s].parameters(), strict=True):
+                assert mine.grad is not None
+                assert theirs.grad is not None
+                assert torch.equal(mine.grad, theirs.grad)
+
+
+class Two(nn.Module):
+    """Two outputs, of which the next stage may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.other(x)
+
+
+class Chooses(nn.Module):
+    """Uses the second of its inputs only where the first one's sum is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        y: Tensor = self.last(one + other if one.sum() > 0 else one)
+        return y
+
+
+def presences(batches: list[tuple[Tensor, Tensor]]) -> list[list[bool]]:
+    first = Two()
+    return [[bool(first(part)[0].sum() > 0) for part in x.tensor_split(4)] for x, _ in batches]
+
+
+@on_ranks(2)
+def test_a_mask_travels_where_gradients_depend_on_data(rank: int) -> None:
+    """The first call sees both, and from then on any microbatch may have either."""
+    batches = random_batches(5)
+    found = presences(batches)
+    assert len({*found[0]}) == 2
+    assert len({*map(tuple, found)}) > 1
+    train_on_rank(rank, [Two(), Chooses()], batches)
+
+
+def test_without_a_mask_another_presence_is_said_with_the_way_round() -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    batches = [
+        b
+        for b, there in zip(random_batches(40), presences(random_batches(40)), strict=True)
+        if len({*there}) == 1
+    ]
+    signs = presences(batches)
+    other = next(b for b, there in zip(batches, signs, strict=True) if there != signs[0])
+    with Executor(schedule, numbered([Two(), Chooses()]), MSE, sgd, in_process=True) as executor:
+        executor.step(batches[0][0], target=batches[0][1])
+        with pytest.raises(schedir.ExecutionError, match=r"1SEND_GRAD0.*boundaries=\{0: "):
+            executor.step(other[0], target=other[1])
+    example = (torch.empty(2, 4), torch.empty(2, 4))
+    stages = numbered([Two(), Chooses()])
+    with Executor(schedule, stages, MSE, sgd, in_process=True, boundaries={0: example}) as executor:
+        for x, y in (batches[0], other):
+            executor.step(x, target=y)

@@ -1,0 +1,140 @@
+"""Payloads that travel with their description: how the first call of an input signature sends.
+
+    sender      SEND      posts the description and the bytes behind it; nobody waits for that
+                          before the call has ended
+    receiver    RECV      nothing
+                compute   takes what it consumes when its turn comes, and keeps for later what came
+                          before that from the same rank
+
+So the first call waits for nothing but the maker of each input, whatever the list. Messages go
+beside the pipeline's traffic, from host to host.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from schedir.runtime.accelerator import Accelerator, Mark
+from schedir.runtime.boundaries.boundary import TensorMeta, empty, payload
+from schedir.runtime.transports.transport import Poster, Work
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """A payload with its description: the tensors that `metas` describe, and whatever else the
+    receiver has to know of them in `beside`."""
+
+    beside: Any
+    metas: Sequence[TensorMeta]
+    tensors: tuple[Tensor, ...]
+
+
+class Messenger(Protocol):
+    """Sends and takes the messages of one rank. Each is asked for by its key, once."""
+
+    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+        """Post a message; its tensors may be changed afterwards."""
+
+    def has(self, key: Hashable, peer: int) -> bool:
+        """Whether taking it would wait for nobody."""
+
+    def take(self, key: Hashable, peer: int) -> Message:
+        """Take a message of a peer, once it has come."""
+
+
+_Encoded: TypeAlias = tuple[Hashable, Any, Sequence[TensorMeta]]
+
+
+class Posted:
+    """Between processes: a length, then the description and the bytes in one.
+
+    Raises RuntimeError where a message can't come any more.
+    """
+
+    def __init__(self, poster: Poster, device: torch.device) -> None:
+        self._poster, self._device = poster, device
+        self._early: dict[tuple[int, Hashable], Message] = {}
+
+    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+        """Post a message."""
+        encoded: _Encoded = key, message.beside, message.metas
+        head = torch.frombuffer(bytearray(pickle.dumps(encoded)), dtype=torch.uint8)
+        described = zip(message.tensors, message.metas, strict=True)
+        parts = [_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described]
+        body = torch.cat([head, *parts])
+        lengths = torch.tensor([len(head), len(body)], device="cpu")
+        return [self._poster.send(part, peer) for part in (lengths, body)]
+
+    def has(self, key: Hashable, peer: int) -> bool:
+        """Whether it has come already; another process is always waited for."""
+        return True
+
+    def take(self, key: Hashable, peer: int) -> Message:
+        """Take a message of a peer, once it has come."""
+        while (peer, key) not in self._early:
+            lengths = torch.empty(2, dtype=torch.int64, device="cpu")
+            self._poster.receive(lengths, peer).wait()
+            head, whole = lengths.tolist()
+            body = torch.empty(whole, dtype=torch.uint8, device="cpu")
+            self._poster.receive(body, peer).wait()
+            came, beside, metas = pickle.loads(body[:head].numpy().tobytes())  # of the same job
+            tensors, begin = [], head
+            for meta in metas:
+                tensors.append(empty(meta, self._device))
+                content = _bytes_of(payload(tensors[-1], meta))
+                content.copy_(body[begin : begin + meta.nbytes])
+                begin += meta.nbytes
+            self._early[peer, came] = Message(beside, metas, tuple(tensors))
+        return self._early.pop((peer, key))
+
+
+@attrs.frozen(eq=False)
+class Sent:
+    """What a rank of this process has sent, and when its stream had come to it."""
+
+    message: Message
+    ready: Mark
+
+
+class Within:
+    """Between the ranks of this process: a copy waits until it is taken."""
+
+    def __init__(
+        self, rank: int, sent: dict[tuple[int, int, Hashable], Sent], accelerator: Accelerator
+    ) -> None:
+        self._rank, self._sent, self._accelerator = rank, sent, accelerator
+
+    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+        """Keep a copy of a message for its receiver."""
+        kept = attrs.evolve(message, tensors=_copies(message))
+        self._sent[self._rank, peer, key] = Sent(kept, self._accelerator.mark())
+        return []
+
+    def has(self, key: Hashable, peer: int) -> bool:
+        """Whether it has been sent."""
+        return (peer, self._rank, key) in self._sent
+
+    def take(self, key: Hashable, peer: int) -> Message:
+        """Take a message of a peer, which has been sent."""
+        sent = self._sent.pop((peer, self._rank, key))
+        sent.ready.wait()
+        for tensor in sent.message.tensors:
+            self._accelerator.used(tensor)
+        # In memory that this rank's own stream has made, as a received buffer is.
+        return attrs.evolve(sent.message, tensors=_copies(sent.message))
+
+
+def _copies(message: Message) -> tuple[Tensor, ...]:
+    described = zip(message.tensors, message.metas, strict=True)
+    return tuple([empty(meta, tensor.device).copy_(tensor.detach()) for tensor, meta in described])
+
+
+def _bytes_of(content: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return content.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,160 @@
+"""What the first call of an input signature finds out about each (stage, microbatch).
+
+Nothing is run to find it out but what the list says. Until it is known a call takes the safe side:
+payloads travel with their description, inputs and targets are copied, and the layout of every
+input's gradient is recorded. What happened in place is told by version counters afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedir.ir import Kind, Schedule
+from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads, meta_of
+from schedir.runtime.boundaries.calling import CallingConvention
+from schedir.runtime.boundaries.memory import NO_ALIASES, Aliases
+
+EVERY: Collection[int] = range(sys.maxsize)
+"""The numbers of all tensors, however many there are."""
+
+
+@attrs.define(eq=False)
+class Learned:
+    """The boundaries of one (stage, microbatch), where gradients flow, and what its module changes.
+
+    `before` describes the stage's input and `after` its output; `before` is empty for the first
+    stage, `after` for the last. `aliases` and `aliases_after` say what their tensors share memory
+    with. `convention` says how the module takes its input.
+
+    `grads_in` describes for each tensor of `after` the gradient that comes back, `grads_out` for
+    each of `before` the one that is sent; None for no gradient. Where they are masked, which of
+    these there are may differ from call to call, and a mask travels with them.
+
+    `changes_inputs` says which inputs the module changes in place, in the first stage one flag for
+    the whole microbatch; `changes_extra` and `changes_target` whether it, or the loss, does that to
+    any of the other arguments. `copied` are the numbers of the outputs that somebody may change
+    before the next stage has used them. `other_layout` are those of the inputs whose gradients may
+    lie otherwise in memory than they do: autograd would lay these out anew, and kernels round
+    differently then.
+    """
+
+    before: Boundary = NOTHING
+    after: Boundary = NOTHING
+    aliases: Aliases = NO_ALIASES
+    aliases_after: Aliases = NO_ALIASES
+    convention: CallingConvention = attrs.field(factory=CallingConvention)
+    grads_in: Grads = ()
+    grads_out: Grads = ()
+    masked_in: bool = False
+    masked_out: bool = False
+    changes_inputs: tuple[bool, ...] = (True,)
+    changes_extra: bool = True
+    changes_target: bool = True
+    copied: Collection[int] = EVERY
+    other_layout: Collection[int] = ()
+
+    def comes(self, before: Boundary, aliases: Aliases) -> None:
+        """This is what the stage gets; what its module does with it is not known yet."""
+        self.before, self.aliases = before, aliases
+        self.changes_inputs = (True,) * len(before.metas)
+        self.other_layout = [n for n, meta in enumerate(before.metas) if meta.requires_grad]
+
+    def sends_back(self, grads: Sequence[Tensor | None]) -> None:
+        """These are the gradients of the stage's input."""
+        self.grads_out = tuple([None if grad is None else meta_of(grad) for grad in grads])
+        self.other_layout = frozenset(
+            number
+            for number, (meta, grad) in enumerate(
+                zip(self.before.metas, self.grads_out, strict=True)
+            )
+            if grad is not None and not (meta.contiguous and grad.contiguous)
+        )
+
+    def largest(self) -> int:
+        """The bytes of the larger boundary: what one receive takes at most."""
+        return max(self.before.nbytes, self.after.nbytes)
+
+
+Lessons: TypeAlias = Mapping[tuple[int, int], Learned]
+"""What the stages here have learned, by (stage, microbatch)."""
+
+
+def mask_gradients(lessons: Lessons, schedule: Schedule, ranks: Iterable[int]) -> None:
+    """Have masks travel with gradients that only some microbatches have.
+
+    That is judged by boundary and channel, of which both ends have seen the same microbatches.
+    """
+    sent: dict[tuple[int, int | None, int], list[Learned]] = {}
+    received: dict[tuple[int, int | None, int], list[Learned]] = {}
+    for rank in ranks:
+        for action in schedule.flat[rank]:
+            if action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD):
+                found = sent if action.kind is Kind.SEND_GRAD else received
+                key = rank, schedule.dataflow.peer(action), action.stage
+                assert action.microbatch is not None  # a transfer has one
+                found.setdefault(key, []).append(lessons[action.stage, action.microbatch])
+    for together in sent.values():
+        differ = _differ([learned.grads_out for learned in together])
+        for learned in together:
+            learned.masked_out = learned.masked_out or differ
+            if learned.masked_out:
+                learned.grads_out = _possible(learned.grads_out, learned.before)
+    for together in received.values():
+        differ = _differ([learned.grads_in for learned in together])
+        for learned in together:
+            learned.masked_in = learned.masked_in or differ
+            if learned.masked_in:
+                learned.grads_in = _possible(learned.grads_in, learned.after)
+
+
+def _differ(grads: Iterable[Grads]) -> bool:
+    """Whether some microbatches have gradients that others have not."""
+    return len({tuple([grad is not None for grad in found]) for found in grads}) > 1
+
+
+def _possible(grads: Grads, boundary: Boundary) -> Grads:
+    """With the gradients that may come as well, laid out as what they are of."""
+    return tuple(
+        meta if grad is None and meta.requires_grad else grad
+        for grad, meta in zip(grads, boundary.metas, strict=True)
+    )
+
+
+INTERNAL = frozenset(vars(nn.Module()))
+"""The attributes that every module has; all else is its own."""
+
+
+def held_by(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that modules hold: parameters, buffers, and those among their own attributes."""
+    for module in modules:
+        for part in module.modules():
+            for name, value in vars(part).items():
+                if name in ("_parameters", "_buffers") or name not in INTERNAL:
+                    yield from tensors_of(value)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a structure, in its order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Watched:
+    """Tensors that may be changed in place from here on.
+
+    Those made in inference mode count no changes, and are taken to be.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._versions = [None if x.is_inference() else x._version for x in self.tensors]
+
+    def changed(self) -> list[bool]:
+        """Which have been."""
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [version is None or tensor._version != version for tensor, version in pairs]
