@@ -10,7 +10,7 @@ happens before what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from socket import gethostname
 from time import perf_counter
@@ -102,6 +102,15 @@ class Accelerator:
 
         return fetched
 
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """Have the host wait for the values of scalars that the current stream makes."""
+        if not scalars:
+            return []
+        values: list[float] = self.to_host(
+            torch.stack([scalar.to(torch.float64) for scalar in scalars])
+        )().tolist()
+        return values
+
     def synchronize(self) -> None:
         """Have the host wait for all that is queued."""
         self._module.synchronize(self.device)
@@ -166,6 +175,10 @@ class Host(Accelerator):
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         """It is there."""
         return lambda: tensor
+
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """They are there."""
+        return [float(scalar.item()) for scalar in scalars]
 
     def synchronize(self) -> None:
         """Nothing is queued."""

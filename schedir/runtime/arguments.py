@@ -40,6 +40,7 @@ class Arguments:
     args_chunk_spec: ChunkSpec
     kwargs_chunk_spec: Mapping[str, ChunkSpec] | None
     clip_grad_norm: float | None
+    nonfinite: str
     ties: Sequence[TieOf]
     mesh: DeviceMesh | None
     seed: int
@@ -104,6 +105,11 @@ def _check_numbers(given: Arguments) -> None:
     # Not a number, too, is not at least 0.
     if norm is not None and not (isinstance(norm, (int, float)) and norm >= 0):
         raise ExecutionError(f"clip_grad_norm must be a number of at least 0, not {norm!r}")
+    rules = "raise", "skip", "ignore"
+    if given.nonfinite not in rules:
+        raise ExecutionError(
+            f"nonfinite must be one of {', '.join(map(repr, rules))}, not {given.nonfinite!r}"
+        )
     if not isinstance(given.seed, int):
         raise ExecutionError(f"seed must be an integer, not {given.seed!r}")
     if not is_number(given.step):

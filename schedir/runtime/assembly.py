@@ -16,6 +16,7 @@ from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.gradients.sharing import Shared
@@ -55,6 +56,7 @@ class Parts:
     reductions: Mapping[int, Reduction]
     accumulated: Accumulated
     ties: Sequence[Tie]
+    nonfinite: NonFinite
     clipping: Clipping | None
     barriers: Barriers
     scaling: Scaling
@@ -88,6 +90,7 @@ class Parts:
             cells,
             barriers,
             self.scaling,
+            self.nonfinite,
             observers,
             beside,
         )
@@ -124,17 +127,19 @@ def assemble(plan: Plan, world: World) -> Parts:
     In one order on all, since both sides make a connection. Raises ExecutionError where processes
     differ, WaitError where they don't come in time.
     """
+    optimizers = plan.optimizers()
+    nonfinite = NonFinite(plan, world.control, optimizers)
     shared = Shared(plan, world)
     announcements = Announcements(plan, world.control)
     transports = world.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
     ties = shared.ties()
-    clipping = shared.clipping()
-    barriers = shared.barriers(ties, clipping)
+    clipping = shared.clipping(nonfinite)
+    together = nonfinite.agreement if clipping is None else clipping.clip
+    barriers = shared.barriers(ties, together)
     scaling = Scaling(plan, world.control, world.groups)
     drift = shared.drift()
-    optimizers = plan.optimizers()
-    stages = _stages(plan, reductions, optimizers)
+    stages = _stages(plan, reductions, optimizers, nonfinite)
     return Parts(
         plan,
         world.control,
@@ -144,6 +149,7 @@ def assemble(plan: Plan, world: World) -> Parts:
         reductions,
         shared.accumulated(),
         ties,
+        nonfinite,
         clipping,
         barriers,
         scaling,
@@ -166,6 +172,7 @@ def _stages(
     plan: Plan,
     reductions: Mapping[int, Reduction],
     optimizers: Mapping[int, torch.optim.Optimizer],
+    nonfinite: NonFinite,
 ) -> dict[int, Stage]:
     read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     return {
@@ -175,6 +182,7 @@ def _stages(
             StageWeights(plan.trained[stage], read.get(stage)),
             reductions.get(stage),
             optimizers.get(stage),
+            nonfinite,
         )
         for stage in plan.local_stages
     }

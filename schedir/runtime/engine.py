@@ -122,7 +122,9 @@ class Engine:
         clipping = self.parts.clipping
         norm = clipping.norm if clipping and request.updates else None
         elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
-        return StepResult(losses, norm, outputs, busy, elapsed, partial(self._read, call, ended))
+        skipped = self.parts.nonfinite.skipped if request.updates else ()
+        read = partial(self._read, call, ended)
+        return StepResult(losses, norm, outputs, tuple(sorted(skipped)), busy, elapsed, read)
 
     def _run(
         self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
@@ -138,6 +140,7 @@ class Engine:
         cells.share_loss(shares)
         if request.trains:
             self.parts.scaling.begin(shares, request)
+            self.parts.nonfinite.begin(request.updates)
             self._begin_training()
         with suspended(call.autocast):
             runner.run(opened, call)
@@ -145,6 +148,7 @@ class Engine:
         if request.trains:
             self._complete_gradients()
             self.parts.drift.step()
+            self.parts.nonfinite.end()
         losses = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
@@ -161,8 +165,7 @@ class Engine:
         """
         self._feeder.look(wait)
         self.parts.scaling.look(wait)
-        if self.parts.clipping is not None:
-            self.parts.clipping.look(wait)
+        self.parts.nonfinite.look_back(wait)
 
     def _begin_training(self) -> None:
         """At the present weights, with no gradients of this call."""

@@ -44,12 +44,12 @@ class Executor:
     else than what is counted, is refused.
 
     `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
-    at most that. `ties` names copies of one parameter that stages share, each as (stage, name in
-    the stage's module): they get the sum of their gradients and step together, so their optimisers
-    must treat them alike. Where the caller steps, every call of `step` adds the sum of its own
-    gradients to each copy's `.grad`, and the caller steps all copies alike. `mesh`, with dimensions
-    named dp and pp, runs the schedule once for each index of dp, on data of its own, as one
-    training: sums are over all.
+    at most that. `nonfinite` says what becomes of NaN and infinity, see below. `ties` names copies
+    of one parameter that stages share, each as (stage, name in the stage's module): they get the
+    sum of their gradients and step together, so their optimisers must treat them alike. Where the
+    caller steps, every call of `step` adds the sum of its own gradients to each copy's `.grad`, and
+    the caller steps all copies alike. `mesh`, with dimensions named dp and pp, runs the schedule
+    once for each index of dp, on data of its own, as one training: sums are over all.
 
     `seed` seeds every forward, with the number of the step; see `schedir.runtime.rng`. `step` is
     that of the first call of `step`: where a resumed training goes on. `timeout`, in seconds or a
@@ -59,10 +59,10 @@ class Executor:
     right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
     Of these a rank needs `loss_fn`, `count`, `boundaries` and the chunk specs for its own stages
-    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `ties`, `mesh`, `channel`,
-    `trace`, and whether there is an optimizer, are compared.
+    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `nonfinite`, `ties`, `mesh`,
+    `channel`, `trace`, and whether there is an optimizer, are compared.
 
-    What the executor is of can be read: `stages`, `loss_fn` and `ties` as they were given, the
+    What the executor is of can be read: `stages`, `loss_fn`, `ties`, `nonfinite` as given, the
     `device` of the stages, the optimiser of each stage here in `optimizers`; and which process this
     is, `rank` of the schedule in the `pipeline` of that number.
 
@@ -85,6 +85,18 @@ class Executor:
     stage that updates after other microbatches (1F1B-RR's replicated ones, once a round) scales
     what it has, summed over its replicas, by one over the sum of those weights. There gradients
     from before a call are refused, as they would be scaled with the rest.
+
+    What is not finite is never applied. By `nonfinite="raise"` the rank that finds it raises
+    ExecutionError before it steps: at a loss, with its microbatch, or at the gradients that its
+    OPTIM_STEPs would apply, after all sums and before clipping, with stage and parameter. Losses
+    are looked at without updates as well; on a GPU that is said by the next call, or `close`.
+
+    By `nonfinite="skip"` such OPTIM_STEPs are left out: their gradients are cleared, and weights
+    and optimizer stay what they are. A list that has its OPTIM_STEPs last leaves out all of them
+    or none, on all ranks; in another one each goes by its own gradients. Those of a microbatch
+    whose loss is not finite are made NaN. `result.skipped` tells which were left out. There must
+    be an optimizer, and no `update=False`; ties need a list with its OPTIM_STEPs last. By
+    `"ignore"` nothing is looked at.
 
     Uses the default process group, and initialises one where nobody has. With one rank it runs
     without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
@@ -139,6 +151,7 @@ class Executor:
         args_chunk_spec: ChunkSpec = None,
         kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
         clip_grad_norm: float | None = None,
+        nonfinite: str = "raise",
         ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
         seed: int = 0,
@@ -160,6 +173,7 @@ class Executor:
             args_chunk_spec,
             kwargs_chunk_spec,
             clip_grad_norm,
+            nonfinite,
             ties,
             mesh,
             seed,
@@ -180,6 +194,7 @@ class Executor:
         self._engine = Engine(plan)
         self.optimizers = self._engine.parts.optimizers
         self._make_optimizer = optimizer
+        self.nonfinite = nonfinite
 
     @property
     def schedule(self) -> Schedule:
@@ -238,6 +253,11 @@ class Executor:
         Gradients of a step that failed, and the updates of its OPTIM_STEPs before that, stay: go on
         from a checkpoint.
         """
+        if not update and self.nonfinite == "skip":
+            raise ExecutionError(
+                'update=False accumulates gradients, of which nonfinite="skip" could leave out '
+                'only all: take "raise", or more microbatches'
+            )
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         return self._engine.call(STEP if update else ACCUMULATE, given, _kept(outputs))
 

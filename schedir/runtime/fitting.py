@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile
 from typing import cast
 
 import numpy as np
@@ -126,20 +127,31 @@ def check_stepping(
         )
 
 
-def check_clipping(schedule: Schedule) -> None:
-    """The norm of all gradients is known only where no rank goes on after its first step."""
+def check_steps_last(schedule: Schedule, what: str) -> None:
+    """Raise ExecutionError where a rank goes on after its first OPTIM_STEP: `what` needs all
+    gradients before that."""
+    for rank, index in _after_steps(schedule):
+        actions = schedule.flat[rank]
+        at, step = next((i, a) for i, a in enumerate(actions) if a.kind is Kind.OPTIM_STEP)
+        raise ExecutionError(
+            f"{what} needs all gradients before any rank steps, but {schedule.name} goes on after "
+            f"rank {rank} #{at} {step}; list the OPTIM_STEPs last, or do without",
+            rank=rank,
+            index=index,
+            action=actions[index],
+        )
+
+
+def steps_last(schedule: Schedule) -> bool:
+    """Whether the OPTIM_STEPs stand after all else on each rank."""
+    return not any(_after_steps(schedule))
+
+
+def _after_steps(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """The rank and index of each action that is listed after an OPTIM_STEP, and is none."""
     for rank, actions in enumerate(schedule.flat):
-        steps = [i for i, action in enumerate(actions) if action.kind is Kind.OPTIM_STEP]
-        if steps and len(actions) - steps[0] > len(steps):
-            index = next(i for i in range(steps[0], len(actions)) if i not in steps)
-            raise ExecutionError(
-                f"clip_grad_norm needs all gradients before any rank steps, but {schedule.name} "
-                f"goes on after rank {rank} #{steps[0]} {actions[steps[0]]}; list the "
-                "OPTIM_STEPs last, or do without clipping",
-                rank=rank,
-                index=index,
-                action=actions[index],
-            )
+        after = dropwhile(lambda at: at[1].kind is not Kind.OPTIM_STEP, enumerate(actions))
+        yield from ((rank, index) for index, a in after if a.kind is not Kind.OPTIM_STEP)
 
 
 def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None) -> None:

@@ -15,15 +15,16 @@ from schedir.passes import insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
 from schedir.runtime.fitting import (
-    check_clipping,
     check_modules,
     check_optimizer,
     check_stages,
     check_stepping,
+    check_steps_last,
     device_of,
     posted,
     proved,
     recomputed_stages,
+    steps_last,
     tied_copies,
 )
 from schedir.runtime.processes.grid import Grid, grid
@@ -92,6 +93,11 @@ class Plan:
         return self.arguments.optimizer is not None
 
     @property
+    def steps_last(self) -> bool:
+        """Whether OPTIM_STEPs stand after all else on each rank."""
+        return steps_last(self.schedule)
+
+    @property
     def compared(self) -> dict[str, object]:
         """The arguments that all processes must be given alike, by name."""
         given = self.arguments
@@ -99,6 +105,7 @@ class Plan:
             "optimizer": "given" if self.updates else "None",
             "batch_dim": given.batch_dim,
             "clip_grad_norm": given.clip_grad_norm,
+            "nonfinite": given.nonfinite,
             "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
             "mesh": self.grid.processes,
@@ -174,7 +181,14 @@ def _check_updates(given: Arguments, schedule: Schedule) -> None:
     versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
     check_stepping(schedule, versions, given.optimizer is not None)
     if given.clip_grad_norm is not None:
-        check_clipping(schedule)
+        check_steps_last(schedule, "clip_grad_norm")
+    if given.nonfinite == "skip":
+        if given.optimizer is None:
+            raise ExecutionError(
+                'nonfinite="skip" leaves OPTIM_STEPs out, so it needs an optimizer'
+            )
+        if given.ties:
+            check_steps_last(schedule, 'nonfinite="skip" with ties=')
     shared = getattr(given.stages, "ties", ())  # of schedir.training's Stages
     for tie in shared:
         if not any(set(tie) <= set(others) for others in given.ties):

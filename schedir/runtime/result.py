@@ -35,7 +35,9 @@ class StepResult:
 
     `outputs` is what the last stage returned, by microbatch, without its graph, or what was made of
     that: where it was asked for, on the rank of the last stage, None for a microbatch that another
-    replica of it ran; else None. On a device that queues its work all other is known when that has
+    replica of it ran; else None. `skipped` are the OPTIM_STEPs of the stages here that were left
+    out by `nonfinite="skip"`: of each its stage, and its number among those of the stage in the
+    call, from 0. On a device that queues its work all other is known when that has
     come to it: it is waited for where it is read.
     """
 
@@ -44,6 +46,7 @@ class StepResult:
         losses: Callable[[], CallLosses] | None,
         grad_norm: Callable[[], float] | None,
         outputs: list[Any] | None,
+        skipped: tuple[tuple[int, int], ...],
         busy: Callable[[], float],
         elapsed: Callable[[], float],
         read: Read,
@@ -51,6 +54,7 @@ class StepResult:
         self._losses = losses
         self._grad_norm = grad_norm
         self.outputs = outputs
+        self.skipped = skipped
         self._busy = busy
         self._elapsed = elapsed
         self._read = read

@@ -107,10 +107,11 @@ class MeanLoss:
     """The mean loss over the samples of many calls, each weighed by its own.
 
     A call's loss is read when the next one is added: no rank waits for that of a call that it has
-    just made, and none piles up.
+    just made, and none piles up. With `skips`, one that is not finite does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, skips: bool = False) -> None:
+        self._skips = skips
         self._sum = self._samples = 0.0
         self._unread: StepResult | None = None
 
@@ -126,10 +127,11 @@ class MeanLoss:
         return self._sum / self._samples if self._samples else math.nan
 
     def _read(self) -> None:
-        if self._unread is not None and self._unread.samples:
-            self._sum += self._unread.loss * self._unread.samples
-            self._samples += self._unread.samples
-        self._unread = None
+        call, self._unread = self._unread, None
+        if call is None or not call.samples or (self._skips and not math.isfinite(call.loss)):
+            return
+        self._sum += call.loss * call.samples
+        self._samples += call.samples
 
 
 def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:

@@ -22,9 +22,9 @@ class Epoch:
     """One epoch, the same on every rank.
 
     `number` counts from 1. `loss` is the mean over all samples that were trained on, each at the
-    weights of its step; `lr` the learning rate of the last step, that of the first param group.
-    `evaluation_loss` and `metrics`, by name, are those of the whole evaluation set at the epoch's
-    end; None and empty without one.
+    weights of its step, without calls that were skipped for a loss that is not finite; `lr` the
+    learning rate of the last step, that of the first param group. `evaluation_loss` and `metrics`,
+    by name, are those of the whole evaluation set at the epoch's end; None and empty without one.
     """
 
     number: int

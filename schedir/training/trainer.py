@@ -33,6 +33,10 @@ class Trainer:
     `callbacks` are called, and all is saved in the folder `checkpoint`, even if one of them raises,
     which ends the training.
 
+    What is not finite ends the training, before anything of that epoch is saved. Where the executor
+    skips it (`nonfinite="skip"`), callbacks see `result.skipped`, the scheduler steps all the same,
+    and an epoch's loss leaves out calls whose own is not finite.
+
     The folder has a checkpoint, `epoch-N`, for each of the last `keep` epochs. `fit` goes on from
     the last one, as if nothing had ended the training, or says on the log that it is damaged and
     goes on from the one before. For that, `batches` must know where it is, as `Batches` does.
@@ -111,7 +115,7 @@ class Trainer:
         with shown(self.epochs, steps, len(self.history), self.progress) as progress:
             callbacks = [*progress, *self.callbacks]
             while len(self.history) < self.epochs and not self.is_stale:
-                loss, rate = MeanLoss(), 0.0
+                loss, rate = MeanLoss(skips=self.executor.nonfinite == "skip"), 0.0
                 for inputs, target in pairs(self.batches, "training"):
                     rate = self.optimizer.param_groups[0]["lr"]
                     with self._precision():

@@ -5,7 +5,7 @@ Whoever waits for it within a step fails: the host must not. Another thread may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Condition, current_thread, main_thread
 from typing import Any
@@ -38,6 +38,7 @@ class FarDevice(Accelerator):
         self._depth = 0  # of steps in one another
         self._over = 0  # steps; what was queued in them is done
         self.fetched = 0
+        self.reads = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -93,6 +94,12 @@ class FarDevice(Accelerator):
             return copy
 
         return fetched
+
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """Where the host may wait within a step: before OPTIM_STEPs. On meta all is finite."""
+        assert all(scalar.device.type == self.device.type for scalar in scalars)
+        self.reads += 1
+        return [0.0 if scalar.is_meta else float(scalar.item()) for scalar in scalars]
 
     def synchronize(self) -> None:
         self.wait_for(self.now())

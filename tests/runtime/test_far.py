@@ -4,7 +4,6 @@ within a step: the same tests, and what is read late.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -214,29 +213,47 @@ def infinite(output: Tensor, target: Tensor) -> Tensor:
     return (output * math.inf).mean()
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_an_infinite_norm_is_said_once_when_it_is_known(
-    reads: bool, far: FarDevice, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_loss_that_is_not_finite_is_read_once_before_the_first_step(
+    clip: float | None, far: FarDevice
 ) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     x, y = random_batch()
-    options: dict[str, Any] = {"in_process": True, "clip_grad_norm": 1.0}
-    with (
-        caplog.at_level(logging.WARNING, "schedir"),
-        Executor(schedule, numbered(linear_stages()), infinite, sgd, **options) as executor,
-    ):
-        result = executor.step(x, target=y)
-        assert not caplog.messages
-        if reads:
-            assert result.grad_norm is not None
-            assert not math.isfinite(result.grad_norm)
-            assert len(caplog.messages) == 1
-        executor.step(x, target=y)
-        assert len(caplog.messages) == 1
-        executor.step(x, target=y)
-    (said,) = caplog.messages
-    assert "the norm of the gradients is" in said
-    assert "by those of stage 0, 1" in said
+    options: dict[str, Any] = {"in_process": True, "clip_grad_norm": clip}
+    stages = numbered(linear_stages())
+    with Executor(schedule, stages, infinite, sgd, **options) as executor:
+        with pytest.raises(schedir.ExecutionError, match="the loss of microbatch 0 is"):
+            executor.step(x, target=y)
+        assert far.reads == 1
+
+
+@pytest.mark.parametrize("optimizer", [None, sgd])
+def test_without_an_update_a_loss_that_is_not_finite_is_said_at_the_next_call(
+    optimizer: Any, far: FarDevice
+) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    executor = Executor(schedule, numbered(linear_stages()), infinite, optimizer, in_process=True)
+    executor.step(x, target=y, update=False)
+    assert far.reads == 0
+    with pytest.raises(schedir.ExecutionError, match="the loss of microbatch 0 is"):
+        executor.evaluate(x, target=y)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_is_skipped_for_its_loss(clip: float | None, far: FarDevice) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    options: dict[str, Any] = {"in_process": True, "clip_grad_norm": clip, "nonfinite": "skip"}
+    stages = numbered(linear_stages())
+    before = [p.clone() for stage in stages.values() for p in stage.parameters()]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output, target) + math.inf
+
+    with Executor(schedule, stages, loss_fn, sgd, **options) as executor:
+        assert executor.step(x, target=y).skipped == ((0, 0), (1, 0))
+    assert all(map(torch.equal, before, (p for s in stages.values() for p in s.parameters())))
 
 
 @pytest.mark.parametrize(("number", "text"), [(-1.0, "count says -1"), (0.0, "no samples at all")])
@@ -246,7 +263,13 @@ def test_a_wrong_count_is_said_at_the_next_call(number: float, text: str, far: F
     before = [p.clone() for stage in stages.values() for p in stage.parameters()]
     x, y = random_batch()
     executor = Executor(
-        schedule, stages, MSE, sgd, in_process=True, count=lambda target: torch.tensor(number)
+        schedule,
+        stages,
+        MSE,
+        sgd,
+        count=lambda target: torch.tensor(number),
+        nonfinite="ignore",  # the gradients of samples below none, which it would find first
+        in_process=True,
     )
     result = executor.step(x, target=y)
     if not number:

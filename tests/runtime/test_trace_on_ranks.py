@@ -185,4 +185,4 @@ def test_a_rank_that_does_not_ask_is_not_waited_for_for_ever(rank: int) -> None:
     x, y = random_batch()
     traced.step(x, target=y)
     if rank == 0:
-        assert "timelines: waited" in message_of(traced.timelines)
+        assert "waited for the clock of process" in message_of(traced.timelines)

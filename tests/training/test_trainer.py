@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import schedir
+from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
 from schedir.training import (
     Batches,
@@ -236,6 +239,87 @@ def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
         assert len(trainer.history) == 1
         assert len(trainer.fit()) == 3
         assert executor.steps == 5 + 2 * 3
+
+
+class Diverges(Callback):
+    """From a step on, the gradients of the first stage are not finite, where that is."""
+
+    def __init__(self, executor: Executor, step: int) -> None:
+        self._executor, self._step = executor, step
+        if 0 in executor.stages:
+            executor.stages[0].get_parameter("0.bias").register_hook(self.spoil)
+
+    def spoil(self, grad: Tensor) -> Tensor:
+        return grad * (math.nan if self._executor.steps >= self._step else 1.0)
+
+
+def assert_keeps_the_good_checkpoint(rank: int | None, folder: Path) -> None:
+    """What is not finite in the last step of the second epoch, which the last stage can't know."""
+
+    def batches() -> Batches:
+        return Batches(DataLoader(TRAINED, batch_size=None))  # type: ignore[arg-type]
+
+    def fit(executor: Executor, epochs: int, *callbacks: Callback) -> History:
+        trainer = Trainer(
+            executor,
+            batches(),
+            epochs=epochs,
+            checkpoint=folder,
+            callbacks=callbacks,
+            progress=False,
+        )
+        return trainer.fit()
+
+    with an_executor(rank) as executor:
+        (first,) = fit(executor, 1)
+        good = {s: copy.deepcopy(module) for s, module in executor.stages.items()}
+    executor = an_executor(rank, timeout=60.0)
+    with pytest.raises(ExecutionError, match=r"the gradient of 0\.bias of stage 0 has NaN"):
+        fit(executor, 3, Diverges(executor, 2 * len(TRAINED) - 1))
+    if rank is not None:
+        dist.barrier()  # both have failed: whoever is to write has had its turn
+    with an_executor(rank) as executor:
+        history = fit(executor, 1)
+        assert [*history] == [first]
+        assert_equal_stages(executor.stages, [good.get(s, nn.Module()) for s in range(2)])
+
+
+def test_a_training_that_diverges_keeps_the_good_checkpoint(tmp_path: Path) -> None:
+    assert_keeps_the_good_checkpoint(None, tmp_path / "run")
+
+
+@on_ranks(2)
+def test_a_training_on_ranks_that_diverges_keeps_the_good_checkpoint(
+    rank: int, tmp_path: Path
+) -> None:
+    (folder, _) = everyone(tmp_path)
+    assert_keeps_the_good_checkpoint(rank, folder / "run")
+
+
+def test_steps_that_are_skipped_are_no_part_of_the_loss() -> None:
+    skipped: list[tuple[tuple[int, int], ...]] = []
+
+    class Sees(Callback):
+        def after_step(self, result: StepResult) -> None:
+            skipped.append(result.skipped)
+
+    (x, y), *others = TRAINED
+    losses = []
+    for data in ([(x, y), *others], [(x, y), (x * math.nan, y), *others]):
+        with an_executor(None, nonfinite="skip") as executor:
+            rates = torch.optim.lr_scheduler.StepLR(executor.optimizer, step_size=100)
+            trainer = Trainer(
+                executor,
+                data,
+                epochs=1,
+                scheduler=rates,
+                callbacks=[Sees()],
+                progress=False,
+            )
+            losses.append(trainer.fit()[0].loss)
+            assert rates.last_epoch == len(data)
+    assert losses[0] == losses[1]
+    assert skipped == [()] * (len(TRAINED) + 1) + [((0, 0), (1, 0))] + [()] * len(others)
 
 
 def noisy_executor(rank: int | None, chunks: int = 1) -> Executor:

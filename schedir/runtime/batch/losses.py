@@ -93,7 +93,7 @@ class Losses:
         return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
 
     def share(
-        self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[Tensor | None]
+        self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], CallLosses]:
         """Send the losses of the microbatches that ran here on their way; returns how to get those
         of all."""
@@ -114,14 +114,17 @@ class Losses:
         return lambda: self._found(exchange.result())
 
     def _share(
-        self, counts: Sequence[Count], losses: Sequence[Tensor | None]
+        self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], Tensor]:
         """How to get what this process has to say."""
         ran = {m: loss for m, loss in enumerate(losses) if loss is not None}
         if not self._accelerator.queues or not ran:
             return lambda: self._listed({m: (counts[m], loss) for m, loss in ran.items()})
         # By one copy: the losses, then what the host does not know of the counts.
-        values = torch.stack([loss.reshape(()) for loss in ran.values()]).to(torch.float64)
+        kept = [
+            loss.reshape(()) for loss in ran.values() if isinstance(loss, Tensor)
+        ]  # as they all are
+        values = torch.stack(kept).to(torch.float64)
         unknown = [n for m in ran if isinstance(n := counts[m], Tensor)]
         if unknown:
             values = torch.cat([values, torch.stack(unknown)])

@@ -37,12 +37,7 @@ class Norms:
 
 
 class NormSource(Protocol):
-    """Gives every process the norms of all stages, each once.
-
-    `is_first` is this process if it has the first stage.
-    """
-
-    is_first: bool
+    """Gives every process the norms of all stages, each once."""
 
     def gather(self, own: Grads) -> Norms:
         """The norms of all stages, of the gradients of those here."""
@@ -57,7 +52,6 @@ class _Senders:
     def __init__(self, plan: Plan, sizes: Mapping[int, int]) -> None:
         placement, grid = plan.schedule.placement, plan.grid
         self.own = grid.number(grid.rank)
-        self.is_first = self.own == grid.number(placement[0][0], pipeline=0)
         self.sizes = sizes
         self.stages: dict[int, list[int]] = {}  # by number
         for stage, held in enumerate(placement):
@@ -74,7 +68,6 @@ class NormsBetweenHosts:
     ) -> None:
         self._control, self._dtype = control, dtype
         self._senders = _Senders(plan, sizes)
-        self.is_first = self._senders.is_first
         self._receivers = [*map(plan.grid.number, self._senders.ranks)]
 
     def gather(self, own: Grads) -> Norms:
@@ -106,7 +99,6 @@ class NormsOnDevice:
     ) -> None:
         self._device, self._dtype = plan.device, dtype
         self._senders = _Senders(plan, sizes)
-        self.is_first = self._senders.is_first
         row = plan.grid.processes[plan.grid.pipeline]
         processes = sorted({row[rank] for rank in self._senders.ranks})
         self._alone = len(processes) == 1

@@ -5,7 +5,7 @@ tied stages. All copies start equal, get equal gradients, and so stay equal.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barrier, Barriers
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.drift import Drift
+from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.norms import NormsBetweenHosts, NormsOnDevice, NormSource
 from schedir.runtime.gradients.partners import partners
 from schedir.runtime.gradients.presence import Presence
@@ -220,7 +221,7 @@ class Shared:
                     "clipped; make a new Executor"
                 )
 
-    def clipping(self) -> Clipping | None:
+    def clipping(self, nonfinite: NonFinite) -> Clipping | None:
         """Clipping by the norm over all stages, where that is asked for."""
         max_norm = self._plan.arguments.clip_grad_norm
         if max_norm is None:
@@ -236,7 +237,7 @@ class Shared:
             how = NormsOnDevice(self._plan, self._groups, self._sizes, self._norm_type)
         else:
             how = NormsBetweenHosts(self._plan, self._control, self._sizes, self._norm_type)
-        return Clipping(max_norm, trained, self._skipped, how, self._accelerator)
+        return Clipping(max_norm, trained, self._skipped, how, nonfinite, self._accelerator)
 
     def ties(self) -> list[Tie]:
         """The ties that have copies here."""
@@ -254,8 +255,8 @@ class Shared:
             if held
         ]
 
-    def barriers(self, ties: Sequence[Tie], clipping: Clipping | None) -> Barriers:
-        """What the ranks here wait for before they step."""
+    def barriers(self, ties: Sequence[Tie], together: Callable[[], None] | None) -> Barriers:
+        """What the ranks here wait for before they step: ties, and what all do `together`."""
         actions, local_ranks = self._schedule.flat, self._plan.local_ranks
         tied = []
         for tie in ties:
@@ -263,9 +264,9 @@ class Shared:
             barrier = Barrier(len(holders), tie.sum, self._accelerator, [*tie.copies.values()])
             tied.append((set(tie.copies), barrier))
         common = []
-        if clipping is not None:
+        if together is not None:
             steps = [any(a.kind is Kind.OPTIM_STEP for a in actions[rank]) for rank in local_ranks]
-            common.append(Barrier(sum(steps), clipping.clip, self._accelerator))
+            common.append(Barrier(sum(steps), together, self._accelerator))
         return Barriers(tied, common)
 
     def _groups_of_ties(self) -> dict[int, tuple[Group, Presence]]:

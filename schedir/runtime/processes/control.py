@@ -33,7 +33,8 @@ RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
 WEIGHTS_TAG = 10
-_DESCRIBED_TAGS = {True: 11, False: 12}  # in training, in evaluation
+VERDICT_TAG = 11
+_DESCRIBED_TAGS = {True: 12, False: 13}  # in training, in evaluation
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -41,6 +42,7 @@ _WORDS = {
     _ROOM_TAG: "the buffers",
     DRIFT_TAG: "the weights' fingerprint",
     WEIGHTS_TAG: "the weights of steps",
+    VERDICT_TAG: "whether the gradients are finite",
 }
 
 

@@ -23,6 +23,7 @@ from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
 from schedir.runtime.gradients.barriers import Barriers
+from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.program.abreast import Pair, forwards_aside
 from schedir.runtime.program.arrivals import arrivals
@@ -86,10 +87,11 @@ class Compiler:
 
     `replicas` are of the stages that several ranks of this process hold. `barriers` come before
     OPTIM_STEPs; None where these are left to the caller. `scaling` is for those that apply other
-    microbatches than the loss stage's. `observers` watch every run. `beside` takes from rank to
-    rank what hosts have to know; None where the transport of the payloads does that as well.
-    `first` is given where programs are for the first call of an input signature. `sides` are the
-    streams beside those of the ranks, for the second of two that run abreast.
+    microbatches than the loss stage's, and `nonfinite` looks at what they apply. `observers` watch
+    every run. `beside` takes from rank to rank what hosts have to know; None where the transport of
+    the payloads does that as well. `first` is given where programs are for the first call of an
+    input signature. `sides` are the streams beside those of the ranks, for the second of two that
+    run abreast.
     """
 
     accelerator: Accelerator
@@ -98,6 +100,7 @@ class Compiler:
     cells: Cells
     barriers: Barriers | None
     scaling: Scaling
+    nonfinite: NonFinite
     observers: Sequence[Observer]
     beside: Poster | None
     first: FirstCall | None = None
@@ -225,19 +228,17 @@ class Compiler:
             following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[turn:])
             stages = [action.stage for action in following]
             reductions = [self.stages[stage].reduction for stage in stages]
+            steps = [(stage, _step(place, stage, at)) for at, stage in enumerate(stages, turn)]
             yield PassBarriers(
                 place.rank,
                 [r for r in reductions if r is not None],
                 [self.replicas[stage] for stage in stages if stage in self.replicas],
-                [
-                    self._scale(stage, step)
-                    for number, stage in enumerate(stages, turn)
-                    if self.scaling.scales(stage, step := _step(place, stage, number))
-                ],
+                [self._scale(*step) for step in steps if self.scaling.scales(*step)],
                 self.barriers.before(stages),
+                partial(self.nonfinite.look, steps) if self.nonfinite.looks_alone else None,
             )
         stage = place.action.stage
-        yield OptimStep(self.stages[stage], makes=_step(place, stage, turn) + 1)
+        yield OptimStep(self.stages[stage], self.nonfinite, _step(place, stage, turn))
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
         weights = self.stages[stage].weights

@@ -91,7 +91,9 @@ class Forward(Compute):
             kept = None if call.keeps is None else _for_caller(call, cell, output)
             if call.request.has_loss:
                 loss = self._loss(output)
-                cell.loss = loss.detach().clone()  # it is read later, and may be a buffer
+                cell.loss, cell.loss_share = stage.nonfinite.loss(
+                    loss, cell.microbatch, cell.loss_share, call.request.trains
+                )
                 if with_graph:
                     cell.outputs = (loss,)
             if call.keeps is not None:

@@ -30,15 +30,31 @@ def advance(instructions: Sequence[Instruction], call: Call) -> None:
     except Exception as error:
         if instruction is None:
             raise
-        # With the traceback of the cause, which leads to the user's line, and that one alone.
-        inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        raise ExecutionError(
-            str(error) if isinstance(error, ExecutionError) else describe(error),
-            rank=instruction.rank,
-            index=instruction.listed_at,
-            action=instruction.action,
-            cause=error,
-        ).with_traceback(inner) from None
+        raise _placed(error, instruction) from None
+
+
+def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
+    """What has failed an instruction, with its place."""
+    # With the traceback of the cause, which leads to the user's line, and that one alone.
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return ExecutionError(
+        str(error) if isinstance(error, ExecutionError) else describe(error),
+        rank=instruction.rank,
+        index=instruction.listed_at,
+        action=instruction.action,
+        cause=error,
+    ).with_traceback(inner)
+
+
+def _is_blocked(instruction: Instruction, call: Call) -> bool:
+    """Whether it has to wait; what ranks do together is done by the one that asks last.
+
+    Raises ExecutionError for what that fails with.
+    """
+    try:
+        return instruction.is_blocked(call)
+    except Exception as error:
+        raise _placed(error, instruction) from None
 
 
 def take_turns(
@@ -65,7 +81,7 @@ def take_turns(
                 with accelerator.on(streams[turn]):
                     while reached[turn] < len(instructions):
                         instruction = instructions[reached[turn]]
-                        if instruction.is_blocked(call):
+                        if _is_blocked(instruction, call):
                             break
                         advance((instruction,), call)
                         reached[turn] += 1

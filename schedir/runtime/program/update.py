@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from schedir.runtime.call import Call
 from schedir.runtime.gradients.barriers import Barrier
+from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.program.instruction import Operation
 from schedir.runtime.stage.replicas import Replicas
@@ -44,7 +45,7 @@ class SumReplicas(Operation):
 
 class PassBarriers(Operation):
     """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too,
-    are scaled where that is due, and all barriers are passed."""
+    are scaled where that is due, all barriers are passed, and it may `look` at what is applied."""
 
     listed: ClassVar[bool] = False
 
@@ -55,9 +56,10 @@ class PassBarriers(Operation):
         replicas: Sequence[Replicas],
         scales: Sequence[Callable[[], None]],
         barriers: Sequence[Barrier],
+        look: Callable[[], None] | None,
     ) -> None:
         self.rank, self.reductions, self.scales = rank, reductions, scales
-        self.replicas, self.barriers = replicas, barriers
+        self.replicas, self.barriers, self.look = replicas, barriers, look
         self._turns: list[int] | None = None
 
     def is_blocked(self, call: Call) -> bool:
@@ -78,6 +80,8 @@ class PassBarriers(Operation):
             self._arrive()
             for barrier in self.barriers:
                 barrier.leave()
+            if self.look is not None:
+                self.look()
         self._turns = None
 
     def _arrive(self) -> list[int]:
@@ -93,20 +97,24 @@ class PassBarriers(Operation):
 
 
 class OptimStep(Operation):
-    """OPTIM_STEP: applies the accumulated gradients to the newest weights, and clears them; this
-    makes the version `makes`, unless a replica here has."""
+    """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
+    newest weights, unless it is left out, and clears them. This makes the next version, unless a
+    replica here has."""
 
     computes: ClassVar[bool] = True
 
-    def __init__(self, stage: Stage, makes: int) -> None:
-        self.stage, self.makes = stage, makes
+    def __init__(self, stage: Stage, nonfinite: NonFinite, step: int) -> None:
+        self.stage, self.nonfinite, self.makes = stage, nonfinite, step + 1
+        self.place = stage.index, step
 
     def run(self, call: Call) -> None:
         """Run the action."""
         if not call.request.updates or self.stage.weights.latest >= self.makes:
             return
+        is_left_out = self.nonfinite.leaves_out(self.place)
         optimizer = self.stage.optimizer
         if optimizer is not None:  # a stage without parameters has none
-            optimizer.step()
+            if not is_left_out:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.stage.weights.begin(self.makes)

@@ -46,7 +46,7 @@ class Cell:
     outputs: tuple[Tensor | GradientEdge | None, ...] = ()
     outputs_to_send: tuple[Tensor, ...] = ()
     result: Any = None  # the last stage's output, where it is asked for
-    loss: Tensor | None = None
+    loss: float | Tensor | None = None  # a tensor on a device
     weight_part: WeightPart | None = None  # what I has left to W
     statistics: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
@@ -153,7 +153,7 @@ class Cells:
         self.know(lessons)
         return lessons
 
-    def losses(self) -> list[Tensor | None]:
+    def losses(self) -> list[float | Tensor | None]:
         """Those of the microbatches whose last stage ran here, by microbatch."""
         # By microbatch, not by order of arrival.
         return [self._cells[self._last, m].loss for m in self._all]

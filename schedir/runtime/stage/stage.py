@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.runtime.call import Call
+from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.plan import Plan
 from schedir.runtime.stage.cells import Cell
@@ -35,6 +36,7 @@ class Stage:
         weights: StageWeights,
         reduction: Reduction | None,
         optimizer: torch.optim.Optimizer | None,
+        nonfinite: NonFinite,
     ) -> None:
         self.index = index
         self.module = plan.arguments.stages[index]
@@ -44,6 +46,7 @@ class Stage:
         self.weights = weights
         self.reduction = reduction
         self.optimizer = optimizer
+        self.nonfinite = nonfinite
         self.statistics = Statistics(plan.trained[index])
 
     @property

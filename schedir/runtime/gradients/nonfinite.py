@@ -1,0 +1,291 @@
+"""What is not finite is never applied: NaN and infinity in losses and gradients.
+
+    F of the last stage   a loss that is not finite: "raise" raises; with "skip" the backward starts
+                          from NaN, so that the gradients tell of it wherever they are summed
+    before OPTIM_STEP     a gradient that is not finite, after all sums: "raise" raises before the
+                          rank's first step; with "skip" the step is left out
+
+Gradients that processes have summed are the same on all of them, and so is what they find. Where
+OPTIM_STEPs stand after all else, all stages skip together: the norm that gradients are clipped by
+says it to all ranks, or else a message does. A device is waited for once before consecutive
+OPTIM_STEPs.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.batch.microbatches import Count
+from schedir.runtime.gradients.norms import Norms
+from schedir.runtime.late import Late, Unread
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import VERDICT_TAG, Control
+
+Step = tuple[int, int]
+"""A stage, and the number of one of its OPTIM_STEPs in a call."""
+
+_MEND = (
+    ", so it is not applied; look at the batch, the learning rate and the loss, or make the "
+    'Executor with nonfinite="skip", which leaves such updates out'
+)
+_SMALL = 1 << 10  # elements; more of them are summed sooner than checked one by one
+
+
+class NonFinite:
+    """Looks at the losses and gradients of the stages here, by the executor's rule `nonfinite`.
+
+    `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the present call
+    has left out, `agreement` what ranks that don't clip do together before they step, if anything.
+    """
+
+    def __init__(
+        self, plan: Plan, control: Control, optimizers: Mapping[int, torch.optim.Optimizer]
+    ) -> None:
+        self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
+        self._raises, self._skips = rule == "raise", rule == "skip"
+        together = self._skips and plan.steps_last
+        self.agreement = self._agree if together and not clips else None
+        self.looks_alone = not clips and (self._raises or (self._skips and not together))
+        self._gradients = {
+            stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
+            for stage, optimizer in optimizers.items()
+        }
+        holders = {rank for held in plan.schedule.placement for rank in held}
+        self._numbers = list(dict.fromkeys(map(plan.grid.number, sorted(holders))))
+        self.skipped: list[Step] = []
+        self._looked_at: set[Step] = set()
+        self._left_out: set[Step] = set()
+        self._leaves_all_out = False
+        self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
+        self._unread = Unread()
+        self._accumulates = self._adds_up = False  # whether this call leaves gradients, or has some
+
+    def begin(self, updates: bool) -> None:
+        """A call begins that trains, and carries out its OPTIM_STEPs if it `updates`."""
+        self._adds_up, self._accumulates = self._accumulates, not updates
+        self.skipped = []
+        self._looked_at.clear()
+        self._left_out.clear()
+        self._leaves_all_out = False
+        self._losses.clear()
+
+    def end(self) -> None:
+        """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
+        if self._losses:
+            microbatches = list(self._losses)
+            values = torch.stack(list(self._losses.values()))
+
+            def look(copied: Tensor) -> None:
+                self._look_at_losses(dict(zip(microbatches, copied.tolist(), strict=True)))
+
+            self._unread.add(Late(self._accelerator, values, look))
+            self._losses.clear()
+
+    def look_back(self, wait: bool) -> None:
+        """Look at the losses that earlier calls have left, as far as they are there, or at all.
+
+        Raises ExecutionError for one that is not finite.
+        """
+        self._unread.look(wait)
+
+    def loss(
+        self, loss: Tensor, microbatch: int, share: Count, trains: bool
+    ) -> tuple[float | Tensor, Count]:
+        """A microbatch's loss to be read later, and the share of it that its backward starts from.
+
+        One without samples, thus without a share, has no mean: it is not looked at. Raises
+        ExecutionError for one that is not finite.
+        """
+        looks = trains and (self._raises or self._skips)
+        if self._accelerator.queues:
+            kept = loss.detach().clone()  # it is read later, and may be a buffer
+            if not looks or (not isinstance(share, Tensor) and not share):
+                return kept, share
+            value = kept.reshape(())
+            if isinstance(share, Tensor):
+                value = torch.where(share == 0, 0.0, value)
+            if self._skips:
+                return kept, share + value * 0  # NaN, unless the loss is finite
+            self._losses[microbatch] = value
+            return kept, share
+        number = float(loss.item())
+        if looks and share and not math.isfinite(number):
+            if self._raises:
+                self._look_at_losses({microbatch: number})
+            return number, math.nan
+        return number, share
+
+    def look(self, steps: Sequence[Step]) -> None:
+        """Look at the gradients that a rank's consecutive OPTIM_STEPs will apply.
+
+        Raises ExecutionError where one is not finite.
+        """
+        # A replica in this process may have stepped already.
+        due = [step for step in steps if step not in self._looked_at]
+        self._looked_at.update(due)
+        found = self._not_finite(due)
+        if found and self._raises:
+            self._refuse(found)
+        self._left_out.update(found)
+
+    def look_before_norms(self) -> None:
+        """Look at the gradients here before all ranks take the norm.
+
+        On a device that would be waited for, and the norm tells. Raises ExecutionError where one is
+        not finite.
+        """
+        if self._raises and not self._accelerator.queues and (found := self._not_finite()):
+            self._refuse(found)
+
+    def accepts(self, norms: Norms, total: Tensor) -> bool:
+        """Whether gradients of that norm may be applied; else all steps are left out.
+
+        Raises ExecutionError where none should be.
+        """
+        if not (self._raises or self._skips):
+            return True
+        (whole,) = self._read([total])
+        if math.isfinite(whole):
+            return True
+        if self._raises:
+            self._refuse(self._not_finite(), norms)
+        self._leaves_all_out = True
+        return False
+
+    def leaves_out(self, step: Step) -> bool:
+        """Whether an OPTIM_STEP, whose turn it is, is left out."""
+        if self._leaves_all_out or step in self._left_out:
+            self.skipped.append(step)
+            return True
+        return False
+
+    def _agree(self) -> None:
+        """Leave all steps out where any rank has a gradient that is not finite."""
+        exchange = self._control.expect(dict.fromkeys(self._numbers, 1), VERDICT_TAG)
+        own = [bool(self._not_finite())]
+        exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
+        self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
+
+    def _not_finite(self, steps: Sequence[Step] | None = None) -> list[Step]:
+        """Of these steps, or each stage's only one, those with a gradient that is not finite."""
+        if steps is None:
+            steps = [(stage, 0) for stage in self._gradients]
+        due = [step for step in steps if step[0] in self._gradients]
+        flags = self._read([self._gradients[stage].look() for stage, _ in due])
+        return [step for step, flag in zip(due, flags, strict=True) if flag]
+
+    def _read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """Their values; on a device the losses come along, as the host waits for it only once."""
+        if not self._losses:
+            return self._accelerator.read(scalars)
+        values = self._accelerator.read([*scalars, *self._losses.values()])
+        found = dict(zip(self._losses, values[len(scalars) :], strict=True))
+        self._losses.clear()
+        self._look_at_losses(found)
+        return values[: len(scalars)]
+
+    def _look_at_losses(self, losses: Mapping[int, float]) -> None:
+        for microbatch, value in losses.items():
+            if not math.isfinite(value):
+                raise ExecutionError(f"the loss of microbatch {microbatch} is {value}{_MEND}")
+
+    def _refuse(self, found: Sequence[Step], norms: Norms | None = None) -> NoReturn:
+        """Raise ExecutionError for what is not finite: a gradient of a step here, or the norm."""
+        if found:
+            # Gradients flow down: the last stage that has one may be why others do.
+            stage, step = max(self._not_finite() if self._plan.steps_last else found)
+            what = self._gradients[stage].worst() + self._microbatch(stage, step)
+        else:
+            assert norms is not None  # something is not finite
+            stages = norms.infinite(norms.values.tolist())
+            those = f"stage {', '.join(map(str, stages))}" if stages else "all stages together"
+            what = f"the norm of the gradients of {those} is not finite"
+        raise ExecutionError(f"{what}{_MEND}")
+
+    def _microbatch(self, stage: int, step: int) -> str:
+        """The microbatch whose gradient a step applies, in words, if it is a single one."""
+        flow = self._plan.schedule.dataflow
+        applied = (flow.steps_before[flow.weight_gradients][stage] == step).nonzero()[0].tolist()
+        if self._plan.grid.pipelines > 1 or len(applied) > 1 or (self._adds_up and not step):
+            return ""
+        return f" by microbatch {applied[0]}"
+
+
+class _Gradients:
+    """The gradients that a stage's optimiser applies; `names` are of the stage's parameters."""
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        optimizer: torch.optim.Optimizer,
+        accelerator: Accelerator,
+    ) -> None:
+        self._names, self._queues = names, accelerator.queues
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        self._own = [p for p in names if p in stepped]
+        self._summed = [p for p in self._own if p.is_complex() or self._is_sooner_summed(p)]
+        summed = set(self._summed)
+        self._checked = [p for p in self._own if p not in summed]
+        self._found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
+        self._one = torch.ones((), dtype=torch.float32, device=accelerator.device)
+
+    def _is_sooner_summed(self, parameter: nn.Parameter) -> bool:
+        """A sum is not finite where an element isn't; of halves it easily overflows otherwise."""
+        half = parameter.dtype is torch.float16
+        return not self._queues and parameter.numel() > _SMALL and not half
+
+    def look(self) -> Tensor:
+        """A scalar: above zero where a gradient is not finite."""
+        found = self._found.zero_()
+        grads = [grad for p in self._checked if (grad := p.grad) is not None]
+        if grads:
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self._one)
+            except RuntimeError:  # one is sparse, or its elements share memory
+                for grad in grads:
+                    found += ~_is_finite(grad)
+        for p in self._summed:
+            grad = p.grad
+            if grad is None:
+                continue
+            if self._queues or not cmath.isfinite(grad.sum().item()):
+                found += ~_is_finite(grad)
+        return found
+
+    def worst(self) -> str:
+        """The gradient that is not finite, in words: of several that of the last parameter, as
+        gradients flow towards the first."""
+        there = [(p, p.grad) for p in self._own if p.grad is not None]
+        parameter, grad = [(p, grad) for p, grad in there if not _is_finite(grad)][-1]
+        kind = "NaN" if bool(_values(grad).isnan().any()) else "infinity"
+        return f"the gradient of {self._names[parameter]} has {kind}"
+
+
+def _is_finite(grad: Tensor) -> Tensor:
+    """Whether all elements are, as a scalar."""
+    return _values(grad).isfinite().all()
+
+
+def _values(grad: Tensor) -> Tensor:
+    """All elements, in a tensor that is not sparse."""
+    if grad.layout is torch.strided:
+        return grad
+    return grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.to_dense()
+
+
+def _names(plan: Plan, stage: int) -> dict[nn.Parameter, str]:
+    """What a stage's parameters are called, in their order, and then those of the loss."""
+    own = plan.arguments.stages[stage].named_parameters()
+    found = {parameter: f"{name} of stage {stage}" for name, parameter in own}
+    for name, parameter in plan.trained[stage].named_parameters():
+        found.setdefault(parameter, f"{name.removeprefix('loss.')} of the loss")
+    return found
