@@ -72,7 +72,9 @@ class Executor:
 
     What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
     position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
-    travel; None, numbers and strings are agreed at the first step of each input shape.
+    travel; None, numbers and strings must stay what they were in the first step of an input shape.
+    That step learns the shapes: it runs every stage as often as the list says, on real values, and
+    is slower than those after it.
 
     A step equals gradient accumulation in one process bit for bit, in the order of the loss
     stage's backwards; a stage that lists its backwards in another order adds the same gradients

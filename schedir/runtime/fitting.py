@@ -179,8 +179,8 @@ def check_modules(modules: Mapping[int, nn.Module]) -> None:
             if isinstance(part, torch.jit.ScriptModule):
                 raise ExecutionError(
                     f"stage {stage}{f' ({name})' if name else ''} is compiled to TorchScript, "
-                    "whose weights can't be exchanged for older versions, nor its forward be run "
-                    "on fake tensors; pass the module that it was made from"
+                    "whose weights can't be exchanged for older versions; pass the module that it "
+                    "was made from"
                 )
             if isinstance(part, (FSDPModule, DistributedDataParallel)):
                 wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__

@@ -141,8 +141,8 @@ class World:
         if fewest is not None:
             process, calls = fewest
             said = (
-                f"process {process} has ended its calls after {calls}, but every rank must make "
-                f"the same; waited for {awaited}"
+                f"process {process} has closed its executor, or ended, after {calls} calls, but "
+                f"every rank must make the same; waited for {awaited}"
             )
         elif stalled.timed_out:
             said = f"waited {self.groups.timeout.total_seconds():g} s in vain for {awaited}"

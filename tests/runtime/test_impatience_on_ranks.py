@@ -62,6 +62,7 @@ def test_what_is_posted_under_async_hangs(name: str, rank: int) -> None:
     x, y = random_batch()
     with impatient(GlooTransport, 1.0, seed=0):
         executor = Executor(schedule, stages, MSE, momentum, timeout=3)
+        executor.step(x, target=y)  # what the first one posts waits for nothing else
         message = message_of(executor.step, x, target=y)
     assert "waited 3 s in vain" in " ".join(everyone(message))
     executor.close()

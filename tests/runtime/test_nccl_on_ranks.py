@@ -235,6 +235,7 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
     x, y = random_batch(6)
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         executor = Executor(schedule, stage, MSE, sgd, timeout=60 if rank else 3)
+        executor.step(x, target=y)  # goes through the hosts
         if rank == 0:
             post = NcclOverGloo._end_coalescing
 
@@ -272,6 +273,7 @@ def test_of_a_batch_a_rank_names_all_parts(rank: int) -> None:
     x, y = random_batch(6)
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         executor = Executor(schedule, stage, MSE, sgd, timeout=3)
+        executor.step(x, target=y)  # goes through the hosts
         if rank == 0:
             post = NcclOverGloo._end_coalescing
 

@@ -124,6 +124,7 @@ def test_a_fault_of_the_transport_is_found(fault: str, rank: int) -> None:
             monkeypatch.setattr(nccl, "_carried", lambda tensor: tensor)
             said = "Input tensor data type is not supported for NCCL"
         executor = Executor(schedule, stage, MSE, sgd)
+        executor.step(x, target=y)  # goes through the hosts
         message = message_of(executor.step, x, target=y)
         assert any(said in one for one in everyone(message)), message
         assert bool(message) == bool(fault)

@@ -283,24 +283,6 @@ def test_a_parameter_that_the_optimizer_leaves_out_is_said(
     assert "leaves it out: freeze it" in said
 
 
-def test_a_norm_that_is_no_number_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Breaks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * torch.full((1,), float("nan"))
-
-    schedule = schedir.build("1f1b", ranks=3, microbatches=2)
-    x = torch.randn(4, 4)
-    stages: dict[int, nn.Module] = {0: nn.Linear(4, 4), 1: Breaks(4, 4), 2: nn.Linear(4, 4)}
-    with (
-        caplog.at_level(logging.WARNING, "schedir"),
-        Executor(schedule, stages, MSE, sgd, in_process=True, clip_grad_norm=1.0) as executor,
-    ):
-        for _ in range(3):
-            executor.step(x, target=x)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "the norm of the gradients is nan, by those of stage 0, 1, 2; they are applied" in said
-
-
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_loss_that_nothing_is_trained_by_is_said(detaches: bool) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)

@@ -1,1 +1,1 @@
-"""What travels between stages, found on fake tensors and agreed on by all ranks."""
+"""What travels between stages, learned by the first call of each input signature."""

@@ -12,9 +12,8 @@ beside the pipeline's traffic, from host to host.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.boundaries.boundary import TensorMeta, empty, payload
+from schedir.runtime.processes.control import packed, unpacked
 from schedir.runtime.transports.transport import Poster, Work
 
 
@@ -48,9 +48,6 @@ class Messenger(Protocol):
         """Take a message of a peer, once it has come."""
 
 
-_Encoded: TypeAlias = tuple[Hashable, Any, Sequence[TensorMeta]]
-
-
 class Posted:
     """Between processes: a length, then the description and the bytes in one.
 
@@ -63,8 +60,7 @@ class Posted:
 
     def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
         """Post a message."""
-        encoded: _Encoded = key, message.beside, message.metas
-        head = torch.frombuffer(bytearray(pickle.dumps(encoded)), dtype=torch.uint8)
+        head = packed((key, message.beside, message.metas))
         described = zip(message.tensors, message.metas, strict=True)
         parts = [_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described]
         body = torch.cat([head, *parts])
@@ -83,7 +79,7 @@ class Posted:
             head, whole = lengths.tolist()
             body = torch.empty(whole, dtype=torch.uint8, device="cpu")
             self._poster.receive(body, peer).wait()
-            came, beside, metas = pickle.loads(body[:head].numpy().tobytes())  # of the same job
+            came, beside, metas = unpacked(body[:head])
             tensors, begin = [], head
             for meta in metas:
                 tensors.append(empty(meta, self._device))

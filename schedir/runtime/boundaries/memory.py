@@ -84,17 +84,16 @@ class Sharing:
 
 
 def sharing(
-    outputs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     held: Iterable[Tensor],
     lent: Iterable[Tensor],
 ) -> Sharing:
-    """Whose memory outputs are that a module has just made; None for one that was there before."""
+    """Whose memory the outputs of a module are."""
     of_module, of_user = set(map(_storage, held)), set(map(_storage, lent))
-    found = [None if tensor is None else _storage(tensor) for tensor in outputs]
-    numbered = [(output, storage) for output, storage in enumerate(found) if storage is not None]
+    numbered = list(enumerate(map(_storage, outputs)))
     return Sharing(
-        frozenset(o for o, storage in enumerate(found) if storage is None or storage in of_module),
+        frozenset(o for o, storage in numbered if storage in of_module),
         frozenset(o for o, storage in numbered if storage in of_user),
         frozenset(
             (o, i)
@@ -112,7 +111,10 @@ def sharing(
 
 
 def _storage(tensor: Tensor) -> int:
-    storage: int = tensor.untyped_storage()._cdata
+    try:
+        storage: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse one has none
+        return id(tensor)
     return storage
 
 

@@ -46,6 +46,16 @@ _WORDS = {
 }
 
 
+def packed(value: object) -> Tensor:
+    """Any object as bytes to send."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def unpacked(content: Tensor) -> Any:
+    """What `packed` has made the bytes of, in a process of the same job."""
+    return pickle.loads(content.numpy().tobytes())
+
+
 class Exchange:
     """Vectors that processes give each other; the receives are posted."""
 
@@ -140,7 +150,7 @@ class Control:
         return self._receive(self._numbers[rank])
 
     def _send(self, value: object, number: int) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        content = packed(value)
         size = torch.tensor([len(content)], device="cpu")
         for part in (size, content):
             what = "a message to reach"
@@ -152,7 +162,7 @@ class Control:
         Message(self._group.recv, size, number, _OBJECT_TAG, what).wait()
         content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         Message(self._group.recv, content, number, _OBJECT_TAG, what).wait()
-        return pickle.loads(content.numpy().tobytes())  # from a process of the same job
+        return unpacked(content)
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""

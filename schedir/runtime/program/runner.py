@@ -43,11 +43,8 @@ class Runner:
 
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
-        try:
-            # What the call before sent last; its receivers have posted their part within that one.
-            wait_for(self._under_way)
-        except WaitError as error:
-            raise WaitError(error.cause, "what the call before has sent to arrive") from error
+        # What the call before sent last; its receivers have posted their part within that one.
+        self._wait_for_sends("the call before")
         self.cells.trim_pools()
         lists, done = opened.lists, opened.done
         try:
@@ -60,6 +57,14 @@ class Runner:
                 stalled.what = _awaited(self._schedule, stalled.action)
             raise
         self._under_way += self.cells.take_sends()
+        if opened.learns is not None:  # beside the payloads, where a failure must end all messages
+            self._wait_for_sends("this call")
+
+    def _wait_for_sends(self, whose: str) -> None:
+        try:
+            wait_for(self._under_way)
+        except WaitError as error:
+            raise WaitError(error.cause, f"what {whose} has sent to arrive") from error
 
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""
