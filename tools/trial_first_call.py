@@ -103,7 +103,7 @@ class AddsToGrad(Stateful):
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _OwnGrad.apply(torch.tanh(self.layer(x)), self.shift)
+        y: Tensor = _OwnGrad.apply(torch.tanh(self.layer(x)), self.shift)  # type: ignore[no-untyped-call]
         return y + self.shift.detach()
 
 
@@ -274,7 +274,7 @@ class Reference:
         self._inputs[s, m] = given
         # Leaves of its own for every microbatch, so that an update changes none.
         leaves = self._read[s, m] = _copied(self._versions[s][-1 if version is None else version])
-        made = functional_call(self.stages[s], leaves, (given.clone(),))
+        made = functional_call(self.stages[s], {**leaves}, (given.clone(),))
         if s + 1 < len(self.stages):
             self._outputs[s, m], self._inputs[s + 1, m] = made, made.detach()
         else:

@@ -162,7 +162,7 @@ class Counting(nn.Module):
 
 def test_a_constant_that_was_not_agreed_is_said() -> None:
     class Takes(nn.Linear):
-        def forward(self, x: Tensor, calls: int) -> Tensor:
+        def forward(self, x: Tensor, calls: int = 1) -> Tensor:
             return super().forward(x) * calls
 
     (x, y), *_ = random_batches(1)
