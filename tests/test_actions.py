@@ -33,7 +33,7 @@ def test_a_kind_is_its_token() -> None:
 
 
 def test_every_kind_has_a_word_of_its_own() -> None:
-    words = {kind.traits.word for kind in Kind}
+    words = {kind.meaning.word for kind in Kind}
     assert len(words) == len(Kind)
     assert all(words)
 
@@ -81,5 +81,5 @@ def test_what_has_no_other_end(action: Action) -> None:
 def test_every_kind_is_carried_out_and_drawn() -> None:
     assert set(_MAKERS) == set(Kind)
     for kind in COMPUTE - {Kind.OPTIM_STEP}:
-        assert WORDS[kind] == kind.traits.word
+        assert WORDS[kind] == kind.meaning.word
         assert shade(kind).startswith("#000000 on ")

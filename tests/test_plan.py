@@ -67,7 +67,7 @@ def naive(
     never stop, as something waits for itself."""
     ranks = [[[*flat([entry])] for entry in entries] for entries in schedule.actions]
     lengths = {
-        kind: transfer if kind.name.startswith(("SEND", "RECV")) else kind.traits.cost
+        kind: transfer if kind.name.startswith(("SEND", "RECV")) else kind.meaning.cost
         for kind in Kind
     } | {Kind.REDUCE_GRAD: collective}
     begin: dict[tuple[int, Action, int], float] = {}

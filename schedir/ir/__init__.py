@@ -1,18 +1,7 @@
 """What a schedule is: typed actions, one list per rank, and their text form."""
 
-from schedir.ir.actions import (
-    BACKWARDS,
-    COMMUNICATION,
-    COMPLETES_GRADIENTS,
-    COMPUTE,
-    CONSUMES,
-    NAMES_VERSION,
-    READS_WEIGHTS,
-    RECEIVES,
-    RELEASES_ACTIVATION,
-    SENDS,
+from schedir.ir.action import (
     Action,
-    Kind,
     backward,
     backward_input,
     backward_weight,
@@ -44,6 +33,24 @@ from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
 from schedir.ir.collectives import collective_turns, reduces_by_stage, sums_of_steps
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
 from schedir.ir.dataflow import Dataflow, Transfers, first_places
+from schedir.ir.kinds import (
+    BACKWARDS,
+    COMMUNICATION,
+    COMPLETES_GRADIENTS,
+    COMPUTE,
+    CONSUMES,
+    COPIES,
+    COUNTERPARTS,
+    GROUPS,
+    HOMES,
+    NAMES_VERSION,
+    READS_WEIGHTS,
+    RECEIVES,
+    SENDS,
+    STEPS,
+    VALUES,
+    Kind,
+)
 from schedir.ir.plan import Plan, plan
 from schedir.ir.schedule import (
     Placement,
@@ -69,16 +76,21 @@ __all__ = [
     "COMPLETES_GRADIENTS",
     "COMPUTE",
     "CONSUMES",
+    "COPIES",
+    "COUNTERPARTS",
     "DEFAULT_CHANNEL",
+    "GROUPS",
     "HELD_UNTIL",
+    "HOMES",
     "KINDS",
     "KIND_INDEX",
     "NAMES_VERSION",
     "READS_WEIGHTS",
     "RECEIVES",
-    "RELEASES_ACTIVATION",
     "SENDS",
+    "STEPS",
     "TEXTBOOK",
+    "VALUES",
     "Action",
     "Bools",
     "Columns",

@@ -11,12 +11,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from schedir.ir.actions import RELEASES_ACTIVATION, Kind
 from schedir.ir.columns import Bools, Columns
+from schedir.ir.kinds import COMPLETES_GRADIENTS, Kind
 
 HeldUntil: TypeAlias = Literal["W", "I"]
 _RELEASED_BY: dict[HeldUntil, frozenset[Kind]] = {
-    "W": RELEASES_ACTIVATION,
+    "W": COMPLETES_GRADIENTS,
     "I": frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT}),
 }
 HELD_UNTIL: tuple[HeldUntil, ...] = tuple(_RELEASED_BY)

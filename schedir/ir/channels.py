@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, RECEIVES, Kind
 from schedir.ir.columns import Ints
+from schedir.ir.kinds import COMMUNICATION, RECEIVES, Kind
 from schedir.ir.schedule import Schedule
 
 CHANNELS_IN_WORDS = {

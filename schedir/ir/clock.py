@@ -26,7 +26,7 @@ Time: TypeAlias = float
 """In the unit of the costs; ints stay ints."""
 
 
-TEXTBOOK = np.array([kind.traits.cost for kind in KINDS])
+TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
 """What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedir.errors import UnsoundError
-from schedir.ir.actions import Kind
+from schedir.ir.kinds import Kind
 from schedir.ir.schedule import Schedule
 
 

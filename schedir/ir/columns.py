@@ -23,7 +23,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.actions import Action, Kind
+from schedir.ir.action import Action
+from schedir.ir.kinds import Kind
 from schedir.ir.together import Entry, Together
 
 Ints: TypeAlias = NDArray[np.int64]

@@ -12,8 +12,9 @@ import attrs
 import numpy as np
 
 from schedir.errors import UnsoundError
-from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, COUNTERPARTS, Action, Kind
+from schedir.ir.action import Action
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints
+from schedir.ir.kinds import COMMUNICATION, COMPLETES_GRADIENTS, COUNTERPARTS, Kind
 from schedir.ir.versions import steps_before
 
 _FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])

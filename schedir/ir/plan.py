@@ -8,12 +8,12 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, COMPUTE
 from schedir.ir.batch_points import points_of_batches
 from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, posted_after, run
 from schedir.ir.collectives import collective_turns, sums_of_steps
 from schedir.ir.columns import Bools, Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
+from schedir.ir.kinds import COMMUNICATION, COMPUTE
 from schedir.ir.schedule import Schedule
 
 

@@ -10,9 +10,10 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, MAX_NUMBER, Action, is_number
+from schedir.ir.action import MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.dataflow import Dataflow, dataflow_of
+from schedir.ir.kinds import COMMUNICATION
 from schedir.ir.printing import sched_text
 from schedir.ir.together import Entry
 from schedir.ir.tokens import TokenError, clip, parse_entry, printable

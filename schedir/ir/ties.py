@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from schedir.ir.actions import Kind, is_number
+from schedir.ir.action import is_number
+from schedir.ir.kinds import Kind
 from schedir.ir.schedule import Schedule
 
 Ties: TypeAlias = tuple[tuple[int, ...], ...]

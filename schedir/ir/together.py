@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import attrs
 
-from schedir.ir.actions import COMMUNICATION, Action, Kind
+from schedir.ir.action import Action
+from schedir.ir.kinds import COMMUNICATION, Kind
 
 OVERLAPS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """What may be a part of an overlapped pair."""

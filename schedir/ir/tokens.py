@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from schedir.errors import ParseError
-from schedir.ir.actions import STAGE_WIDE, Action, Kind
+from schedir.ir.action import Action
+from schedir.ir.kinds import STAGE_WIDE, Kind
 from schedir.ir.together import Entry, Together
 
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.

@@ -25,7 +25,8 @@ from typing import TypeAlias
 import attrs
 
 from schedir.errors import ParseError
-from schedir.ir.actions import COMMUNICATION, COMPUTE, MAX_NUMBER, STAGE_WIDE, Action, Kind
+from schedir.ir.action import MAX_NUMBER, Action
+from schedir.ir.kinds import COMMUNICATION, COMPUTE, STAGE_WIDE, Kind
 from schedir.ir.schedule import Schedule
 from schedir.ir.together import Entry, Together, flat
 from schedir.ir.tokens import NUMBER, clip, decode, parts_of, position

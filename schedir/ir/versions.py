@@ -11,8 +11,8 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import READS_WEIGHTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
+from schedir.ir.kinds import READS_WEIGHTS, Kind
 
 
 @attrs.frozen

@@ -17,9 +17,9 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, Kind
 from schedir.ir.collectives import collective_turns
 from schedir.ir.columns import Columns
+from schedir.ir.kinds import COMMUNICATION, Kind
 from schedir.ir.schedule import Schedule, expect_schedule
 
 

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UnsoundError
-from schedir.ir.actions import COMMUNICATION, COUNTERPARTS, Kind
 from schedir.ir.clock import TEXTBOOK, Time, posted_after, run
 from schedir.ir.collectives import collective_turns
 from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints, summed_at_last
 from schedir.ir.dataflow import Transfers
+from schedir.ir.kinds import COMMUNICATION, COUNTERPARTS, Kind
 from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
 
 T = TypeVar("T", np.int64, np.bool_)

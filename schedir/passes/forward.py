@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import Kind
+from schedir.ir.kinds import Kind
 from schedir.ir.schedule import Schedule, starts_of
 
 _KEPT = (Kind.FORWARD, Kind.SEND_ACT, Kind.RECV_ACT)

@@ -20,9 +20,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ir.actions import RECEIVES, is_number
+from schedir.ir.action import is_number
 from schedir.ir.channels import queues
 from schedir.ir.columns import Bools, Ints
+from schedir.ir.kinds import RECEIVES
 from schedir.ir.schedule import Schedule, expect_schedule
 from schedir.ir.ties import shared_steps, ties_of
 from schedir.passes.communication import insert_communication

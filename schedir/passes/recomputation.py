@@ -15,8 +15,9 @@ import attrs
 import numpy as np
 
 from schedir.errors import UnsoundError
-from schedir.ir.actions import COMMUNICATION, Kind, is_number
+from schedir.ir.action import is_number
 from schedir.ir.columns import KIND_INDEX, Columns
+from schedir.ir.kinds import COMMUNICATION, Kind
 from schedir.ir.schedule import Schedule, expect_schedule, starts_of
 from schedir.passes.communication import insert_communication, strip_communication
 

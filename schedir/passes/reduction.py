@@ -5,8 +5,8 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMMUNICATION, COMPLETES_GRADIENTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
+from schedir.ir.kinds import COMMUNICATION, COMPLETES_GRADIENTS, Kind
 from schedir.ir.schedule import Schedule, starts_of
 from schedir.passes.steps import appended
 

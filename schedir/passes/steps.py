@@ -8,8 +8,8 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.actions import COMPLETES_GRADIENTS, Kind
 from schedir.ir.columns import KIND_INDEX, Columns, Ints
+from schedir.ir.kinds import COMPLETES_GRADIENTS, Kind
 from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
 
 

@@ -107,7 +107,7 @@ def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
             shades = [picture_fill(kind, chunk).area for chunk in range(min(chunks, 4))]
             yield _swatch(shades, f"{kind.value} {WORDS[kind]}")
     if any(KINDS[number] is Kind.OPTIM_STEP for number in occurring):
-        yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.traits.word)
+        yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.meaning.word)
     if any(_draws_pairs(s) for s in schedules):
         yield _swatch([palette.PAIR_FILL.area], "two as one")
 

@@ -116,7 +116,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
         fills = [palette.Fill(palette.STEP_FILL, palette.PAPER)] * 4
     return {
         "token": kind.value,
-        "word": kind.traits.word,
+        "word": kind.meaning.word,
         "lane": 0 if kind in COMPUTE else 1 + (_LANES.index(kind) if kind in _LANES else 0),
         "fills": [tuple(fill) for fill in fills],
     }

@@ -12,7 +12,7 @@ from schedir.ir import COMPUTE, Kind
 from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
-    kind: kind.traits.word for kind in Kind if kind in COMPUTE and kind != Kind.OPTIM_STEP
+    kind: kind.meaning.word for kind in Kind if kind in COMPUTE and kind != Kind.OPTIM_STEP
 }
 """The kinds that have a cell of their own in a timeline, in words."""
 

@@ -51,7 +51,7 @@ def legend(timelines: Sequence[Timeline], width: float, curves: str) -> Iterator
         if kind in kinds
     ]
     if Kind.OPTIM_STEP in kinds:
-        shown.append(([STEP_FILL], 2.5, Kind.OPTIM_STEP.traits.word))
+        shown.append(([STEP_FILL], 2.5, Kind.OPTIM_STEP.meaning.word))
     shown.append(([IDLE_FILL], 14.0, "idle"))
     if curves:
         shown.append(([MEMORY_FILL], 14.0, f"{curves}, and the most of each rank"))

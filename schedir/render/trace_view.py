@@ -107,7 +107,7 @@ class TraceView:
     def _slices(self, tracks: Iterable[tuple[Track, int]], kinds: set[Doing]) -> Iterator[str]:
         """What runs when, with all that is known of it, and an arrow's end after each transfer."""
         columns = self.timeline.schedule.columns
-        words = [json.dumps(kind.traits.word) for kind in KINDS]
+        words = [json.dumps(kind.meaning.word) for kind in KINDS]
         version, arrow = self._versions(), self._arrows()
         for rank, own in groupby(tracks, lambda numbered: numbered[0].rank):
             first = int(columns.starts[rank])

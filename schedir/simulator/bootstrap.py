@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import numpy as np
 
-from schedir.ir import KINDS, Bools, Ints, Kind, Plan, Schedule
+from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Plan, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
 from schedir.simulator.prices import Prices, prices
@@ -169,7 +169,7 @@ _Keys = tuple[list[tuple[int, int]], Callable[[Samples, int, int], Ints]]
 def _keys_of_compute(schedule: Schedule, planned: Plan) -> _Keys:
     """The cost and the stage of each compute of a plan, and what has the samples of such."""
     columns, places = schedule.columns, planned.compute
-    names = np.array([COSTS.index(k.name.lower()) if k.traits.computes else -1 for k in KINDS])
+    names = np.array([COSTS.index(k.name.lower()) if k in COMPUTE else -1 for k in KINDS])
     cost, stage = names[columns.kind[places]], columns.stage[places].copy()
     pairs = np.flatnonzero(planned.last > np.arange(len(places)))
     forward = pairs + (columns.kind[places[pairs]] != KINDS.index(Kind.FORWARD))

@@ -52,13 +52,13 @@ class CostModel:
     Raises TypeError or ValueError for what is no finite number >= 0, with the name of the field.
     """
 
-    forward: PerStage = attrs.field(default=Kind.FORWARD.traits.cost, **BY_STAGE)
-    backward: PerStage = attrs.field(default=Kind.BACKWARD.traits.cost, **BY_STAGE)
-    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.traits.cost, **BY_STAGE)
-    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.traits.cost, **BY_STAGE)
+    forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **BY_STAGE)
+    backward: PerStage = attrs.field(default=Kind.BACKWARD.meaning.cost, **BY_STAGE)
+    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.meaning.cost, **BY_STAGE)
+    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.meaning.cost, **BY_STAGE)
     recompute: PerStage | None = attrs.field(default=None, **BY_STAGE)
-    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.traits.cost, **BY_STAGE)
-    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.traits.cost, **BY_STAGE)
+    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **BY_STAGE)
+    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **BY_STAGE)
     overlapped: PerStage | None = attrs.field(default=None, **BY_STAGE)
     latency: PerLink = attrs.field(default=0, **BY_LINK)
     bandwidth: PerLink = attrs.field(default=math.inf, **BY_LINK)

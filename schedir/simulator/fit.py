@@ -22,7 +22,7 @@ from schedir.simulator.times import Numbers
 from schedir.simulator.values import MOST
 
 _PARTS = {
-    kind: kind.traits.cost / Kind.BACKWARD.traits.cost
+    kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 }
 _UNLIKE, _MATTERS = 2, 0.05

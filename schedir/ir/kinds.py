@@ -1,0 +1,364 @@
+"""What actions mean, as data: the values that exist, and what each kind of action does to them.
+
+These two tables are the specification. What is alive, what is missing, what is listed too early,
+who meets whom and what a step is for are questions to them, none of which names a kind. A new kind
+is a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+import attrs
+
+On: TypeAlias = Literal["compute", "send", "receive", "group", "copy"]
+"""What an action occupies: its rank, one end of a channel, its stage's group of ranks, of which the
+k-th ones meet, or its rank's copy engine, which works beside compute."""
+Per: TypeAlias = Literal["microbatch", "stage"]
+Place: TypeAlias = Literal["any", "first", "not first", "last", "not last", "summed", "not summed"]
+Point: TypeAlias = Literal["start", "end"]
+
+
+@attrs.frozen(kw_only=True)
+class Value:
+    """A thing that lives on a rank.
+
+    `per` says how it is named: by (stage, "microbatch"); or, on each rank of the stage, by the
+    "round" that lasts from one update to the next, or by the "version" of the weights.
+
+    Where one rank runs both stages it *is* the value `link` of the stage that many further on; a
+    transfer makes it of that one otherwise. It is `given` at the "first" stage, or as version
+    "zero"; nobody makes it there. `many` make it together, or it may be made `again` after its end.
+    `ended` says whether it must be: "always"; in lists that "step"; in those, and where the
+    stage's gradients are "summed"; or "never", as it lives until its last reader, the newest of its
+    stage to the end. A step has to make a `goal` for every stage and microbatch. As an activation
+    it counts `units`.
+    """
+
+    word: str
+    per: Literal["microbatch", "round", "version"] = "microbatch"
+    link: tuple[str, int] | None = None
+    given: Literal["", "first", "zero"] = ""
+    many: bool = False
+    again: bool = False
+    ended: Literal["always", "step", "step or summed", "never"] = "always"
+    goal: bool = False
+    units: int = 0
+
+
+VALUES = {
+    "input": Value(word="input", link=("output", -1), given="first"),
+    "output": Value(word="output"),
+    "output gradient": Value(word="gradient of the output", link=("input gradient", 1)),
+    "input gradient": Value(word="gradient of the input"),
+    # That a forward has run at all: what comes back to its stage follows it.
+    "ran": Value(word="forward", ended="never"),
+    "kept": Value(word="kept input"),
+    "saved": Value(word="activation", units=1, again=True),
+    "deferred": Value(word="what the gradient of the weights needs", units=1),
+    "share": Value(word="share of the gradient", goal=True, ended="never"),
+    "gradient": Value(word="gradient", per="round", many=True, ended="step or summed"),
+    "sum": Value(word="summed gradient", per="round", ended="step"),
+    "weights": Value(word="weights", per="version", given="zero", ended="never"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Use:
+    """One thing that an action does to a value, at the "start" or the "end" of its entry.
+
+    To "end" a value reads it as well. `where` restricts it to the first or last stage, or to
+    stages whose gradients are summed over ranks; `beside` and `without` to microbatches of which
+    the lists have such a kind too, or have none. Of the weights it reads the version that the
+    action has "named", else the newest; that "of home", which the stage's forward of the
+    microbatch reads; the "newest"; or it makes the "next".
+    """
+
+    does: Literal["read", "make", "end"]
+    value: str
+    at: Point
+    where: Place = "any"
+    beside: str = ""
+    without: str = ""
+    version: Literal["", "named", "of home", "newest", "next"] = ""
+
+
+def _read(value: str, version: Literal["named", "of home", "newest", ""] = "") -> Use:
+    return Use(does="read", value=value, at="start", version=version)
+
+
+def _make(value: str, at: Point = "start", *, where: Place = "any", **more: str) -> Use:
+    return Use(does="make", value=value, at=at, where=where, **more)  # type: ignore[arg-type]
+
+
+def _end(value: str, at: Point = "end", *, where: Place = "any") -> Use:
+    return Use(does="end", value=value, at=at, where=where)
+
+
+@attrs.frozen
+class Meaning:
+    """What a kind of action is, and does.
+
+    `word` names the kind for people; `on` is what it occupies, for `cost` forwards in the textbook,
+    one `per` microbatch or for the whole stage; `uses` is what it does to values. A `home` decides
+    on which rank its stage runs the microbatch, and at which version of the weights. What
+    `evaluates` is part of a step that only evaluates.
+    """
+
+    word: str
+    on: On
+    per: Per
+    uses: tuple[Use, ...]
+    cost: int = 0
+    home: bool = False
+    evaluates: bool = False
+
+
+_WEIGHTS = _read("weights", "of home")
+_GRADIENT = _make("share", "end"), _make("gradient", "end")
+_INPUT_GRADIENT = _make("input gradient", where="not first")
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its token in the text form. `meaning` says the rest."""
+
+    meaning: Meaning
+
+    # With a default, as `Kind("F")`, which finds the member of a token, has no meaning to give.
+    def __new__(cls, token: str, meaning: Meaning | None = None) -> Kind:
+        """A row of the table below, or the member that a token names."""
+        kind = str.__new__(cls, token)
+        kind._value_ = token
+        if meaning is not None:
+            kind.meaning = meaning
+        return kind
+
+    FORWARD = (
+        "F",
+        Meaning(
+            "forward",
+            "compute",
+            "microbatch",
+            (
+                _end("input", "start"),
+                _read("weights", "named"),
+                _make("output", where="not last"),
+                _make("output gradient", where="last"),
+                _make("ran"),
+                _make("saved", without="R"),
+                _make("kept", beside="R"),
+            ),
+            cost=1,
+            home=True,
+            evaluates=True,
+        ),
+    )
+    BACKWARD = (
+        "B",
+        Meaning(
+            "backward",
+            "compute",
+            "microbatch",
+            (
+                _end("output gradient"),
+                _read("ran"),
+                _end("saved"),
+                _WEIGHTS,
+                _INPUT_GRADIENT,
+                *_GRADIENT,
+            ),
+            cost=2,
+        ),
+    )
+    BACKWARD_INPUT = (
+        "I",
+        Meaning(
+            "gradient of the input",
+            "compute",
+            "microbatch",
+            (
+                _end("output gradient"),
+                _read("ran"),
+                _end("saved"),
+                _WEIGHTS,
+                _INPUT_GRADIENT,
+                _make("deferred", "end"),
+            ),
+            cost=1,
+        ),
+    )
+    BACKWARD_WEIGHT = (
+        "W",
+        Meaning(
+            "gradient of the weights",
+            "compute",
+            "microbatch",
+            (_read("ran"), _end("deferred"), _WEIGHTS, *_GRADIENT),
+            cost=1,
+        ),
+    )
+    RECOMPUTE = (
+        "R",
+        Meaning(
+            "recomputation",
+            "compute",
+            "microbatch",
+            (_read("ran"), _end("kept", "start"), _WEIGHTS, _make("saved")),
+            cost=1,
+        ),
+    )
+    SEND_ACT = (
+        "SEND_ACT",
+        Meaning("send of the output", "send", "microbatch", (_end("output"),), evaluates=True),
+    )
+    RECV_ACT = (
+        "RECV_ACT",
+        Meaning("receive of the input", "receive", "microbatch", (_make("input"),), evaluates=True),
+    )
+    SEND_GRAD = (
+        "SEND_GRAD",
+        Meaning("send of the input's gradient", "send", "microbatch", (_end("input gradient"),)),
+    )
+    RECV_GRAD = (
+        "RECV_GRAD",
+        Meaning(
+            "receive of the output's gradient", "receive", "microbatch", (_make("output gradient"),)
+        ),
+    )
+    REDUCE_GRAD = (
+        "REDUCE_GRAD",
+        Meaning("sum of the gradients", "group", "stage", (_end("gradient"), _make("sum", "end"))),
+    )
+    OPTIM_STEP = (
+        "OPTIM_STEP",
+        Meaning(
+            "update of the weights",
+            "compute",
+            "stage",
+            (
+                _end("gradient", where="not summed"),
+                _end("sum", where="summed"),
+                _read("weights", "newest"),
+                Use(does="make", value="weights", at="end", version="next"),
+            ),
+        ),
+    )
+
+
+def uses_of(kind: Kind, does: str = "", value: str = "") -> tuple[Use, ...]:
+    """What a kind does to values: all of it, or one thing alone, or what it does to one value."""
+    return tuple(u for u in kind.meaning.uses if does in ("", u.does) and value in ("", u.value))
+
+
+def _kinds(have: Callable[[Kind], object]) -> frozenset[Kind]:
+    return frozenset(kind for kind in Kind if have(kind))
+
+
+def _on(*resources: On) -> frozenset[Kind]:
+    return _kinds(lambda kind: kind.meaning.on in resources)
+
+
+STAGE_WIDE = _kinds(lambda kind: kind.meaning.per == "stage")
+"""Actions of a whole stage, which name no microbatch."""
+COMPUTE = _on("compute")
+"""What occupies a rank: it runs these in list order."""
+SENDS, RECEIVES = _on("send"), _on("receive")
+COMMUNICATION = SENDS | RECEIVES
+"""Point-to-point communication, which a pass inserts."""
+GROUPS = _on("group")
+"""Collectives, which the author places: the k-th ones of a stage on all its ranks meet."""
+COPIES = _on("copy")
+"""What a rank's copy engine does beside its compute."""
+HOMES = _kinds(lambda kind: kind.meaning.home)
+"""What decides on which rank a stage runs a microbatch, and at which version of the weights."""
+READS_WEIGHTS = _kinds(
+    lambda kind: any(use.version in ("named", "of home") for use in kind.meaning.uses)
+)
+"""What uses the weight version that the home of its (stage, microbatch) reads."""
+BACKWARDS = _kinds(
+    lambda kind: kind in COMPUTE and any(VALUES[u.value].units for u in uses_of(kind, "end"))
+)
+"""The full backward, and the two parts of a split one: compute that ends an activation."""
+NAMES_VERSION = READS_WEIGHTS - BACKWARDS
+"""What may say which version that is."""
+COMPLETES_GRADIENTS = _kinds(
+    lambda kind: any(VALUES[use.value].goal for use in uses_of(kind, "make"))
+)
+"""After these a microbatch's share of the gradients of the stage's parameters is complete."""
+STEPS = _kinds(lambda kind: any(use.version == "next" for use in kind.meaning.uses))
+"""What makes the next version of the weights."""
+
+
+def _meeting(send: Kind, receive: Kind) -> bool:
+    (sent,), (received,) = send.meaning.uses, receive.meaning.uses
+    link = VALUES[received.value].link
+    return link is not None and link[0] == sent.value
+
+
+def _further(receive: Kind) -> int:
+    """How many stages further on than a receive its send stands."""
+    link = VALUES[receive.meaning.uses[0].value].link
+    return link[1] if link else 0
+
+
+_ENDS = [(s, r, -_further(r)) for s in Kind for r in Kind if s in SENDS and r in RECEIVES]
+_ENDS = [(send, receive, further) for send, receive, further in _ENDS if _meeting(send, receive)]
+COUNTERPARTS = {send: (receive, further) for send, receive, further in _ENDS} | {
+    receive: (send, -further) for send, receive, further in _ENDS
+}
+"""For each send and receive, the kind of its other end, and how many stages further that is."""
+CONSUMES = {
+    kind: receive
+    for kind in Kind
+    for receive in RECEIVES
+    if kind in COMPUTE and uses_of(kind, "end", receive.meaning.uses[0].value)
+}
+"""For compute, the receive of its input where that is made on another rank."""
+
+
+def incomplete(kinds: Iterable[Kind]) -> list[str]:
+    """What is missing from the two tables: a row that leaves something unsaid would be called
+    clean by every rule."""
+    wrong: list[str] = []
+    meanings = {kind: kind.meaning for kind in kinds}
+    does = [(kind, use) for kind, meaning in meanings.items() for use in meaning.uses]
+    tokens = {str(kind) for kind in meanings}
+    for kind, meaning in meanings.items():
+        if not meaning.word:
+            wrong.append(f"{kind.name} has no word")
+        if meaning.on != "compute" and not meaning.uses:
+            wrong.append(f"{kind.name} is on a {meaning.on}, and so uses a value")
+        if meaning.on in ("send", "receive"):
+            way = "end" if meaning.on == "send" else "make"
+            if [use.does for use in meaning.uses] != [way]:
+                wrong.append(f"{kind.name} is a {meaning.on}, and so {way}s one value")
+            elif kind not in COUNTERPARTS:
+                wrong.append(f"{kind.name} has no kind that it meets: its value has no link")
+    for kind, use in does:
+        if use.value not in VALUES:
+            wrong.append(f"{kind.name} uses {use.value!r}, which is no value")
+            continue
+        value, microbatch = VALUES[use.value], meanings[kind].per == "microbatch"
+        if {use.beside, use.without} - tokens - {""}:
+            wrong.append(f"{kind.name} depends on a kind that there is not")
+        if (value.per == "version") is not bool(use.version):
+            wrong.append(f"{kind.name} must say which version of {use.value} it uses")
+        if value.per == "microbatch" and not microbatch:
+            wrong.append(f"{kind.name} is for a whole stage, but uses the {use.value} of one pair")
+    for name, value in VALUES.items():
+        done = {use.does for _, use in does if use.value == name}
+        if not value.word:
+            wrong.append(f"the value {name!r} has no word")
+        if "make" not in done:
+            wrong.append(f"no kind makes the value {name!r}")
+        if value.ended != "never" and "end" not in done:
+            wrong.append(f"no kind ends the value {name!r}, which must be ended")
+        if value.link and value.link[0] not in VALUES:
+            wrong.append(f"the value {name!r} is linked to {value.link[0]!r}, which is no value")
+    return wrong
+
+
+if _WRONG := incomplete(Kind):
+    raise ImportError(f"the tables of schedir.ir.kinds are incomplete: {'; '.join(_WRONG)}")
