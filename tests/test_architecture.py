@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     {"errors", "files"},
     {"ir"},
+    {"graph"},
     {"passes"},
     {"checker"},
     {"simulator"},

@@ -48,7 +48,7 @@ def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
         steps[int(columns.stage[place]), int(columns.rank[place])].append(place)
     return [
         turn
-        for group in _joined(ties)
+        for group in joined_ties(ties)
         for turn in zip(
             *(steps[stage, rank] for stage in group for rank in schedule.placement[stage]),
             strict=False,
@@ -64,7 +64,7 @@ def shared_steps(schedule: Schedule, ties: Ties) -> list[int]:
     return [place for turn in turns if len({*rank[list(turn)].tolist()}) > 1 for place in turn]
 
 
-def _joined(ties: Ties) -> list[list[int]]:
+def joined_ties(ties: Ties) -> list[list[int]]:
     """The groups of stages that are tied to each other, directly or through others."""
     groups: list[set[int]] = []
     for tie in ties:

@@ -1,0 +1,133 @@
+"""What is alive when, as the lists say: activations, and weight versions.
+
+A stage's weights start at version 0 and each update makes the next. A forward reads `@version` if
+given, else the newest at its place in the list; what else reads them for the microbatch reads the
+version of its forward (weight stashing, PipeDream, SOSP 2019, section 3.3). A version lives until
+the last action listed that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import attrs
+import numpy as np
+
+from schedir.graph.compile import Graph
+from schedir.ir import HOMES, KIND_INDEX, READS_WEIGHTS, STEPS, VALUES, Columns
+
+HeldUntil: TypeAlias = Literal["W", "I"]
+HELD_UNTIL: tuple[HeldUntil, ...] = ("W", "I")
+"""Until when an activation of a split backward may be counted: until its gradient of the weights,
+or until its gradient of the input, after which only what the other needs is left."""
+
+
+def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, int]]:
+    """For each rank the most (stage, microbatch) activations that live at once in its list, and
+    how many actions stand in the list before what makes the last of them (0 where there is none).
+
+    All changes at the start of an entry are one, as are those at its end. What is copied to the
+    host counts no more from there on.
+    """
+    columns = graph.columns
+    units = {name: value.units for name, value in VALUES.items() if value.units}
+    if until == "I":  # what is made as an activation ends is the rest of it
+        units.pop("deferred")
+    points = 2 * len(columns.heads)
+    change, maker = np.zeros(points, np.int64), np.full(points, -1)
+    for touch in graph.touches(*units):
+        point = 2 * columns.entry[touch.places] + (touch.use.at == "end")
+        if touch.use.does == "make":
+            change += units[touch.use.value] * np.bincount(point, minlength=points)
+            maker[point] = touch.places
+        elif touch.use.does == "end":
+            change -= units[touch.use.value] * np.bincount(point, minlength=points)
+    held = np.append(0, np.cumsum(change))
+    bounds = 2 * np.append(columns.entry, len(columns.heads))[columns.starts]
+    peaks = []
+    for start, begin, end in zip(columns.starts, bounds[:-1], bounds[1:], strict=False):
+        own = held[begin + 1 : end + 1] - held[begin]
+        most = int(own.max(initial=0))
+        last = int(maker[begin + int(own.argmax())]) if most else -1
+        peaks.append((most, last - int(start) if last >= 0 else 0))
+    return peaks
+
+
+@attrs.frozen
+class StageVersions:
+    """The weight versions of one stage on one rank.
+
+    `reads[microbatch]` is the version that its FORWARD reads; `steps[v]` the place of the
+    OPTIM_STEP that ends version v's time as the newest; `last_read[v]` that of the last action that
+    reads version v. Places are counted from the start of the rank's list, in actions.
+    """
+
+    reads: dict[int, int] = attrs.field(factory=dict)
+    steps: list[int] = attrs.field(factory=list)
+    last_read: dict[int, int] = attrs.field(factory=dict)
+
+    def outlives_its_step(self, version: int) -> bool:
+        """True where `version` is still read after the OPTIM_STEP that replaces it."""
+        return version < len(self.steps) and self.last_read.get(version, -1) > self.steps[version]
+
+    def peak(self) -> tuple[int, int | None]:
+        """The most versions alive at once, the newest included, and the place of the OPTIM_STEP
+        that makes the last of them (None where there is never more than one).
+
+        An OPTIM_STEP whose old version nobody reads any more updates in place and adds none.
+        """
+        # The number alive only grows at an OPTIM_STEP, so it is enough to look right after each.
+        deaths = sorted(
+            self.last_read[v] for v in range(len(self.steps)) if self.outlives_its_step(v)
+        )
+        born = dead = 0
+        peak, place = 1, None
+        for version, step in enumerate(self.steps):
+            born += self.outlives_its_step(version)
+            while dead < len(deaths) and deaths[dead] < step:
+                dead += 1
+            if 1 + born - dead > peak:
+                peak, place = 1 + born - dead, step
+        return peak, place
+
+
+def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
+    """The weight versions of every stage in one rank's list, keyed by stage."""
+    start, end = columns.starts[rank : rank + 2].tolist()
+    own = start + np.flatnonzero(np.isin(columns.kind[start:end], _CONCERNED))
+    stages: dict[int, StageVersions] = {}
+    for place, code, number, microbatch, version in zip(
+        own.tolist(),
+        columns.kind[own].tolist(),
+        columns.stage[own].tolist(),
+        columns.microbatch[own].tolist(),
+        columns.version[own].tolist(),
+        strict=True,
+    ):
+        stage = stages.get(number)
+        if stage is None:
+            stage = stages[number] = StageVersions()
+        if code in _HOMES:
+            read = len(stage.steps) if version < 0 else version
+            stage.reads[microbatch] = read
+            stage.last_read[read] = place - start
+        elif code in _STEPS:
+            stage.steps.append(place - start)
+        elif microbatch in stage.reads:
+            stage.last_read[stage.reads[microbatch]] = place - start
+    return stages
+
+
+_HOMES, _STEPS = ({KIND_INDEX[kind] for kind in kinds} for kinds in (HOMES, STEPS))
+_CONCERNED = [KIND_INDEX[kind] for kind in (*READS_WEIGHTS, *STEPS)]
+
+
+def peak_versions(graph: Graph) -> dict[int, int]:
+    """The most weight versions of a stage alive at once, by rank, where that may be several."""
+    columns = graph.columns
+    # Where nothing of a rank's stages comes after their steps, one version is all there is.
+    reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)
+    return {
+        rank: max(stage.peak()[0] for stage in weight_versions(columns, rank).values())
+        for rank in set(columns.rank[reading].tolist())
+    }

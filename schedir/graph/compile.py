@@ -1,0 +1,498 @@
+"""Schedule → Graph: who makes, reads and ends each value, and what meets on which channel.
+
+Everything here follows from the two tables of `schedir.ir.kinds`; no kind is named. The peer of a
+send or receive is never computed from a formula: it is the rank that runs the neighbouring stage on
+that microbatch, which is the rank whose list has its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import attrs
+import numpy as np
+
+from schedir.errors import UnsoundError
+from schedir.ir import (
+    COMMUNICATION,
+    COMPUTE,
+    CONSUMES,
+    COPIES,
+    COUNTERPARTS,
+    GROUPS,
+    HOMES,
+    KIND_INDEX,
+    KINDS,
+    STEPS,
+    VALUES,
+    Action,
+    Bools,
+    Columns,
+    Ints,
+    Kind,
+    Schedule,
+)
+from schedir.ir.kinds import Use, uses_of
+
+_FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
+"""By kind, how many stages further on the other end of a send or receive stands."""
+
+
+@attrs.frozen(eq=False, slots=False)
+class Transfers:
+    """Every tensor that crosses from one rank to another: activations first, by stage.
+
+    Places of what takes part, -1 where the lists lack it: `maker` and `user` are the compute that
+    makes and consumes it, on the ranks `source` and `target`; `send` and `receive` stand there too.
+    `stage` is the receiver's; all arrays have the shape [transfers].
+    """
+
+    stage: Ints
+    microbatch: Ints
+    source: Ints
+    target: Ints
+    maker: Ints
+    user: Ints
+    send: Ints
+    receive: Ints
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @cached_property
+    def is_gradient(self) -> Bools:
+        """Where a gradient travels, and no activation."""
+        return np.arange(len(self)) >= len(self) // 2
+
+    @cached_property
+    def matched(self) -> Bools:
+        """Where both ends are listed."""
+        return (self.send >= 0) & (self.receive >= 0)
+
+    @cached_property
+    def by_channel(self) -> tuple[Ints, Bools]:
+        """The matched transfers channel by channel in the order of the sends, and which of them
+        follow another one on the same channel."""
+        listed = np.flatnonzero(self.matched)
+        # Places ascend with the rank, so the order of the sends is that of their ranks too.
+        order = listed[np.lexsort((self.send[listed], self.target[listed], self.source[listed]))]
+        source, target = self.source[order], self.target[order]
+        follows = np.zeros(len(order), dtype=np.bool_)
+        follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
+        return order, follows
+
+
+@attrs.frozen(eq=False)
+class Touch:
+    """All places at which a kind makes, reads or ends a value, as its row of the table says.
+
+    `values` are the numbers of the values, `places` those of the actions; shape [touches].
+    """
+
+    kind: Kind
+    use: Use
+    places: Ints
+    values: Ints
+
+
+@attrs.frozen(eq=False, slots=False)
+class Graph:
+    """A schedule of sound structure, compiled.
+
+    `places[kind][stage, microbatch]` is where each action stands, -1 for what is not listed, the
+    first of several; shape [kinds, stages, microbatches].
+    """
+
+    schedule: Schedule
+    places: Ints
+
+    @property
+    def columns(self) -> Columns:
+        """The lists."""
+        return self.schedule.columns
+
+    # Actions.
+
+    def of(self, kind: Kind) -> Ints:
+        """The places of one kind, shape [stages, microbatches]."""
+        places: Ints = self.places[KIND_INDEX[kind]]
+        return places
+
+    def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
+        """The place of an action, -1 for what is not listed or there is not."""
+        _, stages, microbatches = self.places.shape
+        if not (0 <= stage < stages and 0 <= microbatch < microbatches):
+            return -1
+        return int(self.places[KIND_INDEX[kind], stage, microbatch])
+
+    def where(self, does: str, value: str, *, on: Iterable[Kind] = COMPUTE) -> Ints:
+        """The places that make, read or end a value by (stage, microbatch), -1 for none; of several
+        kinds the last. Shape [stages, microbatches]."""
+        found = [self.of(kind) for kind in on if uses_of(kind, does, value)]
+        places: Ints = np.maximum.reduce(found)
+        return places
+
+    @cached_property
+    def home(self) -> Ints:
+        """The forward of each stage on each microbatch, shape [stages, microbatches]."""
+        places: Ints = np.maximum.reduce([self.of(kind) for kind in HOMES])
+        return places
+
+    @cached_property
+    def gradients(self) -> Ints:
+        """What makes the gradient of a stage's input: its B or its I."""
+        return self.where("end", "output gradient")
+
+    @cached_property
+    def weight_gradients(self) -> Ints:
+        """What completes the gradient of a stage's parameters: its B or its W."""
+        return self.where("make", "share")
+
+    @cached_property
+    def runs(self) -> Ints:
+        """The rank that runs each stage on each microbatch, shape [stages, microbatches]."""
+        return np.where(self.home >= 0, self.columns.rank[self.home], -1)
+
+    # Stages on ranks, and the rounds from one update to the next.
+
+    @cached_property
+    def holding(self) -> Ints:
+        """For every place the number of its stage on its rank, as in `schedule.holdings`.
+
+        Raises UnsoundError for an action where its stage does not live.
+        """
+        schedule, columns = self.schedule, self.columns
+        held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
+        wanted = columns.stage * schedule.ranks + columns.rank
+        numbers = columns.stage
+        if len(held) > schedule.stages:
+            numbers = np.searchsorted(held, wanted)
+            numbers[numbers == len(held)] = 0
+        wrong = np.flatnonzero(held[np.minimum(numbers, len(held) - 1)] != wanted)
+        if len(wrong):
+            action = columns.action(int(wrong[0]))
+            rank = columns.rank[wrong[0]]
+            raise UnsoundError(f"rank {rank} lists {action}, but does not hold its stage")
+        return numbers
+
+    @cached_property
+    def steps(self) -> Ints:
+        """The places of the updates of all stages, ascending."""
+        return self.columns.where(*STEPS)
+
+    @cached_property
+    def steps_of(self) -> Ints:
+        """How many updates each stage has on each of its ranks, as in `schedule.holdings`."""
+        return np.bincount(self.holding[self.steps], minlength=len(self.schedule.holdings))
+
+    @cached_property
+    def turn(self) -> Ints:
+        """For every place, how many updates of its stage stand before it on its rank: its round,
+        and the newest version of the weights there."""
+        places = np.arange(len(self.columns))
+        if not len(self.steps):
+            return np.zeros_like(places)
+        size = len(places)
+        holding = self.columns.stage if self._alone else self.holding
+        keys = np.sort(holding[self.steps] * size + self.steps)
+        first = np.searchsorted(keys, np.arange(holding.max() + 1) * size)
+        return np.searchsorted(keys, holding * size + places) - first[holding]
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether each stage lives on one rank."""
+        return len(self.schedule.holdings) == self.schedule.stages
+
+    @cached_property
+    def reads(self) -> Ints:
+        """The weight version that each forward reads, shape [stages, microbatches]."""
+        named = self.columns.version[self.home]
+        return np.where(named >= 0, named, self.turn[self.home])
+
+    @cached_property
+    def summed(self) -> Bools:
+        """Whether the gradients of each stage are summed over ranks: it lives on several; or a
+        stage on one rank has a sum, over a data-parallel group that the lists do not show."""
+        several = np.array([len(held) > 1 for held in self.schedule.placement])
+        grouped = self.columns.where(*GROUPS)
+        return several | bool((~several[self.columns.stage[grouped]]).any())
+
+    # What meets: transfers, and the collectives of a stage's ranks.
+
+    def peer(self, action: Action) -> int | None:
+        """The rank at the other end of a send or receive; None if there is no such rank."""
+        other = action.counterpart
+        if other is None or other.stage >= len(self.runs):
+            return None
+        rank = int(self.runs[other.stage, other.microbatch])
+        return None if rank < 0 else rank
+
+    @cached_property
+    def peers(self) -> Ints:
+        """The rank at the other end of every place, -1 where there is none."""
+        columns = self.columns
+        places = columns.where(*COMMUNICATION)
+        # A row of -1 beyond either end of the pipeline.
+        padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-1)
+        neighbour = 1 + columns.stage[places] + _FURTHER[columns.kind[places]]
+        peers = np.full(len(columns), -1)
+        peers[places] = padded[neighbour, columns.microbatch[places]]
+        return peers
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """Every tensor that crosses from one rank to another."""
+        receives = sorted({*CONSUMES.values()}, key=lambda receive: COUNTERPARTS[receive][1])
+        columns = [self._crossing(receive) for receive in receives]
+        return Transfers(*map(np.concatenate, zip(*columns, strict=True)))
+
+    def _crossing(self, receive: Kind) -> tuple[Ints, ...]:
+        """The columns of `Transfers` for one kind of receive."""
+        send, back = COUNTERPARTS[receive]
+        made = self.where("make", uses_of(send)[0].value)
+        used = self.where("end", uses_of(receive)[0].value)
+        # The stages that receive, and those that send; the last or the first takes no part.
+        receivers = np.arange(max(0, -back), len(self.runs) - max(0, back))
+        target, source = self.runs[receivers], self.runs[receivers + back]
+        row, microbatch = np.nonzero((source != target) & (source >= 0) & (target >= 0))
+        ranks = source[row, microbatch], target[row, microbatch]
+        sending, receiving = (receivers[row] + back, microbatch), (receivers[row], microbatch)
+        return (
+            receiving[0],
+            microbatch,
+            *ranks,
+            made[sending],
+            used[receiving],
+            self._on(self.of(send)[sending], ranks[0]),
+            self._on(self.of(receive)[receiving], ranks[1]),
+        )
+
+    def _on(self, places: Ints, rank: Ints) -> Ints:
+        """The places that are on their rank; -1 for the others."""
+        return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
+
+    @cached_property
+    def arrivals(self) -> Ints:
+        """For every place, the transfer that brings it its input, -1 where none does."""
+        user = self.transfers.user
+        used = np.flatnonzero(user >= 0)
+        arrivals = np.full(len(self.columns), -1)
+        arrivals[user[used]] = used
+        return arrivals
+
+    @cached_property
+    def collectives_of(self) -> dict[int, dict[int, list[int]]]:
+        """For each stage that has any, the places of its collectives on each of its ranks.
+
+        Raises UnsoundError for one where its stage does not live.
+        """
+        schedule, columns = self.schedule, self.columns
+        found: dict[int, dict[int, list[int]]] = {}
+        for place in columns.where(*GROUPS).tolist():
+            stage, rank = int(columns.stage[place]), int(columns.rank[place])
+            if stage not in found:
+                held = schedule.placement[stage] if stage < schedule.stages else ()
+                found[stage] = {rank: [] for rank in held}
+            if rank not in found[stage]:
+                raise UnsoundError(f"rank {rank} sums the gradients of stage {stage}, not its own")
+            found[stage][rank].append(place)
+        return {stage: found[stage] for stage in sorted(found)}
+
+    @cached_property
+    def collectives(self) -> list[tuple[int, ...]]:
+        """The places of the collectives that are one: the k-th ones of a stage on its ranks.
+
+        Those that some rank lacks are left out.
+        """
+        by_stage = self.collectives_of.values()
+        return [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
+
+    @cached_property
+    def sums(self) -> dict[int, int]:
+        """For each update after a sum of its stage on its rank, its place and that of the last
+        such sum."""
+        columns = self.columns
+        group = columns.is_kind(*GROUPS)
+        if not group.any():
+            return {}
+        found: dict[int, int] = {}
+        last: dict[tuple[int, int], int] = {}
+        for place in columns.where(*GROUPS, *STEPS).tolist():
+            key = (int(columns.rank[place]), int(columns.stage[place]))
+            if group[place]:
+                last[key] = place
+            elif key in last:
+                found[place] = last[key]
+        return found
+
+    # Values.
+
+    @cached_property
+    def _pairs(self) -> int:
+        return self.schedule.stages * self.schedule.microbatches
+
+    @cached_property
+    def first_round(self) -> Ints:
+        """Of each stage on each rank, the number of its first round, counted over all of them; one
+        more entry for how many there are."""
+        rounds: Ints = np.append(0, np.cumsum(self.steps_of + 1))
+        return rounds
+
+    @cached_property
+    def base(self) -> dict[str, int]:
+        """By name, the number of the first of its values; "" for how many there are in all.
+
+        Those of a microbatch are numbered by stage, then microbatch; the others as `first_round`.
+        """
+        found, size = {}, 0
+        for name, value in VALUES.items():
+            found[name] = size
+            size += self._pairs if value.per == "microbatch" else int(self.first_round[-1])
+        return found | {"": size}
+
+    def numbers(self, name: str) -> Ints:
+        """The numbers of a name's values by (stage, microbatch): those of a neighbour, where one
+        rank runs both stages and they are one. Shape [stages × microbatches]."""
+        value = VALUES[name]
+        own = self.base[name] + np.arange(self._pairs)
+        if value.link is None:
+            return own
+        other, further = value.link
+        grid, runs = own.reshape(self.runs.shape), self.runs
+        linked = self.linked(name)
+        of = slice(linked.start + further, linked.stop + further)
+        same = (runs[linked] == runs[of]) & (runs[linked] >= 0)
+        others = self.base[other] + np.arange(self._pairs).reshape(runs.shape)
+        grid[linked] = np.where(same, others[of], grid[linked])
+        return own
+
+    def linked(self, name: str) -> slice:
+        """The stages whose values of a name are those of a neighbour, or made of them."""
+        link = VALUES[name].link
+        further = link[1] if link else 0
+        return slice(max(0, -further), self.schedule.stages - max(0, further))
+
+    def touches(self, *names: str) -> Iterator[Touch]:
+        """All that is done to the values of these names, or of all; kind by kind."""
+        columns, schedule = self.columns, self.schedule
+        pair = columns.stage * schedule.microbatches + columns.microbatch
+        numbers: dict[str, Ints] = {}
+        present = np.flatnonzero(np.bincount(columns.kind, minlength=len(KINDS))).tolist()
+        for kind in (KINDS[code] for code in present):
+            listed = columns.where(kind)
+            for use in kind.meaning.uses:
+                if names and use.value not in names:
+                    continue
+                places = self._restricted(listed, pair, use)
+                if VALUES[use.value].per == "microbatch":
+                    if use.value not in numbers:
+                        numbers[use.value] = self.numbers(use.value)
+                    values = numbers[use.value][pair[places]]
+                else:
+                    holding, turn = self.holding[places], self._round(use, places)
+                    # A version that nobody makes has the number of none.
+                    known = turn <= self.steps_of[holding]
+                    values = np.where(
+                        known, self.base[use.value] + self.first_round[holding] + turn, -1
+                    )
+                yield Touch(kind, use, places, values)
+
+    def _restricted(self, places: Ints, pair: Ints, use: Use) -> Ints:
+        """Those of the places at which a use takes place."""
+        for kind, wanted in ((use.beside, True), (use.without, False)):
+            if kind:
+                beside = self.of(Kind(kind)).ravel()[pair[places]] >= 0
+                places = places[beside == wanted]
+        stage, last = self.columns.stage[places], self.schedule.stages - 1
+        there: Bools = {
+            "any": np.ones(len(places), np.bool_),
+            "first": stage == 0,
+            "not first": stage > 0,
+            "last": stage == last,
+            "not last": stage < last,
+            "summed": self.summed[stage],
+            "not summed": ~self.summed[stage],
+        }[use.where]
+        return places[there]
+
+    def _round(self, use: Use, places: Ints) -> Ints:
+        """The round, or the version, that a use at each of the places is about."""
+        columns, turn = self.columns, self.turn[places]
+        if use.version == "next":
+            return turn + 1
+        if use.version == "named":
+            return np.where(columns.version[places] >= 0, columns.version[places], turn)
+        if use.version == "of home":
+            stage, microbatch = columns.stage[places], columns.microbatch[places]
+            known = self.home[stage, microbatch] >= 0
+            return np.where(known, self.reads[stage, microbatch], turn)
+        return turn
+
+    @cached_property
+    def needs(self) -> tuple[Ints, Ints]:
+        """Who waits for what makes its input, and that: for the receive of it, or, where the lists
+        have no communication yet, for its maker on another rank; for a copy, and for a sum."""
+        transfers = self.transfers
+        used = transfers.user >= 0
+        made = transfers.receive if self.schedule.is_complete else transfers.maker
+        user, made = transfers.user[used], made[used]
+        rows = [(user[made >= 0], made[made >= 0])]
+        if self.sums:
+            rows.append((np.array([*self.sums]), np.array([*self.sums.values()])))
+        if self.columns.is_kind(*COPIES).any():
+            rows.append(self._copied())
+        return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
+
+    def _copied(self) -> tuple[Ints, Ints]:
+        """Who uses what a copy has made, and the last copy before it that has."""
+        names = {use.value for kind in COPIES for use in uses_of(kind, "make")}
+        touches = [*self.touches(*names)]
+        made = np.full(self.base[""], -1)
+        users = []
+        for touch in touches:
+            if touch.use.does == "make" and touch.kind in COPIES:
+                made[touch.values] = touch.places
+        for touch in touches:
+            if touch.use.does != "make":
+                maker = made[touch.values]
+                later = (maker >= 0) & (maker < touch.places)
+                users.append((touch.places[later], maker[later]))
+        return np.concatenate([a for a, _ in users]), np.concatenate([b for _, b in users])
+
+
+def graph_of(schedule: Schedule) -> Graph:
+    """The graph of a schedule, made once for each Schedule object.
+
+    Raises UnsoundError where actions name stages or microbatches that there are not, or are fewer
+    than these.
+    """
+    known = schedule.memo.get(Graph)
+    if not isinstance(known, Graph):
+        known = schedule.memo[Graph] = _compiled(schedule)
+    return known
+
+
+def _compiled(schedule: Schedule) -> Graph:
+    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
+    # A file may claim a billion microbatches: no table is made that the lists can't fill.
+    if stages * microbatches > len(columns):
+        raise UnsoundError(
+            f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
+            "microbatches"
+        )
+    if columns.stage.max(initial=0) >= stages or columns.microbatch.max(initial=0) >= microbatches:
+        raise UnsoundError("an action names an unknown stage or microbatch")
+    named = np.flatnonzero(columns.microbatch >= 0)
+    pair = columns.stage[named] * microbatches + columns.microbatch[named]
+    places = first_places(columns.kind[named], pair, named, stages * microbatches)
+    return Graph(schedule, places.reshape(-1, stages, microbatches))
+
+
+def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:
+    """For each kind and (stage, microbatch), numbered by `pair`, the first of its places, which
+    ascend, or -1. Shape [kinds, pairs]."""
+    table = np.full(len(KIND_INDEX) * pairs, -1)
+    # Of several that are written to one cell the last stays.
+    table[(kind * pairs + pair)[::-1]] = places[::-1]
+    return table.reshape(len(KIND_INDEX), pairs)

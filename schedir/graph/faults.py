@@ -1,0 +1,164 @@
+"""What is wrong with the values of a schedule: each is made before it is used, and ended.
+
+Told by counting. Only of what has several lives, such as an activation that is copied to the host
+and back, the rows are put in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import attrs
+import numpy as np
+
+from schedir.graph.compile import Graph, Touch
+from schedir.ir import VALUES, Bools, Ints, Kind
+
+Label: TypeAlias = Literal["late", "missing", "gone", "twice", "unended"]
+"""Used before it is made; never made; used after its end; made while there is one; never ended."""
+
+
+@attrs.frozen(eq=False)
+class Fault:
+    """Faults of one label, of actions of one kind with values of one name, by place.
+
+    `places` are those of the actions, and `others` those of what makes the value too late, or has
+    ended it, or made it before; -1 where there is none. Shape [faults].
+    """
+
+    label: Label
+    value: str
+    kind: Kind
+    places: Ints
+    others: Ints
+
+
+@attrs.frozen(eq=False)
+class _Lives:
+    """By value: the first and the last place that makes it, the last that ends it, -1 for none, how
+    many of each there are, and whether it is given."""
+
+    first: Ints
+    last: Ints
+    made: Ints
+    ended: Ints
+    ends: Ints
+    given: Bools
+
+    @property
+    def several(self) -> Bools:
+        """Which have more than one life, or end."""
+        return (self.made + self.given > 1) | (self.ends > 1)
+
+
+def faults(graph: Graph) -> Iterator[Fault]:
+    """What is wrong with the values of (stage, microbatch) pairs. Expects a sound structure."""
+    touches = [touch for touch in graph.touches() if VALUES[touch.use.value].per == "microbatch"]
+    lives = _lives(graph, touches)
+    entry, rank = graph.columns.entry, graph.columns.rank
+    several = lives.several
+    for touch in touches:
+        if touch.use.does == "make":
+            continue
+        maker, end = lives.first[touch.values], lives.ended[touch.values]
+        here, single = entry[touch.places], ~several[touch.values]
+        own = single & (maker >= 0) & (rank[maker] == rank[touch.places])
+        late = own & (entry[maker] >= here)
+        missing = single & ~own & ~lives.given[touch.values]
+        gone = single & (end >= 0) & (entry[end] < here) & ~late & ~missing
+        yield from _fault("late", touch, np.flatnonzero(late), maker)
+        yield from _fault("missing", touch, np.flatnonzero(missing), np.full_like(maker, -1))
+        yield from _fault("gone", touch, np.flatnonzero(gone), end)
+    if several.any():
+        yield from _of_several_lives(graph, touches, several, lives.given)
+    yield from _unended(graph, touches, lives)
+
+
+def _fault(label: Label, touch: Touch, numbers: Ints, others: Ints) -> Iterator[Fault]:
+    if len(numbers):
+        yield Fault(label, touch.use.value, touch.kind, touch.places[numbers], others[numbers])
+
+
+def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
+    size = graph.base[""]
+    first, last, ended = (np.full(size, -1) for _ in range(3))
+    made, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    given = np.zeros(size, np.bool_)
+    for touch in touches:
+        # A kind is listed once for each (stage, microbatch), so that no value is there twice.
+        values, places = touch.values, touch.places
+        if touch.use.does == "make":
+            before = first[values]
+            first[values] = np.where(before < 0, places, np.minimum(before, places))
+            last[values] = np.maximum(last[values], places)
+            made[values] += 1
+        elif touch.use.does == "end":
+            ended[values] = np.maximum(ended[values], places)
+            ends[values] += 1
+    for name, value in VALUES.items():
+        if value.given == "first":
+            given[graph.base[name] : graph.base[name] + graph.schedule.microbatches] = True
+        if value.link and not graph.schedule.is_complete:
+            # What crosses ranks is there: a pass lists its transfer.
+            own = (graph.base[name] + np.arange(graph.runs.size)).reshape(graph.runs.shape)
+            apart = graph.numbers(name).reshape(own.shape) == own
+            linked = graph.linked(name)
+            given[own[linked][apart[linked]]] = True
+    return _Lives(first, last, made, ended, ends, given)
+
+
+def _unended(graph: Graph, touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
+    """What is made and never ended, though it must be; but for what a transfer is of, whose other
+    end tells."""
+    linked = {name for name, value in VALUES.items() if value.link}
+    linked |= {value.link[0] for value in VALUES.values() if value.link}
+    for touch in touches:
+        name = touch.use.value
+        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in linked:
+            left = np.flatnonzero(lives.made[touch.values] > lives.ends[touch.values])
+            yield from _fault("unended", touch, left, np.full(len(touch.places), -1))
+
+
+def _of_several_lives(
+    graph: Graph, touches: list[Touch], several: Bools, given: Bools
+) -> Iterator[Fault]:
+    """The faults of values that are made or ended more than once: their rows in list order, what an
+    entry reads before what it makes."""
+    rows = [
+        (number, at, touch.values[at], touch.places[at], touch.use.does)
+        for number, touch in enumerate(touches)
+        for at in np.flatnonzero(several[touch.values]).tolist()
+    ]
+    entry = graph.columns.entry
+    rows.sort(key=lambda row: (row[2], entry[row[3]], row[4] == "make", row[4] == "end"))
+    makers: dict[int, list[int]] = {}
+    for _, _, value, place, does in rows:
+        if does == "make":
+            makers.setdefault(int(value), []).append(int(place))
+    maker: dict[int, int] = {}
+    ender: dict[int, int] = {}
+    found: dict[tuple[Label, int], list[tuple[int, int]]] = {}
+    alive = {int(value) for value in np.flatnonzero(several & given)}
+    for number, at, key, place, does in rows:
+        value = int(key)
+        label: Label | None = None
+        if does == "make":
+            if value in alive or (value in maker and not VALUES[touches[number].use.value].again):
+                label, other = "twice", maker.get(value, -1)
+            alive.add(value)
+            maker[value] = int(place)
+        else:
+            if value not in alive:
+                later = [made for made in makers.get(value, ()) if entry[made] >= entry[place]]
+                label, other = ("late", later[0]) if later else ("gone", ender.get(value, -1))
+            if does == "end":
+                alive.discard(value)
+                ender[value] = int(place)
+        if label is not None:
+            found.setdefault((label, number), []).append((at, other))
+    for (label, number), wrong in found.items():
+        others = np.full(len(touches[number].places), -1)
+        numbers = np.array([at for at, _ in wrong])
+        others[numbers] = [other for _, other in wrong]
+        yield from _fault(label, touches[number], numbers, others)

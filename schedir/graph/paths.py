@@ -1,0 +1,338 @@
+"""What must happen before what under a channel model, when it all happens, and what never does.
+
+Each send and its receive are merged into one node, as are the parts of an overlapped pair, the
+collectives and the tied updates that happen together. The orders that a channel model enforces are
+edges. Whatever interleaving the ranks take, a list deadlocks exactly where these edges have a
+cycle: every channel has one writer and one reader, and control flow is fixed (Siegel and Avrunin
+2003; Liao et al., arXiv 0709.3693).
+
+Under each model but `host` a batch is two more nodes, as it is posted as one and waited for as one:
+
+    before  <-  posted  <-  each of its transfers  <-  over  <-  after
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+import numpy as np
+
+from schedir.graph.compile import Graph, graph_of
+from schedir.ir import (
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    GROUPS,
+    RECEIVES,
+    Bools,
+    Columns,
+    Ints,
+    Schedule,
+    Ties,
+    expect_channel,
+)
+from schedir.ir.kinds import STEPS
+from schedir.ir.ties import shared_steps, tied_steps
+
+REASONS = ("comes after", "needs", "queued behind", "runs with")
+AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
+"""The last two lead from a batch that is over to its parts, and from these to where it is posted:
+steps within an entry, which only a PART is a reason for."""
+
+HAPPENS = "happens"
+"""What a schedule remembers one order of all its nodes under, as a number for each place: of
+communication that a pass has inserted into one global order."""
+
+
+@attrs.frozen(eq=False, slots=False)
+class Waits:
+    """What must happen before what: place `later[i]` waits for place `earlier[i]`.
+
+    `why` indexes REASONS. The places stand for the nodes `waiter[i]` and `awaited[i]`, of which
+    `node[place]` is the one that a place belongs to, itself a place: the first end of its transfer
+    or collective, the first part of its pair, or the first of the OPTIM_STEPs tied to it. Those of
+    batches have the numbers after all places, up to `nodes`.
+    """
+
+    schedule: Schedule
+    later: Ints
+    earlier: Ints
+    why: Ints
+    waiter: Ints
+    awaited: Ints
+    node: Ints
+    nodes: int
+
+    @property
+    def exists(self) -> Bools:
+        """Which numbers are those of a node."""
+        own = self.node == np.arange(len(self.node))
+        return np.append(own, np.ones(self.nodes - len(own), np.bool_))
+
+    def summed(self, costs: Ints) -> Ints:
+        """What the places of each node cost together."""
+        return np.bincount(self.node, costs, self.nodes).astype(np.int64)
+
+    @cached_property
+    def order(self) -> Ints:
+        """All nodes that ever happen, each after all that it waits for: in the order in which the
+        schedule's places are known to happen, if all waits lead back in that, which proves that
+        there is no cycle; else as Kahn (1962) finds them."""
+        happens = self.schedule.memo.get(HAPPENS)
+        if (
+            isinstance(happens, np.ndarray)
+            and self.nodes == len(happens)
+            and (happens[self.waiter] > happens[self.awaited]).all()
+        ):
+            known: Ints = np.argsort(happens, kind="stable")
+            return known[self.exists[known]]
+        by_awaited = np.argsort(self.awaited, kind="stable")
+        bounds = np.searchsorted(self.awaited[by_awaited], np.arange(self.nodes + 1)).tolist()
+        waiters = self.waiter[by_awaited].tolist()
+        left = np.bincount(self.waiter, minlength=self.nodes)
+        order = np.flatnonzero((left == 0) & self.exists).tolist()
+        missing = left.tolist()
+        for node in order:
+            for waiter in waiters[bounds[node] : bounds[node + 1]]:
+                missing[waiter] -= 1
+                if not missing[waiter]:
+                    order.append(waiter)
+        return np.array(order, np.int64)
+
+    @cached_property
+    def in_order(self) -> Ints:
+        """The waits of all nodes that happen, each after those of what it is for."""
+        turn = np.full(self.nodes, -1)
+        turn[self.order] = np.arange(len(self.order))
+        turns = turn[self.waiter]
+        edges = np.argsort(turns, kind="stable")
+        return edges[np.searchsorted(turns[edges], 0) :]
+
+    @property
+    def stuck(self) -> Bools:
+        """The nodes that never happen: those on a cycle, and what waits for one."""
+        never = self.exists
+        never[self.order] = False
+        return never
+
+
+def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
+    """When each node begins, -1 for what never happens: the longest path to it.
+
+    What a node brings is there after it `takes` so long, by node; what is queued behind it may
+    begin once it `holds` its queue no more, which is by default when it is over. Times are integers
+    where all of these are.
+    """
+    order, edges = waiting.order, waiting.in_order
+    over = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))
+    delay = over[waiting.awaited[edges]]
+    if holds is not None:
+        free = np.append(holds, np.zeros(waiting.nodes - len(holds), holds.dtype))
+        queued = waiting.why[edges] == QUEUED
+        delay = np.where(queued, free[waiting.awaited[edges]], delay)
+    begins: list[float] = [0] * waiting.nodes
+    for waiter, awaited, takes_so_long in zip(
+        waiting.waiter[edges].tolist(),
+        waiting.awaited[edges].tolist(),
+        delay.tolist(),
+        strict=True,
+    ):
+        begin = begins[awaited] + takes_so_long
+        if begin > begins[waiter]:
+            begins[waiter] = begin
+    found = np.array(begins, np.result_type(takes, delay))
+    if len(order) < waiting.nodes:
+        never = np.ones(waiting.nodes, np.bool_)
+        never[order] = False
+        found[never] = -1
+    return found
+
+
+def waits(
+    schedule: Schedule,
+    channel: str,
+    ties: Ties = (),
+    *,
+    ahead: bool = False,
+    posted: Ints | None = None,
+) -> Waits:
+    """Every wait under a channel model. A compute-only schedule has those of its compute.
+
+    With `ahead`, receives are posted from the beginning on, those of a batch with that. `posted` is
+    by place the compute that it comes after instead of the one listed before it, -1 for none.
+    Raises ValueError for an unknown model.
+    """
+    expect_channel(channel)
+    key = Waits, channel, ties, ahead
+    known = schedule.memo.get(key)
+    if isinstance(known, Waits) and posted is None:
+        return known
+    graph = graph_of(schedule)
+    node = _nodes(graph, ties)
+    begins, over, nodes = _points(graph, channel, node)
+    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph)]
+    later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
+    waiter, awaited = begins[later], over[earlier]
+    if nodes > len(node):
+        whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
+        inner = np.concatenate((whole, single))
+        reasons = np.repeat((PART, POSTED), (len(whole), len(single)))
+        later, earlier = np.concatenate((later, inner)), np.concatenate((earlier, inner))
+        why = np.concatenate((why, reasons))
+        waiter = np.concatenate((waiter, over[whole], node[single]))
+        awaited = np.concatenate((awaited, node[whole], begins[single]))
+    found = Waits(schedule, later, earlier, why, waiter, awaited, node, nodes)
+    if posted is None:
+        schedule.memo[key] = found
+    return found
+
+
+def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
+    """By place, the nodes that wait for what is before its entry, and those that what comes after
+    it waits for; and how many numbers of nodes there are."""
+    columns = graph.columns
+    batch = columns.shared & columns.is_kind(*COMMUNICATION)
+    if channel == "host" or not columns.together or not batch.any():
+        return node, node, len(node)
+    number = np.cumsum(batch & ~columns.joined)
+    over = np.where(batch, len(columns) + 2 * number - 1, node)
+    begins = node if channel == "async" else np.where(batch, over - 1, node)
+    return begins, over, len(columns) + 2 * int(number[-1])
+
+
+def _nodes(graph: Graph, ties: Ties) -> Ints:
+    columns = graph.columns
+    # The parts of a pair are one node: that of the first.
+    node = np.arange(len(columns)) - (columns.joined & columns.is_kind(*COMPUTE))
+    transfers = graph.transfers
+    send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
+    node[send] = node[receive] = np.minimum(send, receive)
+    for places in (*graph.collectives, *tied_steps(graph.schedule, ties)):
+        node[list(places)] = min(places)
+    return node
+
+
+_Edges = tuple[Ints, Ints, Ints]
+
+
+def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
+    known = earlier >= 0
+    return later[known], earlier[known], np.full(int(known.sum()), why, np.int8)
+
+
+def _needs(graph: Graph) -> _Edges:
+    user, made = graph.needs
+    return _edges(user, made, NEEDS)
+
+
+def _order(
+    graph: Graph, channel: str, ties: Ties, ahead: bool, posted: Ints | None
+) -> Iterator[_Edges]:
+    """The waits within each list: for the compute before, and for what is queued before."""
+    columns, tied = graph.columns, bool(ties)
+    computes = columns.is_kind(*COMPUTE)
+    if channel == "host":
+        # The whole list is one queue, which says all that compute's order could.
+        later, earlier = _holders(columns, np.ones(len(columns), np.bool_), tied)
+        after = computes[later] | computes[earlier]
+        yield _edges(later[after], earlier[after], AFTER)
+        yield _edges(later[~after], earlier[~after], QUEUED)
+        return
+    later, earlier = _holders(columns, computes, tied)
+    if posted is not None:
+        earlier = posted[later]
+    if ahead:
+        keep = ~columns.is_kind(*RECEIVES)[later] | columns.shared[later]
+        later, earlier = later[keep], earlier[keep]
+    yield _edges(later, earlier, AFTER)
+    places, before = np.arange(len(columns)), previous_of_queue(graph, channel)
+    if channel == "edge" and not columns.together:
+        # The receives of a channel stand in the order of its sends.
+        places = places[~columns.is_kind(*RECEIVES)]
+    yield _edges(places, before[places], QUEUED)
+    if channel == "rank" and tied:
+        steps = np.array(shared_steps(graph.schedule, ties), np.int64)
+        yield _edges(steps, _communication_before(columns)[steps], QUEUED)
+
+
+def _communication_before(columns: Columns) -> Ints:
+    """For every place, the last communication or sum before it on its rank; -1 for none."""
+    places = np.arange(len(columns))
+    own = columns.is_kind(*COMMUNICATION, *GROUPS)
+    last = np.maximum.accumulate(np.where(own, places, -1)) if len(places) else places
+    before = np.concatenate(([-1], last))[:-1]
+    return np.where(before >= columns.starts[columns.rank], before, -1)
+
+
+def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
+    """Every place, and the last one before it on its rank that `holds`; -1 for none.
+
+    The parts of a pair have the same before them. Where stages are `tied`, OPTIM_STEPs don't hold
+    each other, and all since that last one hold what comes after them.
+    """
+    places = np.arange(len(columns))
+    start = columns.starts[columns.rank]
+    steps = columns.is_kind(*STEPS) & tied
+    last = np.maximum.accumulate(np.where(holds & ~steps, places, -1)) if len(places) else places
+    begins = places - (columns.joined & columns.is_kind(*COMPUTE))
+    before = np.concatenate(([-1], last))[begins]
+    before = np.where(before >= start, before, -1)
+    if not tied:
+        return places, before
+    # How many OPTIM_STEPs stand before each place, and how many of those hold it.
+    number: Ints = np.cumsum(steps) - steps
+    first: Ints = number[np.maximum(before, start)]
+    many = np.where(steps, 0, number - first)
+    within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+    held = np.flatnonzero(steps)[np.repeat(first, many) + within]
+    free = many == 0
+    return (
+        np.concatenate((places[free], np.repeat(places, many))),
+        np.concatenate((before[free], held)),
+    )
+
+
+def queues(graph: Graph, channel: str) -> Ints:
+    """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
+
+    The entries of one queue happen in list order. A collective has no peer: but for the models
+    that order all communication, it stands in its stage's own queue. Copies to and from the host
+    are a queue of their rank, whatever the model, but `host`. Raises ValueError for an unknown
+    model.
+    """
+    expect_channel(channel)
+    columns = graph.columns
+    communicates = columns.is_kind(*COMMUNICATION)
+    groups, copies = columns.is_kind(*GROUPS), columns.is_kind(*COPIES)
+    if channel == "host":
+        return columns.rank
+    ranks = columns.ranks
+    own = columns.rank * (2 * ranks + graph.schedule.stages + 1)
+    queue = np.where(copies, own + 2 * ranks + graph.schedule.stages, -1)
+    if channel == "rank":
+        return np.where(communicates | groups, own, queue)
+    if channel == "async":
+        return queue
+    # Numbered apart on each rank: one number per peer and direction, then one per stage.
+    number = 2 * graph.peers
+    if channel == "edge":
+        number = number + columns.is_kind(*RECEIVES)
+    peered = communicates & (graph.peers >= 0)
+    queue = np.where(groups, own + 2 * ranks + columns.stage, queue)
+    return np.where(peered, own + number, queue)
+
+
+def previous_of_queue(graph: Graph, channel: str) -> Ints:
+    """For every place, the place before in its queue that it waits for, -1 for none: none for the
+    parts of a batch but the first, though under `host` each waits for the one before."""
+    columns, queue = graph.columns, queues(graph, channel)
+    order = np.flatnonzero(queue >= 0)
+    order = order[np.argsort(queue[order], kind="stable")]
+    previous = np.full(len(queue), -1)
+    same = queue[order[1:]] == queue[order[:-1]]
+    if columns.together and channel != "host":
+        same &= columns.entry[order[1:]] != columns.entry[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
