@@ -5,8 +5,7 @@ from schedir.passes.communication import insert_communication, strip_communicati
 from schedir.passes.forward import forward_only
 from schedir.passes.receives import advance_receives
 from schedir.passes.recomputation import recompute
-from schedir.passes.reduction import insert_reductions
-from schedir.passes.steps import append_steps
+from schedir.passes.steps import append_steps, insert_reductions
 
 __all__ = [
     "advance_receives",
