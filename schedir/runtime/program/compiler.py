@@ -286,3 +286,19 @@ _FIRST: Mapping[Kind, _Maker] = {
     Kind.RECV_GRAD: partial(Compiler._described, make=TakeGradients),
 }
 """What it is compiled to instead for the first call of an input signature."""
+
+
+def expect_carried_out(schedule: Schedule) -> None:
+    """Raise ExecutionError, with its place, for an action of a kind that has no operation yet."""
+    columns = schedule.columns
+    unknown = columns.where(*(kind for kind in Kind if kind not in _MAKERS))
+    if len(unknown):
+        rank, index = columns.position(int(unknown[0]))
+        action = columns.action(int(unknown[0]))
+        raise ExecutionError(
+            f"the executor does not carry out {action.kind.name} yet: schedules with it can be "
+            "proved and simulated",
+            rank=rank,
+            index=index,
+            action=action,
+        )
