@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     output = outputs_of("check")[args.output_format]
     page = page_for(sys.stdout, subject_of(args.target, schedule))
     write(output.write(report, page).blocks, sys.stdout)
-    return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
+    strict = any(each.rule.strict for each in report.diagnostics)
+    return int(strict if args.strict else not report.ok)
 
 
 def _tie(text: str) -> tuple[int, ...]:
