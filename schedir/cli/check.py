@@ -12,7 +12,8 @@ from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
 from schedir.errors import SchedirError
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, HELD_UNTIL, ties_of
+from schedir.graph.alive import HELD_UNTIL
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
 from schedir.render import described, outputs_of
 
 
