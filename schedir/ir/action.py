@@ -140,11 +140,11 @@ def optim_step(stage: int) -> Action:
     return Action(Kind.OPTIM_STEP, stage)
 
 
-def offload(stage: int, microbatch: int) -> Action:
+def offload_activation(stage: int, microbatch: int) -> Action:
     """Copy what the stage's backward of the microbatch needs to the host, and free it."""
     return Action(Kind.OFFLOAD, stage, microbatch)
 
 
-def reload(stage: int, microbatch: int) -> Action:
-    """Copy what `offload` has taken away back to the device."""
+def reload_activation(stage: int, microbatch: int) -> Action:
+    """Copy what `offload_activation` has taken away back to the device."""
     return Action(Kind.RELOAD, stage, microbatch)
