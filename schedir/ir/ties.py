@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from schedir.ir.action import is_number
-from schedir.ir.kinds import Kind
+from schedir.ir.kinds import STEPS
 from schedir.ir.schedule import Schedule
 
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
         return []
     columns = schedule.columns
     steps: dict[tuple[int, int], list[int]] = {holding: [] for holding in schedule.holdings}
-    for place in columns.where(Kind.OPTIM_STEP).tolist():
+    for place in columns.where(*STEPS).tolist():
         steps[int(columns.stage[place]), int(columns.rank[place])].append(place)
     return [
         turn
