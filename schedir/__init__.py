@@ -1,5 +1,7 @@
 """schedir: write, prove and run pipeline-parallel training schedules."""
 
+from typing import TYPE_CHECKING
+
 from schedir.checker import CHANNELS, Diagnostic, Report, check
 from schedir.errors import (
     ExecutionError,
@@ -9,7 +11,6 @@ from schedir.errors import (
     ScheduleError,
     UnsoundError,
 )
-from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
 from schedir.ir import (
     Action,
     Kind,
@@ -32,13 +33,13 @@ from schedir.ir import (
     send_grad,
     together,
 )
+from schedir.lazy import on_demand
 from schedir.library import (
     Generator,
     Pipeline,
     build,
     equal_groups,
     mirrored,
-    repeat_block,
     schedule,
     slots_in_groups,
     wave,
@@ -51,7 +52,11 @@ from schedir.passes import (
     insert_communication,
     recompute,
 )
-from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
+
+if TYPE_CHECKING:
+    from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
+    from schedir.library.squeezing import repeat_block
+    from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"
 
@@ -113,3 +118,16 @@ __all__ = [
     "wave",
     "wrapped",
 ]
+
+_ON_DEMAND = {
+    "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
+    "schedir.library.squeezing": ("repeat_block",),
+    "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
+}
+
+if not TYPE_CHECKING:  # to which a misspelt name is an error
+    __getattr__ = on_demand(__name__, _ON_DEMAND)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "finder", "simulator"})
