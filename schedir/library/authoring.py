@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from schedir.errors import LoadError
 from schedir.ir import Entry, Placement, stages_by_rank
-from schedir.simulator import CostModel
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
 
 Parameter: TypeAlias = str | int | bool | None
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -24,9 +24,11 @@ from schedir.library.blame import (
     yielding_frame,
 )
 from schedir.library.placements import wrapped
-from schedir.simulator import CostModel
 
-Costs: TypeAlias = CostModel | Callable[[int], CostModel] | None
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
+
+Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
 """Costs, or a function from a number of stages to those of the model cut into so many; None: the
 textbook's."""
 
@@ -59,6 +61,8 @@ def generate(
 
 def costs_for(costs: Costs, stages: int) -> CostModel:
     """The costs of a schedule of so many stages."""
+    from schedir.simulator import CostModel  # takes a while, and most generators ask for none
+
     if costs is None:
         return CostModel()
     return costs if isinstance(costs, CostModel) else costs(stages)
