@@ -14,7 +14,7 @@ Where that leaves none out, nothing is quicker than what is found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import ge
 from typing import Any, TypeAlias
@@ -70,17 +70,10 @@ def branched(task: Task, known: Callable[[], float]) -> Iterator[tuple[int, Orde
 
 @attrs.frozen(eq=False)
 class _State:
-    """A State of the board; of the microbatches that are kept `short` has where there has been no
-    room for them since.
+    """A Board; of the microbatches that are kept `short` has where there has been no room for them
+    since. What begins later does so at `now` or after it. The value can't be below `bound`."""
 
-    `free` is when each rank, then each channel is free, and each rank keeps `held`. What begins
-    later does so at `now` or after it. The value can't be below `bound`.
-    """
-
-    there: tuple[tuple[float, ...], ...]
-    turns: _Counts
-    free: tuple[float, ...]
-    held: tuple[float, ...]
+    board: Board
     short: tuple[tuple[bool, ...], ...]
     now: float
     past: _Past
@@ -90,16 +83,16 @@ class _State:
     @property
     def begun(self) -> Any:
         """The same for all in which the same has begun, whatever was run again for it."""
-        stages = len(self.short)
-        kept, put_off = self.there[KEPT * stages : BACK * stages], self.there[DEFERRED * stages :]
-        turns = self.turns[:stages], self.turns[BACK * stages :]
-        return turns, kept, tuple(map(len, put_off))
+        there, turns, stages = self.board.there, self.board.turns, len(self.short)
+        put_off = tuple(map(len, there[DEFERRED * stages :]))
+        kept = tuple(there[KEPT * stages : BACK * stages])
+        return tuple(turns[:stages]), tuple(turns[BACK * stages :]), kept, put_off
 
     def is_later(self, other: _State) -> bool:
         """Whether the same has begun here, and everything is there as late as in the other, or
         later."""
-        mine, its = chain(self.free, *self.there), chain(other.free, *other.there)
-        return all(map(ge, mine, its))
+        mine, its = self.board, other.board
+        return all(map(ge, chain(mine.free, *mine.there), chain(its.free, *its.there)))
 
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
@@ -156,24 +149,14 @@ class _Space:
     def first(self) -> _State:
         """Where nothing has begun."""
         task = self.task
-        board = Board(task.steps)
-        return _State(
-            tuple(board.there),
-            tuple(board.turns),
-            tuple(board.free),
-            tuple(board.held),
-            ((),) * task.stages,
-            0.0,
-            None,
-            0.0,
-            0.0,
-        )
+        return _State(Board.of(task.steps), ((),) * task.stages, 0.0, None, 0.0, 0.0)
 
     def is_complete(self, state: _State) -> bool:
         """Whether all has begun."""
         stages, many = self.task.stages, self.task.microbatches
-        backwards = state.turns[BACK * stages : DEFERRED * stages]
-        return backwards == (many,) * stages and not any(state.there[DEFERRED * stages :])
+        board = state.board
+        backwards = board.turns[BACK * stages : DEFERRED * stages]
+        return backwards == [many] * stages and not any(board.there[DEFERRED * stages :])
 
     def order(self, state: _State) -> Order:
         """The order of its steps."""
@@ -201,9 +184,9 @@ class _Space:
     def _steps(self, state: _State, rank: int) -> Iterator[tuple[float, float, int]]:
         """The steps that a rank can begin with what is under way: when each starts and ends."""
         steps = self.task.steps
-        limit = self.task.memory.limit[rank] - state.held[rank]
-        now = max(state.free[rank], state.now)
-        for start, value, stage in options(steps, state, rank, now):
+        limit = self.task.memory.limit[rank] - state.board.held[rank]
+        now = max(state.board.free[rank], state.now)
+        for start, value, stage in options(state.board, rank, now):
             for step in self.takers[value * self.task.stages + stage]:
                 if steps.changes[step] <= limit:
                     yield start, start + steps.lasts[step], step
@@ -212,31 +195,26 @@ class _Space:
         self, state: _State, rank: int, start: float, step: int, most: float
     ) -> _State | None:
         """The state with one step more; None where that can't go on to an end before `most`."""
-        task = self.task
-        steps, stages, many = task.steps, task.stages, task.microbatches
+        task, memory = self.task, self.task.memory
+        stages, many = task.stages, task.microbatches
         kind, s = divmod(step, stages)
-        held, short = state.held[rank] + steps.changes[step], state.short
+        short = state.short
         if kind == LEAN:
             short = _with(short, s, (*short[s], False))
         elif kind == RECOMPUTE:
             if not short[s][0]:
                 return None  # it would be quicker to have kept it
             short = _with(short, s, short[s][1:])
-        elif steps.completes[step]:
-            completed = state.turns[BACK * stages + s] - len(state.there[DEFERRED * stages + s])
-            if not completed:
-                held += task.memory.gradient[s]
-                if held > task.memory.limit[rank]:
-                    return None
+        board = state.board.copy()
+        take(board, step, start)
+        turns, free, held = board.turns, board.free, board.held[rank]
+        if held > memory.limit[rank]:
+            return None
         own = task.stages_of[rank]
         for each in own:
-            if short[each]:
-                more = task.memory.full[each] - task.memory.lean[each]
-                if held + more > task.memory.limit[rank]:
-                    short = _with(short, each, (True,) * len(short[each]))
-        there, turns, free = [*state.there], [*state.turns], [*state.free]
-        take(steps, step, start, there, turns, free)
-        if task.memory.limited and not task.recompute:
+            if short[each] and held + (memory.full[each] - memory.lean[each]) > memory.limit[rank]:
+                short = _with(short, each, (True,) * len(short[each]))
+        if memory.limited and not task.recompute:
             forwards = tuple([turns[each] for each in own])
             backwards = tuple([turns[BACK * stages + each] for each in own])
             if not self._finishes(rank, forwards, backwards):
@@ -245,20 +223,10 @@ class _Space:
         for other, own in enumerate(task.stages_of):
             if free[other] < start and any(turns[BACK * stages + s] < many for s in own):
                 free[other] = start
-        bound, idle = self._bounds(there, turns, free)
+        bound, idle = self._bounds(board)
         if bound >= most:
             return None
-        return _State(
-            tuple(there),
-            tuple(turns),
-            tuple(free),
-            _with(state.held, rank, held),
-            short,
-            start,
-            (state.past, step),
-            bound,
-            idle,
-        )
+        return _State(board, short, start, (state.past, step), bound, idle)
 
     def _finishes(self, rank: int, forwards: _Counts, backwards: _Counts) -> bool:
         """Whether a rank that has begun so many of each of its stages can go on to its end within
@@ -290,16 +258,12 @@ class _Space:
                 return True
         return False
 
-    def _bounds(
-        self,
-        there: Sequence[Sequence[float]],
-        forwards: Sequence[int],
-        free: Sequence[float],
-    ) -> tuple[float, float]:
+    def _bounds(self, board: Board) -> tuple[float, float]:
         """What the value can't be below, and how much time is used up at the least."""
         task, costs, many = self.task, self.task.costs, self.task.microbatches
         stages, placement, forward = task.stages, task.placement, costs.forward
         inputs, wholes, turns, rests = self.inputs, self.wholes, self.turns, self.rests
+        there, free, forwards = board.there, board.free, board.turns
         backwards = forwards[BACK * stages :]
         back, deferred = there[BACK * stages :], there[DEFERRED * stages :]
         kept = there[KEPT * stages :]

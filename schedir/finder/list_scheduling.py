@@ -18,6 +18,8 @@ rank, these are kept room for. So no choice can lead to where nothing can go on.
 
 from __future__ import annotations
 
+import math
+
 import attrs
 
 from schedir.finder.task import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
@@ -49,7 +51,7 @@ class Rule:
 def scheduled(task: Task, rule: Rule) -> Order | None:
     """The order that a rule makes; None where it can't go on within the cap."""
     ruled = _Ruled(task, rule)
-    return ruled.board.order if play(ruled.board, ruled.choose) else None
+    return play(ruled.board, ruled.choose)
 
 
 class _Ruled:
@@ -59,7 +61,9 @@ class _Ruled:
         self.task, self.rule = task, rule
         memory = task.memory
         self.gradients = [sum(memory.gradient[s] for s in held) for held in task.stages_of]
-        self.board = Board(task.steps, self.gradients)
+        # All gradients have their place from the beginning.
+        self.board = Board.of(attrs.evolve(task.steps, gradient=[0] * task.stages))
+        self.board.held = [*self.gradients]
         self.limit = [min(most, cap) for most, cap in zip(memory.limit, rule.cap, strict=True)]
         # The least that a microbatch of each stage needs, what running one again adds to that, and
         # what one needs from each chunk of a rank on.
@@ -84,7 +88,7 @@ class _Ruled:
         found: list[tuple[float, float, int]] = []
         late: list[int] = []
         short = None  # how urgent a forward is that memory is missing for
-        for start, value, stage in options(task.steps, board, rank, now):
+        for start, value, stage in options(board, rank, now):
             if value == DOWN:
                 m = turns[stage]
                 step = self._forward(rank, stage, m)
@@ -128,8 +132,12 @@ class _Ruled:
     def _best(self, rank: int, found: list[tuple[float, float, int]]) -> tuple[float, int]:
         """What the rule takes first of those that can start soon enough."""
         task, rule, turns, lasts = self.task, self.rule, self.board.turns, self.task.steps.lasts
-        first = min([start for _, start, _ in found])
-        over = min([start + lasts[step] for _, start, step in found])
+        first = over = math.inf
+        for _, start, step in found:
+            if start < first:
+                first = start
+            if start + lasts[step] < over:
+                over = start + lasts[step]
         last = task.stages_of[rank][-1]
         patience = rule.patience
         if not turns[BACK * task.stages + last]:

@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import attrs
 
@@ -59,7 +59,7 @@ class Steps:
     """
 
     placement: tuple[int, ...]
-    stages_of: list[list[int]]
+    queues_of: list[list[tuple[int, ...]]]
     microbatches: int
     lasts: list[float]
     queue: list[int]
@@ -125,7 +125,14 @@ def steps_of(
     occupied = any(holds for _, holds in ways)
     return Steps(
         placement=tuple(placement),
-        stages_of=[[s for s in range(stages) if placement[s] == rank] for rank in range(ranks)],
+        queues_of=[
+            [
+                tuple(range(stage, len(QUEUES) * stages, stages))
+                for stage in range(stages)
+                if placement[stage] == rank
+            ]
+            for rank in range(ranks)
+        ],
         microbatches=microbatches,
         lasts=[time for kind, _ in WAYS for time in lasts[kind]],
         queue=queue,
@@ -153,118 +160,114 @@ def _values(way: tuple[Kind, bool], does: str, at: Sequence[str] = ("any",)) -> 
     return [use.value for use in uses if not (use.without if beside else use.beside)]
 
 
-class State(Protocol):
-    """What has begun: of each queue what is `there`, by when it arrives, and how many had their
-    `turns`. What a stage makes for itself is there at 0, as soon as its rank is free; in a queue
-    of what is kept stand the microbatches."""
+@attrs.define(eq=False)
+class Board:
+    """What has begun of a pipeline's steps, none of it at first.
 
-    @property
-    def there(self) -> Sequence[Sequence[float]]:
-        """What waits in each queue."""
+    `there[queue]` has when each that waits arrives: 0 for what its stage has made itself, which is
+    there as soon as its rank is free; of those that are kept the microbatches. So many had their
+    `turns`. `free` is when each rank, and then each channel, is free; each rank holds `held`.
+    """
 
-    @property
-    def turns(self) -> Sequence[int]:
-        """How many have been taken from each queue."""
+    steps: Steps
+    there: list[tuple[float, ...]]
+    turns: list[int]
+    free: list[float]
+    held: list[float]
+
+    @classmethod
+    def of(cls, steps: Steps) -> Board:
+        """The Board before anything has begun."""
+        queues, ranks = len(steps.channel), len(steps.queues_of)
+        there: list[tuple[float, ...]] = [(0,) * steps.microbatches, *[()] * (queues - 1)]
+        return cls(steps, there, [0] * queues, [0] * (ranks + steps.channels), [0] * ranks)
+
+    def copy(self) -> Board:
+        """Another one, on which other steps may be taken."""
+        return Board(self.steps, [*self.there], [*self.turns], [*self.free], [*self.held])
 
 
-def options(steps: Steps, state: State, rank: int, now: float) -> list[tuple[float, int, int]]:
+def options(board: Board, rank: int, now: float) -> list[tuple[float, int, int]]:
     """What may run next on a rank that is free `now`: when, and the value and stage of the queue
     that it is taken from."""
-    there, turns, stages = state.there, state.turns, len(steps.placement)
-    found = []
-    for stage in steps.stages_of[rank]:
-        queue = there[stage]
-        if queue:
-            found.append((queue[0] if queue[0] > now else now, DOWN, stage))
-        kept = there[KEPT * stages + stage]
-        if kept:
-            found.append((now, KEPT, stage))
-        queue = there[BACK * stages + stage]
-        if queue and not (kept and kept[0] <= turns[BACK * stages + stage]):
-            found.append((queue[0] if queue[0] > now else now, BACK, stage))
-        if there[DEFERRED * stages + stage]:
-            found.append((now, DEFERRED, stage))
+    there, found = board.there, []
+    for down, kept, back, deferred in board.steps.queues_of[rank]:
+        waiting = there[down]
+        if waiting:
+            found.append((waiting[0] if waiting[0] > now else now, DOWN, down))
+        again = there[kept]
+        if again:
+            found.append((now, KEPT, down))
+        waiting = there[back]
+        if waiting and not (again and again[0] <= board.turns[back]):
+            found.append((waiting[0] if waiting[0] > now else now, BACK, down))
+        if there[deferred]:
+            found.append((now, DEFERRED, down))
     return found
 
 
-def take(
-    steps: Steps,
-    step: int,
-    start: float,
-    there: list[tuple[float, ...]],
-    turns: list[int],
-    free: list[float],
-) -> float:
-    """Begin a step, in a State and what is `free` when, each rank and then each channel; when it
-    ends."""
+def take(board: Board, step: int, start: float) -> float:
+    """Begin a step, the next of its queue, and say when it ends."""
+    steps, there, turns, free = board.steps, board.there, board.turns, board.free
+    stages = len(steps.placement)
+    stage = step % stages
+    rank = steps.placement[stage]
     queue = steps.queue[step]
-    turn = turns[queue]
-    turns[queue] = turn + 1
-    there[queue] = there[queue][1:]
+    board.held[rank] += steps.changes[step]
+    if steps.completes[step]:
+        completed = turns[BACK * stages + stage] - len(there[DEFERRED * stages + stage])
+        if not completed:
+            board.held[rank] += steps.gradient[stage]
     for own, named in steps.puts[step]:
-        there[own] += (turn * named,)
-    end = free[steps.placement[step % len(steps.placement)]] = start + steps.lasts[step]
-    queue = steps.feeds[step]
-    if queue >= 0:
-        begin, channel = end, steps.channel[queue]
+        there[own] += (turns[queue] * named,)
+    turns[queue] += 1
+    there[queue] = there[queue][1:]
+    end = free[rank] = start + steps.lasts[step]
+    fed = steps.feeds[step]
+    if fed >= 0:
+        begin, channel = end, steps.channel[fed]
         if channel >= 0:
             if free[channel] > end:
                 begin = free[channel]
-            free[channel] = begin + steps.holds[queue]
-        there[queue] += (begin + steps.travels[queue],)
+            free[channel] = begin + steps.holds[fed]
+        there[fed] += (begin + steps.travels[fed],)
     return end
 
 
-class Board:
-    """The State of lists that are being made: their `order` so far, when each rank, and then each
-    channel, is `free`, and what each rank `held`, but for gradients."""
+def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> Order | None:
+    """The lists that are made by taking what is chosen, from time 0 on; None where not all runs.
 
-    def __init__(self, steps: Steps, held: Sequence[float] = ()) -> None:
-        self.steps = steps
-        ranks = len(steps.stages_of)
-        self.there: list[tuple[float, ...]] = [()] * len(steps.channel)
-        self.there[0] = (0,) * steps.microbatches
-        self.turns = [0] * len(steps.channel)
-        self.free: list[float] = [0] * (ranks + steps.channels)
-        self.held: list[float] = [*held] or [0] * ranks
-        self.order: Order = [[] for _ in range(ranks)]
-
-
-def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> bool:
-    """Go on until nothing more runs; whether all has.
-
-    Whenever a rank is free, and knows of something new that comes to it, `choose` says for (rank,
-    now) which step it takes, and when: later than now, it is asked again by then; -1, when it is
-    told of something.
+    A rank that is free is asked what it takes: `choose(rank, now)` is when and which step. Later
+    than now, it is asked again by then; -1, as soon as a step has begun that feeds it.
     """
     steps, free = board.steps, board.free
     placement, stages = steps.placement, len(steps.placement)
     completes, feeds = steps.completes, steps.feeds
-    due: list[tuple[float, int]] = [(0, rank) for rank in range(len(steps.stages_of))]
-    wakes: list[float] = [0] * len(due)  # -1 for a rank that waits to be told
+    order: Order = [[] for _ in steps.queues_of]
+    due: list[tuple[float, int]] = [(0, rank) for rank in range(len(order))]
+    asked: list[float] = [0] * len(order)  # -1 for a rank that waits to be fed
     left = stages * steps.microbatches
     while due:
         now, rank = heappop(due)
-        if wakes[rank] != now:
+        if asked[rank] != now:
             continue
         start, step = choose(rank, now)
         if step < 0 or start > now:
-            wakes[rank] = start
+            asked[rank] = start
             if step >= 0:
                 heappush(due, (start, rank))
             continue
-        board.order[rank].append(step)
-        board.held[rank] += steps.changes[step]
+        order[rank].append(step)
         left -= completes[step]
-        end = wakes[rank] = take(steps, step, now, board.there, board.turns, free)
+        end = asked[rank] = take(board, step, now)
         heappush(due, (end, rank))
-        queue = feeds[step]
-        if queue >= 0:
-            other = placement[queue % stages]
-            if other != rank and free[other] <= now and wakes[other] != now:
-                wakes[other] = now
+        fed = feeds[step]
+        if fed >= 0:
+            other = placement[fed % stages]
+            if other != rank and free[other] <= now and asked[other] != now:
+                asked[other] = now
                 heappush(due, (now, other))
-    return not left
+    return None if left else order
 
 
 def run(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] | None:
