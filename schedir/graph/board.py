@@ -89,50 +89,44 @@ def steps_of(
     `transfers` take, and occupy the channel; and the `sizes` of values that a rank holds.
     """
     stages, ranks = len(placement), 1 + max(placement)
+    links = [VALUES[value].link or ("", 0) for value in QUEUES]
+    sized = [value for value in sizes if VALUES[value].per == "microbatch"]
     queue, feeds, puts, alone, changes, completes = [], [], [], [], [], []
     for way in WAYS:
         ended = _values(way, "end")
         for stage in range(stages):
             first, last = "not " * (stage > 0), "not " * (stage < stages - 1)
             made = _values(way, "make", ("any", "not summed", f"{first}first", f"{last}last"))
-            own = [each for each, value in enumerate(QUEUES) if value in made]
+            own = {value for value, name in enumerate(QUEUES) if name in made}
             fed = [
-                each * stages + stage - link[1]
-                for each, value in enumerate(QUEUES)
-                if (link := VALUES[value].link) and link[0] in made
+                value * stages + stage - further
+                for value, (name, further) in enumerate(links)
+                if name in made
             ]
             queue.append(QUEUES.index(ended[0]) * stages + stage)
             feeds.append(fed[0] if fed else -1)
-            puts.append(tuple((each * stages + stage, int(each == KEPT)) for each in own))
-            back = {BACK} if "ran" in made else set()
-            alone.append(tuple(each * stages + stage for each in back.union(own)))
-            held = [
-                sum(sizes[value][stage] for value in values if value in sizes.keys() & _HELD)
-                for values in (made, ended)
-            ]
-            changes.append(held[0] - held[1])
+            puts.append(tuple((value * stages + stage, int(value == KEPT)) for value in own))
+            answered = {BACK} if "ran" in made else set()
+            alone.append(tuple(value * stages + stage for value in own | answered))
+            more = {value: (value in made) - (value in ended) for value in sized}
+            changes.append(sum(more[value] * sizes[value][stage] for value in sized))
             completes.append(any(VALUES[value].goal for value in made))
     fed_by_others = set(feeds)
+    queues_of: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(placement):
+        queues_of[rank].append(tuple(range(stage, len(QUEUES) * stages, stages)))
     numbers: dict[tuple[int, int], int] = {}
     channel, ways = [], []
-    for value in QUEUES:
-        further = (VALUES[value].link or ("", 0))[1]
+    for name, (_, further) in zip(QUEUES, links, strict=True):
         for stage, rank in enumerate(placement):
             ends = placement[(stage + further) % stages], rank
             crosses = ends[0] != rank
             channel.append(numbers.setdefault(ends, ranks + len(numbers)) if crosses else -1)
-            ways.append(transfers[value][stage] if further else (0, 0))
+            ways.append(transfers[name][stage] if further else (0, 0))
     occupied = any(holds for _, holds in ways)
     return Steps(
         placement=tuple(placement),
-        queues_of=[
-            [
-                tuple(range(stage, len(QUEUES) * stages, stages))
-                for stage in range(stages)
-                if placement[stage] == rank
-            ]
-            for rank in range(ranks)
-        ],
+        queues_of=queues_of,
         microbatches=microbatches,
         lasts=[time for kind, _ in WAYS for time in lasts[kind]],
         queue=queue,
@@ -148,9 +142,6 @@ def steps_of(
         channel=channel if occupied else [-1] * len(channel),
         channels=len(numbers),
     )
-
-
-_HELD = {name for name, value in VALUES.items() if value.per == "microbatch"}
 
 
 def _values(way: tuple[Kind, bool], does: str, at: Sequence[str] = ("any",)) -> list[str]:
