@@ -6,7 +6,6 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
-from schedir.library.compaction import repeat_block
 from schedir.library.generate import Costs
 from schedir.library.groups import equal_groups, slots_in_groups
 from schedir.library.placements import mirrored, wave, wrapped
