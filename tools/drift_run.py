@@ -71,10 +71,11 @@ def interleaved(ranks: int, microbatches: int, times: int = 1) -> Figures:
 
 def alone(build: Callable[[], Schedule]) -> Figures:
     """The first cycle of a process, and the memory that it needs."""
-    took = sum(ms for _, ms in cycle(build))
+    parts = dict(cycle(build))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    actions = sum(map(len, build().actions))
-    yield "µs an action", 1e3 * took / actions
+    for part, ms in parts.items():
+        yield f"{part}, ms", ms
+    yield "in all, µs an action", 1e3 * sum(parts.values()) / sum(map(len, build().actions))
     yield "memory, MB", peak
 
 
