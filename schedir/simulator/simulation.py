@@ -37,7 +37,7 @@ from schedir.ir import (
     expect_schedule,
 )
 from schedir.simulator.costs import CostModel
-from schedir.simulator.needs import CHANNEL, as_run
+from schedir.simulator.moments import CHANNEL, as_run
 from schedir.simulator.timeline import Timeline
 from schedir.simulator.times import Numbers
 from schedir.simulator.values import MOST, PerLink, PerStage, expect_number
