@@ -13,7 +13,7 @@ from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, r
 from schedir.checker.cycles import Wait, shortest_cycle
 from schedir.checker.diagnostics import Excerpt, in_short
 from schedir.checker.faults import Faults, Finding
-from schedir.checker.rules.communication import MEETS, WaitCycle
+from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.checker.waits import (
     AFTER,
     PART,
@@ -112,7 +112,7 @@ def deadlock(
     never = stuck(waiting)
     if never.any():
         yield Faults(
-            rule=WaitCycle,
+            rule=WAIT_CYCLE,
             keys=np.zeros(1, np.int64),
             findings=_shortest(schedule, waiting, never, (channel, clean), ties, given),
         )
@@ -133,7 +133,7 @@ def _shortest(
     channel, clean = judged
     breaking = partial(_breaking, schedule, given or schedule, cycle, bool(ties))
     yield Finding(
-        WaitCycle.at(
+        WAIT_CYCLE.at(
             schedule,
             *(place for place, _, _ in rows),
             reasons=tuple(why for _, why, _ in rows),

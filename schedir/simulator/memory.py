@@ -29,6 +29,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.graph.compile import Transfers
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
@@ -38,12 +39,11 @@ from schedir.ir import (
     Kind,
     Schedule,
     StageVersions,
-    Transfers,
     makes_activation,
     run_again,
     weight_versions,
 )
-from schedir.simulator.needs import Needs
+from schedir.simulator.moments import Moments
 from schedir.simulator.times import Numbers
 from schedir.simulator.values import PerStage, Sizes
 
@@ -77,14 +77,14 @@ class Held:
         """The most that each rank holds."""
         return [float(self.of_rank(rank).max()) for rank in range(len(self.base))]
 
-    def curve(self, rank: int, needs: Needs) -> tuple[Numbers, Amounts]:
+    def curve(self, rank: int, moments: Moments) -> tuple[Numbers, Amounts]:
         """When the rank holds how much: it holds `amounts[n]` from `times[n]` on."""
         own = slice(self.bounds[rank], self.bounds[rank + 1])
         place = self.place[own]
-        posts = ~needs.columns.is_kind(*COMPUTE)[place]
-        before = needs.compute_before[place]
-        times = np.where(self.after[own], needs.ends[place], needs.starts[place]).astype(float)
-        times[posts] = np.where(before[posts] < 0, 0, needs.ends[before[posts]])
+        posts = ~moments.columns.is_kind(*COMPUTE)[place]
+        before = moments.compute_before[place]
+        times = np.where(self.after[own], moments.ends[place], moments.begins[place]).astype(float)
+        times[posts] = np.where(before[posts] < 0, 0, moments.ends[before[posts]])
         # What is not known is as early as it can be.
         return np.fmax.accumulate(np.append(0.0, times)), self.of_rank(rank)
 
@@ -95,10 +95,10 @@ def live_activations(columns: Columns) -> Held:
     return _held(columns, np.zeros(columns.ranks), _activations(columns, one, one))
 
 
-def live_bytes(schedule: Schedule, sizes: Sizes, needs: Needs) -> Held:
+def live_bytes(schedule: Schedule, sizes: Sizes, moments: Moments) -> Held:
     """How many bytes each rank holds. Raises ValueError where the sizes are those of another number
     of stages."""
-    columns, transfers, stages = schedule.columns, needs.transfers, schedule.stages
+    columns, transfers, stages = schedule.columns, moments.graph.transfers, schedule.stages
     gradient = _by_stage("gradient", sizes.gradient, stages)
     boundary = _by_stage("boundary", sizes.boundary, stages - 1)
     activation = deferred = _by_stage("activation", sizes.activation, stages)
@@ -109,7 +109,7 @@ def live_bytes(schedule: Schedule, sizes: Sizes, needs: Needs) -> Held:
         *_activations(columns, activation, deferred),
         *_inputs(columns, _by_stage("input", sizes.input, stages)),
         *_gradients(schedule, gradient, base),
-        *_sums(schedule, gradient, needs),
+        *_sums(schedule, gradient, moments),
     ]
     if boundary.any():
         crossing = _boundaries(transfers.stage, transfers.is_gradient, boundary)
@@ -214,11 +214,11 @@ def _gradients(schedule: Schedule, size: Amounts, base: Amounts) -> list[_Change
     ]
 
 
-def _sums(schedule: Schedule, size: Amounts, needs: Needs) -> list[_Change]:
+def _sums(schedule: Schedule, size: Amounts, moments: Moments) -> list[_Change]:
     """What is summed over replicas: a second copy until the step that needs the sum."""
     columns = schedule.columns
     several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
-    pairs = [(r, s) for s, r in needs.sums.items() if several[columns.stage[r]]]
+    pairs = [(r, s) for s, r in moments.graph.sums.items() if several[columns.stage[r]]]
     reduces, steps = np.array(pairs, np.int64).reshape(-1, 2).T
     return [
         (reduces, _TAKEN_FIRST, size[columns.stage[reduces]]),

@@ -24,12 +24,11 @@ from schedir.ir import (
 )
 from schedir.simulator import saving
 from schedir.simulator.critical_path import critical_path
-from schedir.simulator.idle import Idle, IdleColumns, idle_columns
+from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, live_activations, live_bytes
-from schedir.simulator.needs import Needs
+from schedir.simulator.moments import Moments, moments_of
 from schedir.simulator.times import Measured, Numbers, numbers
 from schedir.simulator.values import Sizes, Unit, check_unit
-from schedir.simulator.work import Work, work_of
 
 
 @attrs.frozen
@@ -193,8 +192,8 @@ class Timeline:
         return work_of(self.schedule.columns, self.starts, self.ends)
 
     @cached_property
-    def _needs(self) -> Needs:
-        return Needs(self.schedule, self.starts, self.ends)
+    def _moments(self) -> Moments:
+        return moments_of(self.schedule, self.starts, self.ends)
 
     @cached_property
     def _live_activations(self) -> Held:
@@ -204,7 +203,7 @@ class Timeline:
     def _live_bytes(self) -> Held:
         if self.sizes is None:
             raise ValueError("the timeline has no sizes, so its bytes are not known")
-        return live_bytes(self.schedule, self.sizes, self._needs)
+        return live_bytes(self.schedule, self.sizes, self._moments)
 
     def live(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
@@ -212,20 +211,20 @@ class Timeline:
         Of two arrays of one shape; the times ascend, from 0, and are equal where several changes
         follow each other at once.
         """
-        return self._live_activations.curve(rank, self._needs)
+        return self._live_activations.curve(rank, self._moments)
 
     def memory(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many bytes the rank holds, as `live`; `schedir.simulator.memory` says of what.
 
         Raises ValueError where the sizes are not known, or are those of other stages.
         """
-        return self._live_bytes.curve(rank, self._needs)
+        return self._live_bytes.curve(rank, self._moments)
 
     @cached_property
     def idle_columns(self) -> IdleColumns:
         """Why each rank is idle, as columns. Raises UnsoundError where the schedule's lists are too
         wrong to tell what waits for what."""
-        return idle_columns(self.schedule, self._work, self._needs, self.makespan)
+        return idle_columns(self.schedule, self._work, self._moments, self.makespan)
 
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
@@ -239,7 +238,7 @@ class Timeline:
 
         Raises UnsoundError where the schedule's lists are too wrong to tell what waits for what.
         """
-        return critical_path(self._needs, self.measured.clock_error if self.measured else 0)
+        return critical_path(self._moments, self.measured.clock_error if self.measured else 0)
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
