@@ -58,7 +58,7 @@ from schedir.passes import (
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
-    from schedir.library.squeezing import repeat_block
+    from schedir.library.compaction import repeat_block
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"
@@ -127,7 +127,7 @@ __all__ = [
 
 _ON_DEMAND = {
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
-    "schedir.library.squeezing": ("repeat_block",),
+    "schedir.library.compaction": ("repeat_block",),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
 }
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any, TypeAlias
 
 import schedir
@@ -29,10 +29,10 @@ INTERLEAVED = partial(schedir.build, "interleaved-1f1b", chunks=2)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """How long a call takes, in ms, and what it returns."""
-    start = perf_counter()
+    """How long a call keeps the processor busy, in ms, and what it returns."""
+    start = process_time()
     result = call()
-    return 1e3 * (perf_counter() - start), result
+    return 1e3 * (process_time() - start), result
 
 
 def cycle(build: Callable[[], Schedule], costs: CostModel | None = None) -> Figures:
@@ -71,10 +71,11 @@ def interleaved(ranks: int, microbatches: int, times: int = 1) -> Figures:
 
 def alone(build: Callable[[], Schedule]) -> Figures:
     """The first cycle of a process, and the memory that it needs."""
-    took = sum(ms for _, ms in cycle(build))
+    parts = dict(cycle(build))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    actions = sum(map(len, build().actions))
-    yield "µs an action", 1e3 * took / actions
+    for part, ms in parts.items():
+        yield f"{part}, ms", ms
+    yield "in all, µs an action", 1e3 * sum(parts.values()) / sum(map(len, build().actions))
     yield "memory, MB", peak
 
 
@@ -143,7 +144,7 @@ def torch_cycle(ranks: int, microbatches: int) -> Figures:
     """What torch takes for the same."""
     from bench_static import run_torch
 
-    yield "ms", 1e3 * sum(run_torch(ranks, 2, microbatches)[0])
+    yield "ms", timed(partial(run_torch, ranks, 2, microbatches))[0]
 
 
 MEASURED: dict[str, Callable[[], Figures]] = {

@@ -16,11 +16,11 @@ from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective
 from schedir.finder.budget import Budget
-from schedir.finder.evaluating import peak
 from schedir.finder.found import Found
 from schedir.finder.hunting import Candidate, Hunt, within
 from schedir.finder.terms import Terms
 from schedir.finder.writing import schedule_of
+from schedir.graph.board import most_held
 from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Schedule, peak_activations
 from schedir.simulator import CostModel, Timeline, simulate
 
@@ -212,7 +212,7 @@ class _Finished:
         if limit is None or not terms.counts_boundaries:
             return (0,) * terms.ranks
         rest = terms.task(task.named).memory.limit
-        own = (peak(task, rank, steps) for rank, steps in enumerate(self.candidate.order))
+        own = (most_held(task.steps, steps) for steps in self.candidate.order)
         return tuple(
             max(0, (rank.peak_bytes or 0) - (limit - left) - most)
             for rank, left, most in zip(self.line.ranks, rest, own, strict=True)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.finder.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LEAN,
-    RECOMPUTE,
-    WEIGHT,
-    Order,
-    Task,
-)
+from schedir.finder.task import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import Order
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Columns, Kind, Schedule, run_again, starts_of
 from schedir.passes import append_steps
 

@@ -1,0 +1,210 @@
+"""Runs a generator: asks it for each rank's actions, and keeps the line that yielded each."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from types import CodeType, FrameType, GeneratorType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from schedir.errors import LoadError
+from schedir.ir import Action, Columns, Entry, Schedule, Sources, Together, columns_of
+from schedir.library.authoring import Generator, Parameter, Pipeline, takes_any, wrapped
+from schedir.library.user_errors import (
+    blamed_line,
+    call_user_code,
+    describe_error,
+    describe_value,
+    source_of,
+    user_line,
+)
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
+
+Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
+"""Costs, or a function from a number of stages to those of the model cut into so many; None: the
+textbook's."""
+
+_Asked: TypeAlias = Callable[[int], tuple[Pipeline, Callable[[int], Iterable[Entry]]]]
+"""From a number of chunks to the shape, and to the generator as a function of the rank."""
+
+
+def generate(
+    generator: Generator,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    parameters: dict[str, Parameter],
+    costs: Costs,
+) -> Schedule:
+    """The actions that a generator yields for a shape, as it yields them; one that asks for
+    `costs` sees them.
+
+    Raises LoadError where it fails, or takes no such parameters.
+    """
+    own = generator.parameters
+    for name, value in parameters.items():
+        if name not in own and not generator.takes_any_parameter:
+            known = ", ".join(own) or "none"
+            raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
+        if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
+            raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
+    asked = partial(_asked, generator, ranks, microbatches, parameters, costs)
+    pipe, list_of = asked(chunks)
+    lines = _Lines()
+
+    def entries_of(rank: int) -> list[Entry]:
+        try:
+            return _collect(generator, pipe, rank, list_of(rank), lines)
+        except LoadError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _failure(generator, pipe, rank, error, asked) from error
+
+    try:
+        columns = columns_of(map(entries_of, range(ranks)))
+        sources = lines.sources(columns)
+        return Schedule(generator.name, microbatches, pipe.placement, columns, sources)
+    except ValueError as error:
+        raise LoadError(f"{generator.name}: {error}") from error
+
+
+def _asked(
+    generator: Generator,
+    ranks: int,
+    microbatches: int,
+    parameters: dict[str, Parameter],
+    costs: Costs,
+    chunks: int,
+) -> tuple[Pipeline, Callable[[int], Iterable[Entry]]]:
+    """The shape, its stages placed as the generator says, and the generator by rank."""
+
+    def own(function: Callable[..., object]) -> dict[str, Any]:
+        """What the function, or the placement, asks for by name."""
+        named = generator.asked_by(function)
+        found: dict[str, Any] = {
+            name: value for name, value in parameters.items() if name in named or takes_any(named)
+        }
+        if "costs" in named:
+            from schedir.simulator import CostModel  # takes a while, and few schedules see any
+
+            found["costs"] = costs(pipe.stages) if callable(costs) else costs or CostModel()
+        return found
+
+    pipe = Pipeline(ranks, microbatches, chunks, placement=())
+    pipe = attrs.evolve(pipe, placement=wrapped(pipe))
+    place, what = generator.placement, f"the placement of {generator.name}"
+    if place is not None:
+        arguments = own(place)
+        chosen = call_user_code(lambda: [*place(pipe, **arguments)], what)
+        try:
+            # A Schedule without actions checks the placement as any other would.
+            placement = Schedule(generator.name, 1, chosen, [()] * ranks).placement
+        except (TypeError, ValueError) as error:
+            raise LoadError(f"{what}: {error}") from error
+        pipe = attrs.evolve(pipe, placement=placement)
+    return pipe, partial(generator.function, pipe, **own(generator.function))
+
+
+def _collect(
+    generator: Generator, pipe: Pipeline, rank: int, produced: object, lines: _Lines
+) -> list[Entry]:
+    """A rank's list, its lines kept. Raises LoadError for what is none."""
+    if not isinstance(produced, Iterable):
+        raise LoadError(
+            f"{blamed_line(None, generator)}: the generator must yield actions, "
+            f"not return {describe_value(produced)}"
+        )
+    limit = _limit(pipe)
+    iterator = iter(produced)
+    entries: list[Entry] = []
+    frame: FrameType | None = None
+    numbers: dict[int, int] = {}
+    for entry in islice(iterator, limit + 1):
+        # A frame that stands at a yield that is known is the one that has yielded.
+        number = None if frame is None else numbers.get(frame.f_lasti)
+        if number is None:
+            frame, numbers, number = lines.find(iterator)
+        lines.of_entries.append(number)
+        if not isinstance(entry, (Action, Together)):
+            raise LoadError(
+                f"{blamed_line(frame, generator)}: rank {rank} yielded {describe_value(entry)}; "
+                "a generator yields actions, such as forward(stage, microbatch)"
+            )
+        entries.append(entry)
+    if len(entries) > limit:
+        raise LoadError(
+            f"{blamed_line(frame, generator)}: rank {rank} yielded more than {limit} actions, far "
+            f"beyond {pipe.microbatches} microbatches; does it end?"
+        )
+    return entries
+
+
+def _limit(pipe: Pipeline) -> int:
+    """Nothing sensible is longer: eight kinds of action per (stage, microbatch)."""
+    return 16 * (pipe.stages + 1) * (pipe.microbatches + 1)
+
+
+class _Lines:
+    """The lines that yielded: the distinct ones, and for each entry the number of its."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, int], int] = {}
+        self.of_entries = array("q")
+        # By instruction, that of a `yield from` negative: what it delegates to may be a generator.
+        self.numbers: dict[CodeType, dict[int, int]] = {}
+
+    def find(self, iterator: object) -> tuple[FrameType | None, dict[int, int], int]:
+        """The frame that has yielded, the numbers of its code's lines, and that of its line."""
+        frame: FrameType | None = None
+        while isinstance(iterator, GeneratorType):
+            frame, iterator = iterator.gi_frame, iterator.gi_yieldfrom
+        if frame is None:
+            return None, {}, -1
+        numbers = self.numbers.setdefault(frame.f_code, {})
+        at = frame.f_lasti if iterator is None else -frame.f_lasti
+        if at not in numbers:
+            line = frame.f_code.co_filename, frame.f_lineno
+            numbers[at] = self.known.setdefault(line, len(self.known))
+        return frame, numbers, numbers[at]
+
+    def sources(self, columns: Columns) -> Sources:
+        """The source of every place."""
+        line_of = np.array(self.of_entries, np.int64)
+        lines = tuple(source_of(file, line) for file, line in self.known)
+        return Sources(lines, line_of[columns.entry] if columns.together else line_of)
+
+
+def _failure(
+    generator: Generator, pipe: Pipeline, rank: int, error: BaseException, asked: _Asked
+) -> LoadError:
+    """What to raise where the generator raised `error`: it may just have no such chunks."""
+    chunks, line = generator.chunks, user_line(error) or blamed_line(None, generator)
+    stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
+    if pipe.chunks == chunks or not _runs(asked, chunks, rank):
+        return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
+    if chunks == 1:
+        stages, instead = "one stage", ", or take one that `schedir list` has with --chunks"
+        if isinstance(error, ValueError) and "too many values to unpack" in str(error):
+            cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
+    return LoadError(
+        f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out{instead} "
+        f"({cause})"
+    )
+
+
+def _runs(asked: _Asked, chunks: int, rank: int) -> bool:
+    """Whether the generator gets through such a pipeline of so many chunks."""
+    try:
+        pipe, list_of = asked(chunks)
+        deque(islice(list_of(rank), _limit(pipe)), maxlen=0)
+    except (Exception, SystemExit):
+        return False
+    return True
