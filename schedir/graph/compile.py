@@ -383,10 +383,9 @@ class Graph:
         numbers: dict[str, Ints] = {}
         present = np.flatnonzero(np.bincount(columns.kind, minlength=len(KINDS))).tolist()
         for kind in (KINDS[code] for code in present):
-            listed = columns.where(kind)
-            for use in kind.meaning.uses:
-                if names and use.value not in names:
-                    continue
+            uses = [use for use in kind.meaning.uses if not names or use.value in names]
+            listed = columns.where(kind) if uses else columns.starts[:0]
+            for use in uses:
                 places = self._restricted(listed, pair, use)
                 if VALUES[use.value].per == "microbatch":
                     if use.value not in numbers:
@@ -407,9 +406,10 @@ class Graph:
             if kind:
                 beside = self.of(Kind(kind)).ravel()[pair[places]] >= 0
                 places = places[beside == wanted]
+        if use.where == "any":
+            return places
         stage, last = self.columns.stage[places], self.schedule.stages - 1
         there: Bools = {
-            "any": np.ones(len(places), np.bool_),
             "first": stage == 0,
             "not first": stage > 0,
             "last": stage == last,
