@@ -14,7 +14,8 @@ from schedir.checker.changes import back
 from schedir.checker.faults import Faults, fault
 from schedir.checker.late import Posting, late_receives, late_sends, posting
 from schedir.checker.rules import lints as rules
-from schedir.checker.waits import QUEUED, Waits, finish, previous_of_queue, waits
+from schedir.graph.compile import graph_of
+from schedir.graph.paths import QUEUED, Waits, finish, previous_of_queue, waits
 from schedir.ir import (
     RECEIVES,
     TEXTBOOK,
@@ -60,15 +61,15 @@ class _Queued:
 def _queued(schedule: Schedule, channel: str, posted: Posting) -> _Queued:
     """Run the schedule under a channel model; that takes long only where it holds something up."""
     columns, planned, transfers = schedule.columns, posted.planned, schedule.dataflow.transfers
-    previous = previous_of_queue(schedule, channel)
+    previous = previous_of_queue(graph_of(schedule), channel)
     later = np.flatnonzero(previous >= 0)
     done = _as_listed(schedule, posted)
     held = None
     # What a batch holds up is only known of the whole.
     if columns.together or (done[previous[later]] > done[later]).any():
         waiting = waits(schedule, channel)
-        by_node = finish(waiting, waiting.summed(TEXTBOOK[columns.kind]).tolist())
-        held = waiting, np.array(by_node, np.int64)
+        takes = waiting.summed(TEXTBOOK[columns.kind])
+        held = waiting, finish(waiting, takes) + takes
         done = held[1][waiting.node]
     if columns.together:  # what waits for a part waits for all of its entry
         done = np.maximum.reduceat(done, columns.heads)[columns.entry]

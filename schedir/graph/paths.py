@@ -42,8 +42,8 @@ AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
 steps within an entry, which only a PART is a reason for."""
 
 HAPPENS = "happens"
-"""What a schedule remembers one order of all its nodes under, as a number for each place: of
-communication that a pass has inserted into one global order."""
+"""What a schedule remembers one order of all its nodes under, as a number for each place: that of
+the pass that has inserted its communication, or the first that was found."""
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -76,17 +76,20 @@ class Waits:
         return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
     @cached_property
-    def order(self) -> Ints:
-        """All nodes that ever happen, each after all that it waits for: in the order in which the
-        schedule's places are known to happen, if all waits lead back in that, which proves that
-        there is no cycle; else as Kahn (1962) finds them."""
+    def _known(self) -> Ints | None:
+        """The order in which the schedule's places are known to happen, if all waits lead back in
+        that, which proves that there is no cycle."""
         happens = self.schedule.memo.get(HAPPENS)
-        if (
-            isinstance(happens, np.ndarray)
-            and self.nodes == len(happens)
-            and (happens[self.waiter] > happens[self.awaited]).all()
-        ):
-            known: Ints = np.argsort(happens, kind="stable")
+        if not isinstance(happens, np.ndarray) or self.nodes != len(happens):
+            return None
+        return happens if (happens[self.waiter] > happens[self.awaited]).all() else None
+
+    @cached_property
+    def order(self) -> Ints:
+        """All nodes that ever happen, each after all that it waits for: as they are known to
+        happen, else as Kahn (1962) finds them, which is remembered where all do."""
+        if self._known is not None:
+            known: Ints = np.argsort(self._known, kind="stable")
             return known[self.exists[known]]
         by_awaited = np.argsort(self.awaited, kind="stable")
         bounds = np.searchsorted(self.awaited[by_awaited], np.arange(self.nodes + 1)).tolist()
@@ -99,7 +102,12 @@ class Waits:
                 missing[waiter] -= 1
                 if not missing[waiter]:
                     order.append(waiter)
-        return np.array(order, np.int64)
+        found = np.array(order, np.int64)
+        if self.nodes == len(self.node) and len(found) == int(self.exists.sum()):
+            happens = np.empty(self.nodes, np.int64)
+            happens[found] = np.arange(len(found))
+            self.schedule.memo.setdefault(HAPPENS, happens[self.node])
+        return found
 
     @cached_property
     def in_order(self) -> Ints:
@@ -116,6 +124,11 @@ class Waits:
         never = self.exists
         never[self.order] = False
         return never
+
+    @property
+    def blocks(self) -> bool:
+        """Whether there are any."""
+        return self._known is None and bool(self.stuck.any())
 
 
 def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
@@ -172,7 +185,7 @@ def waits(
     graph = graph_of(schedule)
     node = _nodes(graph, ties)
     begins, over, nodes = _points(graph, channel, node)
-    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph)]
+    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph, channel)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     waiter, awaited = begins[later], over[earlier]
     if nodes > len(node):
@@ -222,8 +235,11 @@ def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
     return later[known], earlier[known], np.full(int(known.sum()), why, np.int8)
 
 
-def _needs(graph: Graph) -> _Edges:
+def _needs(graph: Graph, channel: str) -> _Edges:
     user, made = graph.needs
+    if channel == "host":  # whose queue has a step wait for its sum
+        inputs = ~graph.columns.is_kind(*GROUPS)[made]
+        user, made = user[inputs], made[inputs]
     return _edges(user, made, NEEDS)
 
 
