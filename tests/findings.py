@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import attrs
-
 from schedir import Diagnostic
-from schedir.checker import Location
+from schedir.checker import Location, Rule
+from schedir.checker.diagnostics import Severity
 
 
-@attrs.frozen(kw_only=True)
-class Odd(Diagnostic):
-    code = "S999"
-    name = "odd"
-    message = "{text}"
-
-    text: str = "it is odd"
-
-
-class OddWarning(Odd):
-    severity = "warning"
-
-
-class OddNote(Odd):
-    severity = "note"
-
-
-def odd(severity: str, *locations: Location, said: str = "it is odd") -> Diagnostic:
-    rule = {"error": Odd, "warning": OddWarning, "note": OddNote}[severity]
-    return rule(locations=locations, text=said)
+def odd(severity: Severity, *locations: Location, said: str = "it is odd") -> Diagnostic:
+    rule = Rule(
+        code="S999",
+        name="odd",
+        severity=severity,
+        meaning="Something is odd.",
+        why="It is.",
+        fix="Even it out.",
+        example="",
+        message="{text}",
+    )
+    return Diagnostic(rule, locations, {"text": said})

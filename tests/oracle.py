@@ -11,7 +11,9 @@ say what was computed from what, so that wrong data shows.
 Stages that share parameters (`ties`) sum their gradients before any of them steps: an OPTIM_STEP
 waits until each rank has what it gives to that sum.
 
-A forward that the list runs again (R) keeps nothing that its backward can use; R does.
+A forward that the list runs again (R) keeps nothing that its backward can use; R does. Copies to
+the host and back happen in list order beside the rank's compute, and a backward waits for the copy
+that brings back what it needs.
 
 An overlapped pair fires as one. The sends and receives of a batch fire one by one, in any order,
 but whoever waits for one of them waits for the whole batch, and it is not posted before each of
@@ -30,6 +32,7 @@ from schedir import Action, Kind, Schedule, Together
 from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, RECEIVES, SENDS, Entry
 
 Outcome = Literal["completes", "wrong", "blocks"]
+COPIES = {Kind.OFFLOAD, Kind.RELOAD}
 
 
 def parts(entry: Entry) -> tuple[Action, ...]:
@@ -52,6 +55,7 @@ class Rank:
     applied: dict[int, list[list[Any]]] = attrs.field(factory=dict)
     read: dict[tuple[int, int], int] = attrs.field(factory=dict)  # weight versions
     kept: set[tuple[int, int]] = attrs.field(factory=set)  # whose activation is there
+    stored: set[tuple[int, int]] = attrs.field(factory=set)  # whose activation is on the host
     faults: list[str] = attrs.field(factory=list)
 
 
@@ -111,6 +115,10 @@ class Oracle:
             if other.kind in COMPUTE:
                 if not me.done[earlier]:
                     return False
+            elif COPIES & {action.kind, other.kind}:
+                # A rank's copies are a queue of their own.
+                if {action.kind, other.kind} <= COPIES and not me.done[earlier]:
+                    return False
             elif self.channel == "async":
                 # Nothing holds a post back, but the j-th send still meets the j-th receive.
                 if not me.done[earlier] and self.same_channel(rank, action, other):
@@ -162,6 +170,8 @@ class Oracle:
             return False
         if action.kind is Kind.REDUCE_GRAD:
             return self.reduce(rank, index)
+        if action.kind in COPIES:
+            return self.copy(rank, index)
         if action.kind in RECEIVES:
             return False  # fired from the send's side
         # A payload exists once the compute that makes it has run; sends never run before it.
@@ -301,6 +311,8 @@ class Oracle:
             Kind.BACKWARD: Kind.RECV_GRAD,
             Kind.BACKWARD_INPUT: Kind.RECV_GRAD,
         }.get(compute.kind)
+        if needed is Kind.RECV_GRAD and other.kind is Kind.RELOAD:
+            needed = other.kind
         return (
             other.kind is needed
             and other.stage == compute.stage
@@ -308,6 +320,21 @@ class Oracle:
         )
 
     # What happens then.
+
+    def copy(self, rank: int, index: int) -> bool:
+        """Move an activation to the host, or back."""
+        me = self.ranks[rank]
+        action = me.actions[index]
+        source, target = me.kept, me.stored
+        if action.kind is Kind.RELOAD:
+            source, target = target, source
+        key = action.stage, action.microbatch or 0
+        if key not in source or any(a == action for a in me.actions[:index]):
+            me.faults.append(f"{action} copies what is not there")
+        source.discard(key)
+        target.add(key)
+        me.done[index] = True
+        return True
 
     def transfer(self, me: Rank, send: Action, other: Rank, receive: Action) -> None:
         source = me.outputs if send.kind is Kind.SEND_ACT else me.input_grads
@@ -378,6 +405,7 @@ class Oracle:
                 me.faults.append(f"{action} differentiates again")
             if (stage, m) not in me.kept:
                 me.faults.append(f"{action} differentiates what is not kept")
+            me.kept.discard((stage, m))
             made = me.outputs.get((stage, m))
             if made != self.activation(stage, m):
                 me.faults.append(f"{action} differentiates {made}")
@@ -410,6 +438,7 @@ class Oracle:
 
     def wrong(self) -> list[str]:
         faults = [fault for rank in self.ranks for fault in rank.faults]
+        faults += [f"{key} stays on the host" for rank in self.ranks for key in rank.stored]
         everything = sorted(range(self.schedule.microbatches))
         any_step = any(a.kind is Kind.OPTIM_STEP for me in self.ranks for a in me.actions)
         groups = []

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, Kind, Schedule
+from schedir import Action, Diagnostic, Kind, Schedule
 from schedir.checker import CHANNELS, RULES
-from schedir.checker.rules.ordering import UnevenSteps
 from schedir.ir import (
     COMMUNICATION,
     NAMES_VERSION,
@@ -271,7 +270,8 @@ def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str)
     rule = RULES["S207"]
     report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
     place = report.diagnostics[0].locations
-    finding = UnevenSteps(locations=place, step=0, applied=tuple(microbatches), expected=(0,))
+    facts = {"step": 0, "applied": tuple(microbatches), "expected": (0,)}
+    finding = Diagnostic(RULES["S207"], place, facts)
     assert finding.message == (
         f"OPTIM_STEP 0 of stage 1 applies microbatches {said}; that of stage 0, which shares "
         "parameters with it, 0"

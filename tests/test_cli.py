@@ -14,6 +14,7 @@ import pytest
 
 import schedir
 from schedir.checker import CHANNELS, RULES
+from schedir.checker.diagnostics import Severity
 from schedir.cli import main
 from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
 from schedir.library import built_in
@@ -449,7 +450,7 @@ def test_what_a_generator_prints_stays_out_of_the_artefact(run: Run) -> None:
         (
             SERIAL.replace("0B0", "0X0"),
             "error: bad.sched:5:13: unknown action kind 'X'; known: F B I W R SEND_ACT RECV_ACT "
-            "SEND_GRAD RECV_GRAD REDUCE_GRAD OPTIM_STEP\n"
+            "SEND_GRAD RECV_GRAD OFFLOAD RELOAD REDUCE_GRAD OPTIM_STEP\n"
             "    rank 0: 0F0 0X0\n"
             "                ^\n",
         ),
@@ -648,7 +649,7 @@ def test_of_findings_alike_three_are_shown(run: Run) -> None:
 
 @pytest.mark.parametrize(("severity", "codes"), [("warning", (0, 1)), ("error", (1, 1))])
 def test_strict_allows_no_warning(
-    run: Run, monkeypatch: pytest.MonkeyPatch, severity: str, codes: tuple[int, int]
+    run: Run, monkeypatch: pytest.MonkeyPatch, severity: Severity, codes: tuple[int, int]
 ) -> None:
     place = schedir.check(schedir.loads(RULES["S201"].example)).diagnostics[0].locations
     report = schedir.Report("edge", (odd(severity, *place),), CHANNELS)

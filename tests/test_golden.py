@@ -12,11 +12,12 @@ import re
 import shlex
 from pathlib import Path
 
+import attrs
 import pytest
 from write_rules import REFERENCE, reference
 
 import schedir
-from schedir.checker import RULES, Diagnostic
+from schedir.checker import RULES, Rule
 from schedir.cli import main
 from schedir.render import outputs_of
 from schedir.render.explanation import command_options
@@ -28,7 +29,7 @@ LESSONS = sorted(path for path in BROKEN.iterdir() if path.suffix in (".py", ".s
 FILES = [*sorted(GOLDEN.glob("*.sched")), *LESSONS]
 
 
-def case(rule: type[Diagnostic]) -> str:
+def case(rule: Rule) -> str:
     """The name of the case that is a rule's example."""
     return f"{rule.code}_{rule.name.replace('-', '_')}"
 
@@ -61,7 +62,7 @@ def compare(golden: Path, found: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=case)
 def test_what_is_said_of_an_example(
-    rule: type[Diagnostic],
+    rule: Rule,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -91,11 +92,12 @@ def test_the_rule_reference_is_current(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=case)
-def test_the_texts_of_a_rule_name_what_its_findings_have(rule: type[Diagnostic]) -> None:
+def test_the_texts_of_a_rule_name_what_its_findings_have(rule: Rule) -> None:
     report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
     finding = next(each for each in report.diagnostics if each.code == rule.code)
     # Even where a change is known, in the place of which the advice is not shown.
-    for text in (finding.message, *finding.labels, *finding.notes, finding.advice or ""):
+    advice = attrs.evolve(finding, change=None).help or ""
+    for text in (finding.message, *finding.labels, *finding.notes, finding.help or "", advice):
         assert text == text.strip()
         assert not set("{}") & set(text)
 

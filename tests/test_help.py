@@ -12,7 +12,7 @@ import pytest
 
 import schedir
 from schedir import Kind, Schedule
-from schedir.checker import RULES, Diagnostic
+from schedir.checker import RULES, Rule
 from tests.following import LIMITS, Case, a_case, follow, followed
 from tests.oracle import happens
 from tests.test_check import schedule
@@ -31,7 +31,7 @@ def updates(counted: Schedule) -> Counter[tuple[int, int]]:
     )
 
 
-def example(rule: type[Diagnostic]) -> Case:
+def example(rule: Rule) -> Case:
     wrong = schedir.loads(rule.example)
     return Case(wrong, wrong, "rank", dict(rule.options), 1)
 

@@ -557,7 +557,7 @@ def test_every_rule_is_explained_by_an_example_that_breaks_it(code: str) -> None
     assert code in {found.code for found in report.diagnostics}
     text = explanation(rule)
     flowing = " ".join(text.split())
-    for part in (code, rule.name, rule.meaning(), rule.why, rule.fix, *rule.example.splitlines()):
+    for part in (code, rule.name, rule.meaning, rule.why, rule.fix, *rule.example.splitlines()):
         assert " ".join(part.split()) in flowing
     assert f"    {rule.severity}[{code}]: " in text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from schedir.checker.templates import Text, fill
+from schedir.checker.diagnostics import fill
 from schedir.ir import forward
 
 
@@ -17,8 +17,6 @@ class Filler:
     action = forward(2, 5)
     none: tuple[int, ...] = ()
     numbers: tuple[int, ...] = (4, 0, 1, 2)
-    text = Text("{one} of {several}")
-    texts = Text(("{one}", "{several}"))
 
 
 @pytest.mark.parametrize(
@@ -41,9 +39,3 @@ def test_holes_are_filled_with_attributes(template: str, filled: str) -> None:
 def test_an_attribute_that_is_not_there_is_an_error() -> None:
     with pytest.raises(AttributeError, match="severel"):
         fill("{severel}", Filler())
-
-
-def test_a_class_has_the_template_and_its_instances_the_text() -> None:
-    assert Filler.text == "{one} of {several}"
-    assert Filler().text == "1 of 3"
-    assert Filler().texts == ("1", "3")

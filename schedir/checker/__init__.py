@@ -14,7 +14,7 @@ from schedir.checker.changes import (
     changed,
 )
 from schedir.checker.deadlock import clean_channels
-from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report
+from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report, Rule
 from schedir.checker.memory import delays
 from schedir.checker.rules import RETIRED, RULES
 from schedir.checker.run import check, prove, sound
@@ -36,6 +36,7 @@ __all__ = [
     "Remove",
     "Reorder",
     "Report",
+    "Rule",
     "Several",
     "Write",
     "changed",

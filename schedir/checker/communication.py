@@ -9,6 +9,7 @@ from itertools import chain
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import (
     Add,
     AsSent,
@@ -25,7 +26,6 @@ from schedir.checker.changes import (
 from schedir.checker.diagnostics import locate
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.places import additions, at_gap, last_of_stage, taken_to
-from schedir.checker.rules import communication as rules
 from schedir.ir import (
     COMMUNICATION,
     COMPLETES_GRADIENTS,
@@ -60,7 +60,7 @@ def _no_peer(schedule: Schedule) -> Faults:
     alone = places[(peer < 0) | (peer == rank) | (runs != rank)]
     pair = columns.stage[alone] * schedule.microbatches + columns.microbatch[alone]
     return Faults(
-        rule=rules.NoPeer,
+        rule=rules.NO_PEER,
         keys=columns.kind[alone] * schedule.stages * schedule.microbatches + pair,
         findings=(_alone(schedule, place) for place in alone.tolist()),
     )
@@ -72,7 +72,7 @@ def _alone(schedule: Schedule, place: int) -> Finding:
     runs = int(flow.runs[action.stage, action.microbatch])
     reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
     return Finding(
-        rules.NoPeer.at(schedule, place, reason=reason),
+        rules.NO_PEER.at(schedule, place, reason=reason),
         otherwise=taken_to(
             schedule, place, runs, flow.listed, there=reason == "end" or peer == runs
         ),
@@ -85,7 +85,7 @@ def _without_receive(schedule: Schedule, transfers: Transfers) -> Faults:
     numbers = numbers[np.argsort(transfers.user[numbers])]
     channels = _Channels(schedule, transfers)
     return Faults(
-        rule=rules.MissingReceive,
+        rule=rules.MISSING_RECEIVE,
         keys=numbers,
         findings=(_used_too_early(schedule, channels, number) for number in numbers.tolist()),
     )
@@ -98,11 +98,11 @@ def _used_too_early(schedule: Schedule, channels: _Channels, number: int) -> Fin
     if receive < 0:
         adds = channels.receive(number)
         likely = next(adds)
-        finding = rules.MissingReceive.at(schedule, user, receive=action)
+        finding = rules.MISSING_RECEIVE.at(schedule, user, receive=action)
         return Finding(finding, chain((likely,), adds), likely)
     slides = (ahead(schedule, receive, user), back(schedule, user, receive))
     return Finding(
-        rules.MissingReceive.at(schedule, user, receive, receive=action),
+        rules.MISSING_RECEIVE.at(schedule, user, receive, receive=action),
         in_turn(slides),
         moved_beside(schedule, receive, "before", user),
         of_communication=True,
@@ -114,7 +114,7 @@ def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
     numbers = np.flatnonzero((transfers.send >= 0) & (transfers.send < transfers.maker))
     numbers = numbers[np.argsort(transfers.send[numbers])]
     return Faults(
-        rule=rules.SendBeforeCompute,
+        rule=rules.SEND_BEFORE_COMPUTE,
         keys=numbers,
         findings=(
             _nothing_to_send(schedule, int(transfers.send[number]), int(transfers.maker[number]))
@@ -126,7 +126,7 @@ def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
 def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
     slides = (back(schedule, send, maker), ahead(schedule, maker, send))
     return Finding(
-        rules.SendBeforeCompute.at(schedule, send, maker),
+        rules.SEND_BEFORE_COMPUTE.at(schedule, send, maker),
         in_turn(slides),
         moved_beside(schedule, send, "after", maker),
         of_communication=True,
@@ -220,7 +220,7 @@ def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
         yield Faults(
-            rule=rules.Unmatched,
+            rule=rules.UNMATCHED,
             keys=2 * numbers + side,
             findings=_without_other_end(schedule, numbers, listed, other_end),
         )
@@ -233,7 +233,7 @@ def _without_other_end(
         adds = other_end(number)
         add = next(adds)
         yield Finding(
-            rules.Unmatched.at(schedule, listed[number], missing=add.action, peer=add.rank),
+            rules.UNMATCHED.at(schedule, listed[number], missing=add.action, peer=add.rank),
             chain((add,), adds),
             add,
         )
@@ -251,7 +251,7 @@ def _mis_paired(schedule: Schedule, transfers: Transfers) -> Faults:
     wrong = np.flatnonzero(order != received)
     keys, extents = np.unique(source[wrong] * schedule.ranks + target[wrong], return_counts=True)
     return Faults(
-        rule=rules.MisPaired,
+        rule=rules.MIS_PAIRED,
         keys=keys,
         extents=extents,
         findings=(
@@ -277,7 +277,7 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
         for row in rows
     )
     return Finding(
-        rules.MisPaired.at(
+        rules.MIS_PAIRED.at(
             schedule,
             receives[turn],
             sends[turn],
@@ -332,7 +332,7 @@ def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
             # Numbered below 0, apart from the transfers.
             key = -1 - schedule.holdings.index((stage, rank))
             yield Faults(
-                rule=rules.Unmatched,
+                rule=rules.UNMATCHED,
                 keys=np.full(len(more), key),
                 findings=_without_counterpart(schedule, places, more, least),
             )
@@ -359,7 +359,7 @@ def _without_counterpart(
         else:  # all that a step has, which the other rank lacks as well
             otherwise = _at_the_end(schedule, least, action, steps=bool((own & is_step).any()))
         yield Finding(
-            rules.Unmatched.at(schedule, place, missing=action, peer=least),
+            rules.UNMATCHED.at(schedule, place, missing=action, peer=least),
             chain((otherwise,), out),
             otherwise,
         )

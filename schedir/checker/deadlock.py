@@ -12,7 +12,7 @@ import numpy as np
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
 from schedir.checker.diagnostics import Excerpt, in_short
 from schedir.checker.faults import Faults, Finding
-from schedir.checker.rules.communication import MEETS, WaitCycle
+from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
 from schedir.graph.paths import AFTER, PART, QUEUED, REASONS, Waits, waits
@@ -91,7 +91,7 @@ def deadlock(
     waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
     if waiting.blocks:
         yield Faults(
-            rule=WaitCycle,
+            rule=WAIT_CYCLE,
             keys=np.zeros(1, np.int64),
             findings=_shortest(schedule, waiting, (channel, clean), ties, given),
         )
@@ -111,7 +111,7 @@ def _shortest(
     channel, clean = judged
     breaking = partial(_breaking, schedule, given or schedule, cycle, bool(ties))
     yield Finding(
-        WaitCycle.at(
+        WAIT_CYCLE.at(
             schedule,
             *(place for place, _, _ in rows),
             reasons=tuple(why for _, why, _ in rows),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Self
+import string
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 
 from schedir.checker.changes import Change
-from schedir.checker.templates import Text
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Columns, Schedule, Source
 
@@ -81,80 +82,111 @@ class Excerpt:
     total: int
 
 
-_TEXTS = ("message", "labels", "notes", "advice", "alternative")
+Text: TypeAlias = "str | Callable[[Diagnostic], str]"
+"""What is said of a finding: a template (`fill`), or a function where something is computed."""
+
+Texts: TypeAlias = "tuple[str, ...] | Callable[[Diagnostic], Iterable[str]]"
 
 
 @attrs.frozen(kw_only=True)
-class Diagnostic:
-    """One finding; each rule is a subclass, whose fields are what its texts are made of.
+class Rule:
+    """A bad pattern: what a check says where it finds it, and what `schedir explain` says of it.
 
-    A rule gives its texts (`message`, `labels`, `notes`, `advice`, `alternative`) as templates,
-    which name attributes of the finding and are filled in when somebody reads them; or as
-    properties, where something is computed. `code` is stable and never reused; `name` is the bad
-    pattern's; `why`, `fix` and `example` (a whole `.sched` text that the rule rejects) are the
-    texts of `schedir explain`, with the docstring for the meaning. The first of `locations` is the
-    primary one.
-    `change` ends the fault, if such a change is known; `tried` says that nothing new comes of it.
-    `more` says how many findings of the same code a report leaves out after this one.
+    `code` is stable and never reused; `name` is the bad pattern's. `strict` says whether `schedir
+    check --strict` fails for it. `meaning` is what the rule rejects, and `example` a whole `.sched`
+    text that it rejects, with the `options` of `check` that this needs.
+
+    A finding's texts are made when somebody reads them. `labels` are one for each location, or
+    fewer; `advice` is what to do where no change is known that ends the fault, `after_change` what
+    to add where one is. `trace` makes rows of a table that shows how it comes about, a wait cycle
+    say; the first `listed` locations are listed beside that, all by default.
     """
 
-    code: ClassVar[str]
-    name: ClassVar[str]
-    severity: ClassVar[Severity] = "error"
-    strict: ClassVar[bool] = True  # whether `schedir check --strict` fails for it
-    why: ClassVar[str]
-    fix: ClassVar[str]
-    example: ClassVar[str]
-    options: ClassVar[tuple[tuple[str, Any], ...]] = ()  # those of `check` that the example needs
+    code: str
+    name: str
+    severity: Severity = "error"
+    strict: bool = True
 
+    meaning: str
+    why: str
+    fix: str
+    example: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    message: Text
+    labels: Texts = ()
+    notes: Texts = ()
+    advice: Text | None = None
+    after_change: Text = ""
+    listed: int | None = None
+    trace: Callable[[Diagnostic], Iterable[tuple[str, ...]]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Rule {self.code} {self.name}>"
+
+    def at(self, schedule: Schedule, *places: int, **facts: Any) -> Diagnostic:
+        """A finding at places in the schedule's columns, the primary one first."""
+        return Diagnostic(self, locations(schedule, places), facts)
+
+
+@attrs.frozen
+class Diagnostic:
+    """One finding: which rule rejects what, where, and what to do.
+
+    The `rule` has the texts, which are made of the `facts`; both are read as attributes too, as in
+    `finding.why`. The first of `locations` is the primary one. `change` ends the fault, if such a
+    change is known; `tried` says that nothing new comes of it. `more` says how many findings of the
+    same code a report leaves out after this one.
+    """
+
+    rule: Rule
     locations: tuple[Location, ...]
+    facts: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     change: Change | None = None
     tried: bool = False
     more: int = 0
 
-    def __init_subclass__(cls) -> None:
-        # Runs twice for each rule, as attrs makes the class anew for its slots.
-        for name in _TEXTS:
-            template = vars(cls).get(name)
-            if isinstance(template, str | tuple):
-                setattr(cls, name, Text(template))
+    if not TYPE_CHECKING:  # a misspelt name of ours is an error
 
-    @classmethod
-    def at(cls, schedule: Schedule, *places: int, **fields: Any) -> Self:
-        """A finding at places in the schedule's columns, the primary one first."""
-        return cls(locations=locations(schedule, places), **fields)
+        def __getattr__(self, name: str) -> Any:
+            return self.facts[name] if name in self.facts else getattr(self.rule, name)
+
+    @property
+    def code(self) -> str:
+        """The rule's: S301, say."""
+        return self.rule.code
+
+    @property
+    def name(self) -> str:
+        """The bad pattern's: wait-cycle, say."""
+        return self.rule.name
+
+    @property
+    def severity(self) -> Severity:
+        """Whether it is an error, a warning or a note."""
+        return self.rule.severity
 
     @property
     def message(self) -> str:
         """What is wrong, in one line."""
-        raise NotImplementedError
+        return self._said(self.rule.message)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """What each location has to do with it; may be shorter than the locations."""
-        return ()
+        return self._all_said(self.rule.labels)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What else there is to know."""
-        return ()
-
-    @property
-    def advice(self) -> str | None:
-        """What to do where no change is known to fix it."""
-        return None
-
-    @property
-    def alternative(self) -> str | None:
-        """What may be meant instead of the change: in what the lists do not say."""
-        return None
+        return self._all_said(self.rule.notes)
 
     @property
     def help(self) -> str | None:
         """What to do."""
-        if self.change is None:
-            return self.advice
-        return f"{self.change}{f', or {self.alternative}' if self.alternative else ''}"
+        if self.change is not None:
+            return f"{self.change}{self._said(self.rule.after_change)}"
+        return None if self.rule.advice is None else self._said(self.rule.advice)
 
     @property
     def headline(self) -> str:
@@ -166,17 +198,18 @@ class Diagnostic:
     @property
     def listed(self) -> tuple[Location, ...]:
         """The locations to list, but for those that the trace shows."""
-        return self.locations
+        return self.locations[: self.rule.listed]
 
     @property
     def trace(self) -> tuple[tuple[str, ...], ...]:
         """Rows of a table that shows how it comes about: a wait cycle, say."""
-        return ()
+        return () if self.rule.trace is None else tuple(self.rule.trace(self))
 
     @property
     def excerpts(self) -> tuple[Excerpt, ...]:
         """The pieces of the lists that it is about."""
-        return ()
+        found: tuple[Excerpt, ...] = self.facts.get("excerpts", ())
+        return found
 
     @property
     def rank(self) -> int:
@@ -203,10 +236,11 @@ class Diagnostic:
         """The last location."""
         return self.locations[-1]
 
-    @classmethod
-    def meaning(cls) -> str:
-        """What the rule rejects."""
-        return " ".join((inspect.getdoc(cls) or "").split())
+    def _said(self, text: Text) -> str:
+        return text(self) if callable(text) else fill(text, self)
+
+    def _all_said(self, texts: Texts) -> tuple[str, ...]:
+        return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
 
 
 @attrs.frozen
@@ -254,3 +288,74 @@ class Report:
         return ScheduleError(
             f"{first.code} {first.name}: {first.message}{place}{more}", self.diagnostics
         )
+
+
+# Ranges of numbers; more of them explain nothing.
+_MOST_RANGES = 8
+
+_Piece: TypeAlias = tuple[str, Callable[[Any], Any] | None, str]
+"""What stands before a hole, what fills it (None at the end of the text), and in which form."""
+
+
+def fill(template: str, filler: object) -> str:
+    """The template with its holes filled by attributes. Raises AttributeError for unknown ones.
+
+    A hole names an attribute, `{stages}`, or an attribute of one, `{other.action.stage}`, as in any
+    format string. After a colon it may say in which form:
+
+        {above:is|are}     the first word for one, the second for any other number
+        {held:and}         0, 1 and 2
+        {held:ranges}      0-3, 5
+        {late:g}           as `format` has it
+    """
+    return "".join(
+        literal if read is None else literal + _form(read(filler), form)
+        for literal, read, form in _pieces(template)
+    )
+
+
+@cache
+def _pieces(template: str) -> tuple[_Piece, ...]:
+    return tuple(
+        (literal, None if name is None else attrgetter(name), form or "")
+        for literal, name, form, _ in string.Formatter().parse(template)
+    )
+
+
+def _form(value: Any, form: str) -> str:
+    if not form:
+        return str(value)
+    if "|" in form:
+        one, several = form.split("|")
+        return one if value == 1 else several
+    if form == "and":
+        return joined(value)
+    if form == "ranges":
+        return ranges(value)
+    try:
+        return format(value, form)
+    except ValueError:
+        forms = "one|several, and, ranges, and Python's own"
+        raise ValueError(f"{form!r} is no form of {value!r}; there are {forms}") from None
+
+
+def joined(items: Iterable[object]) -> str:
+    """One or more items: `0, 1 and 2`."""
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ranges: `0-3, 5`, and how many more there are."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs[:_MOST_RANGES]
+    ]
+    more = sum(map(len, runs[_MOST_RANGES:]))
+    return (", ".join(words) or "none") + (f", … and {more} more" if more else "")

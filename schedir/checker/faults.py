@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from schedir.checker.changes import Change
-from schedir.checker.diagnostics import Diagnostic
+from schedir.checker.diagnostics import Diagnostic, Rule
 from schedir.ir import Ints
 
 
@@ -53,7 +53,7 @@ class Faults:
     their number.
     """
 
-    rule: type[Diagnostic]
+    rule: Rule
     keys: Ints
     findings: Iterable[Finding]
     extents: Ints = attrs.field(default=attrs.Factory(_ones, takes_self=True))
@@ -70,7 +70,7 @@ def fault(
 ) -> Faults:
     """A single one."""
     return Faults(
-        rule=type(diagnostic),
+        rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
         findings=(Finding(diagnostic, changes, otherwise),),

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import Move, ahead
 from schedir.checker.faults import Faults, Finding
-from schedir.checker.rules import lints as rules
 from schedir.ir import Ints, Plan, Schedule, Time, Times
 
 # The list is run again for each late send that may cost something, while this many actions last.
@@ -85,11 +85,13 @@ def late_receives(
         found = found[np.argsort(-late[found], kind="stable")]
         receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
         compute = int(posted.planned.compute[before[receive]])
-        finding = rules.LateReceive.at(
+        finding = rules.LATE_RECEIVE.at(
             schedule, receive, user, late=float(late[found[0]]), receives=len(found)
         )
         moves = ahead(schedule, receive, compute, "post").moves()
-        yield Faults(rule=rules.LateReceive, keys=found, findings=[Finding(finding, moves)], many=1)
+        yield Faults(
+            rule=rules.LATE_RECEIVE, keys=found, findings=[Finding(finding, moves)], many=1
+        )
 
 
 def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
@@ -107,7 +109,7 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
     worst = max(regained, key=lambda transfer: regained[transfer])
     transfers = schedule.dataflow.transfers
     others = np.flatnonzero(posted.sent > posted.together)
-    finding = rules.LateSend.at(
+    finding = rules.LATE_SEND.at(
         schedule,
         transfers.send[worst],
         posted.after[worst],
@@ -117,7 +119,7 @@ def late_sends(schedule: Schedule, posted: Posting) -> Iterator[Faults]:
         possible=float(possible),
     )
     yield Faults(
-        rule=rules.LateSend,
+        rule=rules.LATE_SEND,
         keys=np.concatenate(([worst], others[others != worst])),
         findings=[Finding(finding, _sooner(schedule, posted, worst) if regained[worst] else ())],
         many=1,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import back
 from schedir.checker.faults import Faults, fault
 from schedir.checker.late import Posting, late_receives, late_sends, posting
-from schedir.checker.rules import lints as rules
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import QUEUED, Waits, finish, previous_of_queue, waits
 from schedir.ir import (
@@ -118,7 +118,7 @@ def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iter
     if held[worst] > 0:
         receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
         yield fault(
-            rules.EarlyReceive.at(
+            rules.EARLY_RECEIVE.at(
                 schedule,
                 receive,
                 other,
@@ -140,7 +140,7 @@ def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
     pairs = pairs[~schedule.columns.shared[pairs]].tolist()
     if pairs:
         yield fault(
-            rules.NeedlessSplit.at(schedule, *(at for p in pairs for at in (p, p + 1))),
+            rules.NEEDLESS_SPLIT.at(schedule, *(at for p in pairs for at in (p, p + 1))),
             extent=len(pairs),
         )
 
@@ -160,7 +160,7 @@ def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
-            rules.GroupSize.at(
+            rules.GROUP_SIZE.at(
                 schedule,
                 forward[ranks].min(),
                 group=group,

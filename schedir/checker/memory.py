@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import Write, rewriting, several
 from schedir.checker.faults import Faults, Finding, fault
-from schedir.checker.rules import memory as rules
 from schedir.ir import (
     HELD_UNTIL,
     HeldUntil,
@@ -62,7 +62,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
             if peak > limits.max_activations:
                 place = int(schedule.columns.starts[rank]) + index
                 yield fault(
-                    rules.ActivationsAboveLimit.at(
+                    rules.ACTIVATIONS_ABOVE_LIMIT.at(
                         schedule,
                         place,
                         peak=peak,
@@ -78,11 +78,11 @@ def _versions_exist(schedule: Schedule) -> Faults:
     columns, newest = schedule.columns, schedule.dataflow.steps_before
     missing = np.flatnonzero((columns.version > newest) & columns.is_kind(Kind.FORWARD))
     return Faults(
-        rule=rules.VersionNotAvailable,
+        rule=rules.VERSION_NOT_AVAILABLE,
         keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
         findings=(
             Finding(
-                rules.VersionNotAvailable.at(schedule, place, newest=int(newest[place])),
+                rules.VERSION_NOT_AVAILABLE.at(schedule, place, newest=int(newest[place])),
                 otherwise=_reading(schedule, place, int(newest[place])),
             )
             for place in missing.tolist()
@@ -105,11 +105,11 @@ def _run_again_alike(schedule: Schedule) -> Faults:
     numbers = numbers[np.argsort(again.ravel()[numbers])]
     forward, reads = flow.of(Kind.FORWARD).ravel(), flow.reads.ravel()
     return Faults(
-        rule=rules.RecomputeAtAnotherVersion,
+        rule=rules.RECOMPUTE_AT_ANOTHER_VERSION,
         keys=numbers,
         findings=(
             Finding(
-                rules.RecomputeAtAnotherVersion.at(
+                rules.RECOMPUTE_AT_ANOTHER_VERSION.at(
                     schedule, again.ravel()[n], forward[n], version=int(reads[n])
                 ),
                 otherwise=_reading(schedule, int(again.ravel()[n]), None),
@@ -132,7 +132,7 @@ def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
         stage = int(np.flatnonzero(differ[:, first])[0])
         forward = flow.of(Kind.FORWARD)[:, first]
         yield fault(
-            rules.VersionsDisagree.at(
+            rules.VERSIONS_DISAGREE.at(
                 schedule,
                 forward[stage],
                 forward[-1],
@@ -175,7 +175,7 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
                 stage for stage, read in zip(tie, reads[:, first], strict=True) if read > oldest
             ]
             yield fault(
-                rules.TiedVersionsDisagree.at(
+                rules.TIED_VERSIONS_DISAGREE.at(
                     schedule,
                     forward[tie[0]],
                     forward[tie[other]],
@@ -204,7 +204,7 @@ def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())
         yield fault(
-            rules.DelayAboveLimit.at(
+            rules.DELAY_ABOVE_LIMIT.at(
                 schedule,
                 flow.of(Kind.FORWARD)[stage, worst],
                 gradient[stage, worst],
@@ -224,7 +224,7 @@ def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:
             if alive > limit and index is not None:
                 place = int(schedule.columns.starts[rank]) + index
                 yield fault(
-                    rules.VersionsAboveLimit.at(schedule, place, alive=alive, limit=limit),
+                    rules.VERSIONS_ABOVE_LIMIT.at(schedule, place, alive=alive, limit=limit),
                     key=stage * schedule.ranks + rank,
                     extent=alive,
                 )

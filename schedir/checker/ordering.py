@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import (
     Add,
     Change,
@@ -22,10 +23,10 @@ from schedir.checker.changes import (
     removal,
     several,
 )
+from schedir.checker.diagnostics import Rule
 from schedir.checker.faults import Faults, Finding, fault
 from schedir.checker.places import last_of_stage
 from schedir.checker.reductions import reductions
-from schedir.checker.rules import ordering as rules
 from schedir.ir import COMPLETES_GRADIENTS, Action, Ints, Kind, Schedule, Ties
 
 # What a stage has on a rank, but for what it computes first: the last of it is an OPTIM_STEP.
@@ -48,7 +49,7 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
     """A schedule that is right, but leaves the update to its caller."""
     if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
         last = int(schedule.dataflow.weight_gradients.max())
-        yield fault(rules.NoStep.at(schedule, last))
+        yield fault(rules.NO_STEP.at(schedule, last))
 
 
 def _compute_order(schedule: Schedule) -> Iterator[Faults]:
@@ -59,13 +60,13 @@ def _compute_order(schedule: Schedule) -> Iterator[Faults]:
     rank = schedule.columns.rank
     for number, (rule, actions, used) in enumerate(
         (
-            (rules.InputNotReady, forward[1:], forward[:-1]),
-            (rules.InputNotReady, gradient[:-1], gradient[1:]),
-            (rules.BackwardBeforeForward, gradient, forward),
-            (rules.BackwardBeforeForward, weight, forward),
-            (rules.WeightBeforeInput, weight, flow.of(Kind.BACKWARD_INPUT)),
-            (rules.RecomputeBeforeForward, again, forward),
-            (rules.BackwardBeforeRecompute, gradient, again),
+            (rules.INPUT_NOT_READY, forward[1:], forward[:-1]),
+            (rules.INPUT_NOT_READY, gradient[:-1], gradient[1:]),
+            (rules.BACKWARD_BEFORE_FORWARD, gradient, forward),
+            (rules.BACKWARD_BEFORE_FORWARD, weight, forward),
+            (rules.WEIGHT_BEFORE_INPUT, weight, flow.of(Kind.BACKWARD_INPUT)),
+            (rules.RECOMPUTE_BEFORE_FORWARD, again, forward),
+            (rules.BACKWARD_BEFORE_RECOMPUTE, gradient, again),
         )
     ):
         early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])
@@ -80,9 +81,7 @@ def _compute_order(schedule: Schedule) -> Iterator[Faults]:
             )
 
 
-def _too_early(
-    schedule: Schedule, rule: type[rules.ListedEarly], early: Ints, used: Ints
-) -> Iterator[Finding]:
+def _too_early(schedule: Schedule, rule: Rule, early: Ints, used: Ints) -> Iterator[Finding]:
     for place, later in zip(early.tolist(), used.tolist(), strict=True):
         slides = (back(schedule, place, later), ahead(schedule, later, place))
         yield Finding(
@@ -130,7 +129,7 @@ def _never_applied(
     late_of = {number: late[holding[late] == number].tolist() for number in numbers.tolist()}
     last_of = {number: int(steps[holding[steps] == number][-1]) for number in numbers[stepping]}
     yield Faults(
-        rule=rules.StepBeforeGradients,
+        rule=rules.STEP_BEFORE_GRADIENTS,
         keys=numbers[stepping],
         extents=extents[stepping],
         findings=(
@@ -144,12 +143,12 @@ def _never_applied(
         ),
     )
     yield Faults(
-        rule=rules.GradientNeverApplied,
+        rule=rules.GRADIENT_NEVER_APPLIED,
         keys=numbers[~stepping],
         extents=extents[~stepping],
         findings=(
             Finding(
-                rules.GradientNeverApplied.at(schedule, *late_of[number]),
+                rules.GRADIENT_NEVER_APPLIED.at(schedule, *late_of[number]),
                 otherwise=_one_more_step(schedule, *schedule.holdings[number]),
             )
             for number in numbers[~stepping].tolist()
@@ -166,7 +165,7 @@ def _step_too_early(schedule: Schedule, last: int, gradients: list[int], *, lack
     moves: Iterable[Change] = in_turn(slides)
     add = _one_more_step(schedule, int(columns.stage[last]), int(columns.rank[last]))
     return Finding(
-        rules.StepBeforeGradients.at(schedule, last, *gradients),
+        rules.STEP_BEFORE_GRADIENTS.at(schedule, last, *gradients, late=len(gradients)),
         chain((add,), moves) if lacks else moves,
         add if lacks else moved_beside(schedule, last, "after", gradients[-1]),
     )
@@ -199,7 +198,7 @@ def _empty_steps(
     round_ = holding * len(columns) + turn
     empty = steps[~np.isin(round_[steps], round_[filling])]
     return Faults(
-        rule=rules.EmptyStep,
+        rule=rules.EMPTY_STEP,
         keys=holding[empty],
         findings=(_empty(schedule, place, holding, many) for place in empty.tolist()),
     )
@@ -211,7 +210,7 @@ def _empty(schedule: Schedule, place: int, holding: Ints, many: Ints) -> Finding
     columns, number = schedule.columns, int(holding[place])
     usual = _usual(schedule, many, number)
     out, moves = removal(schedule, place), anywhere(schedule, [place])
-    finding = rules.EmptyStep.at(schedule, place)
+    finding = rules.EMPTY_STEP.at(schedule, place)
     if many[number] > (usual or 1):
         return Finding(finding, chain((out,), moves), out)
     stage, rank = schedule.holdings[number]
@@ -247,7 +246,7 @@ def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -
                 likely, other = (add, out) if lacks and enough else (out, add)
                 single = map(removal, [schedule] * len(own), own)
                 yield fault(
-                    rules.UnevenReplicas.at(
+                    rules.UNEVEN_REPLICAS.at(
                         schedule,
                         own[has[least]],
                         steps=has[rank],
@@ -269,7 +268,7 @@ def _tied_groups(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
         for stage in tie[1:]:
             if (turns[stage] != turns[tie[0]]).any():
                 step, places, microbatches = _first_difference(schedule, stage, tie[0])
-                finding = rules.UnevenSteps.at(
+                finding = rules.UNEVEN_STEPS.at(
                     schedule,
                     *places,
                     step=step,
@@ -351,7 +350,7 @@ def different_rates(schedule: Schedule) -> Iterator[Faults]:
             schedule, int(stages[0]), schedule.stages - 1
         )
         yield fault(
-            rules.DifferentRates.at(
+            rules.DIFFERENT_RATES.at(
                 schedule,
                 *places,
                 step=step,

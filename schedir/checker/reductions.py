@@ -9,6 +9,7 @@ from itertools import chain
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import (
     Change,
     Edit,
@@ -24,7 +25,6 @@ from schedir.checker.changes import (
     several,
 )
 from schedir.checker.faults import Faults, Finding
-from schedir.checker.rules import ordering as rules
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     Action,
@@ -94,12 +94,12 @@ def reductions(schedule: Schedule) -> Iterator[Faults]:
     columns = schedule.columns
     holding = columns.stage * schedule.ranks + columns.rank
     yield Faults(
-        rule=rules.StepWithoutReduce,
+        rule=rules.STEP_WITHOUT_REDUCE,
         keys=holding[np.array([place for place, _ in unsummed], np.int64)],
         findings=(_unsummed(schedule, *each) for each in unsummed),
     )
     yield Faults(
-        rule=rules.ReduceBeforeGradients,
+        rule=rules.REDUCE_BEFORE_GRADIENTS,
         keys=holding[np.array([reduce for reduce, _ in early], np.int64)],
         extents=np.array([_late(*each) for each in early], np.int64),
         findings=(_reduced_early(schedule, *each) for each in early),
@@ -111,7 +111,7 @@ def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
     stage = int(schedule.columns.stage[place])
     add = beside(schedule, Action(Kind.REDUCE_GRAD, stage), side, place)
     return Finding(
-        rules.StepWithoutReduce.at(schedule, place, held=schedule.placement[stage]),
+        rules.STEP_WITHOUT_REDUCE.at(schedule, place, held=schedule.placement[stage]),
         chain(_summing(schedule, place), (add,)),
         add,
     )
@@ -133,7 +133,7 @@ def _late(reduce: int, each: _Round) -> int:
 
 def _reduced_early(schedule: Schedule, reduce: int, each: _Round) -> Finding:
     last, late = each.gradients[-1], _late(reduce, each)
-    finding = rules.ReduceBeforeGradients.at(schedule, reduce, last, late=late)
+    finding = rules.REDUCE_BEFORE_GRADIENTS.at(schedule, reduce, last, late=late)
     if each.reduces[-1] > last:  # which sums all: the early one is one too many
         alone = removal(schedule, reduce)
         return Finding(finding, (alone, several(_everywhere(schedule, reduce))), alone)
@@ -175,12 +175,12 @@ def _collectives(
             empty.append(places)
 
     yield Faults(
-        rule=rules.ReduceAcrossSteps,
+        rule=rules.REDUCE_ACROSS_STEPS,
         keys=np.array([stage_of[places[0]] for places in across], np.int64),
         findings=(_across(schedule, places, round_of) for places in across),
     )
     yield Faults(
-        rule=rules.EmptyReduce,
+        rule=rules.EMPTY_REDUCE,
         keys=np.array([stage_of[places[0]] for places in empty], np.int64),
         findings=(_empty(schedule, places) for places in empty),
     )
@@ -189,7 +189,7 @@ def _collectives(
 def _empty(schedule: Schedule, places: tuple[int, ...]) -> Finding:
     out = several(removal(schedule, place) for place in places)
     return Finding(
-        rules.EmptyReduce.at(schedule, *places), chain((out,), anywhere(schedule, places)), out
+        rules.EMPTY_REDUCE.at(schedule, *places), chain((out,), anywhere(schedule, places)), out
     )
 
 
@@ -206,7 +206,7 @@ def _across(schedule: Schedule, places: tuple[int, ...], round_of: dict[int, _Ro
     changes.append(several(_one_more(schedule, place, first) for place in further))
     moves: Iterable[Change] = anywhere(schedule, places)
     return Finding(
-        rules.ReduceAcrossSteps.at(schedule, *places, steps=tuple(turns)),
+        rules.REDUCE_ACROSS_STEPS.at(schedule, *places, steps=tuple(turns)),
         chain(changes, moves),
         changes[0],
     )

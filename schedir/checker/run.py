@@ -16,15 +16,15 @@ from schedir.checker.faults import Faults, Finding
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
-from schedir.checker.rules.communication import WaitCycle
-from schedir.checker.rules.ordering import (
-    BackwardBeforeForward,
-    EmptyStep,
-    GradientNeverApplied,
-    InputNotReady,
-    StepBeforeGradients,
-    UnevenSteps,
-    WeightBeforeInput,
+from schedir.checker.rules import (
+    BACKWARD_BEFORE_FORWARD,
+    EMPTY_STEP,
+    GRADIENT_NEVER_APPLIED,
+    INPUT_NOT_READY,
+    STEP_BEFORE_GRADIENTS,
+    UNEVEN_STEPS,
+    WAIT_CYCLE,
+    WEIGHT_BEFORE_INPUT,
 )
 from schedir.checker.structure import structure
 from schedir.checker.trials import Trials
@@ -46,9 +46,9 @@ from schedir.passes import insert_communication
 # What blocks in a list without communication blocks under every model: under this one too.
 _WEAKEST = CHANNELS[-1]
 # A rank's own list can't run with these, so the others' waiting for it would be an echo.
-_OWN_LIST = (BackwardBeforeForward, WeightBeforeInput, InputNotReady)
+_OWN_LIST = (BACKWARD_BEFORE_FORWARD, WEIGHT_BEFORE_INPUT, INPUT_NOT_READY)
 # Steps that are wrong have tied stages wait for each other's wrong ones: as good as untied.
-_WRONG_STEPS = (StepBeforeGradients, GradientNeverApplied, EmptyStep, UnevenSteps)
+_WRONG_STEPS = (STEP_BEFORE_GRADIENTS, GRADIENT_NEVER_APPLIED, EMPTY_STEP, UNEVEN_STEPS)
 # So many findings of one code say enough.
 _MOST_OF_A_CODE = 4000
 
@@ -164,7 +164,7 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
 
 def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
     """The ties that are waited for: none where steps are wrong, of which that would be an echo."""
-    return () if any(issubclass(faults.rule, _WRONG_STEPS) for faults in found) else ties
+    return () if any(faults.rule in _WRONG_STEPS for faults in found) else ties
 
 
 def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
     """What is wrong with the compute. No complete form where communication can't be inserted, or
     where what its check would find were an echo."""
     wrong = _present(ordering(schedule, terms.ties))
-    waits = not any(issubclass(faults.rule, _OWN_LIST) for faults in wrong)
+    waits = not any(faults.rule in _OWN_LIST for faults in wrong)
     ties = _ties_that_hold(terms.ties, wrong)
     yield from wrong
     yield from _present(memory(schedule, terms.limits, terms.ties))
@@ -246,7 +246,7 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -
     if complete is None:
         return
     if not runs(complete, channel, ties):
-        yield Faults(rule=WaitCycle, keys=np.zeros(1, np.int64), findings=())
+        yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
     elif right and not errors_only:
         yield from _lints(schedule, complete, channel)
 

@@ -8,11 +8,11 @@ from heapq import merge
 import attrs
 import numpy as np
 
+from schedir.checker import rules
 from schedir.checker.changes import Change, beside, removal, several
-from schedir.checker.diagnostics import Diagnostic, Location, locations
+from schedir.checker.diagnostics import Diagnostic, Location, Rule, locations
 from schedir.checker.faults import Faults, Finding
 from schedir.checker.places import added, is_misplaced, last_of_stage, taken_to
-from schedir.checker.rules import structure as rules
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     KIND_INDEX,
@@ -69,17 +69,17 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     no_microbatch = ~no_stage & (columns.microbatch >= schedule.microbatches)
     yield _each(
         np.flatnonzero(no_stage),
-        rules.UnknownStage,
+        rules.UNKNOWN_STAGE,
         lambda place: Finding(
-            rules.UnknownStage.at(schedule, place, stages=schedule.stages),
+            rules.UNKNOWN_STAGE.at(schedule, place, stages=schedule.stages),
             otherwise=removal(schedule, place),
         ),
     )
     yield _each(
         np.flatnonzero(no_microbatch),
-        rules.UnknownMicrobatch,
+        rules.UNKNOWN_MICROBATCH,
         lambda place: Finding(
-            rules.UnknownMicrobatch.at(schedule, place, microbatches=schedule.microbatches),
+            rules.UNKNOWN_MICROBATCH.at(schedule, place, microbatches=schedule.microbatches),
             otherwise=removal(schedule, place),
         ),
     )
@@ -90,7 +90,7 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     yield from _once_each(schedule, places, rows, table)
 
 
-def _each(places: Ints, rule: type[Diagnostic], finding: Callable[[int], Finding]) -> Faults:
+def _each(places: Ints, rule: Rule, finding: Callable[[int], Finding]) -> Faults:
     """One fault at each of the places."""
     findings = map(finding, places.tolist())
     return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
@@ -116,9 +116,9 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
     at = np.searchsorted(held, holding)  # they ascend
     return _each(
         places[held[np.minimum(at, len(held) - 1)] != holding],
-        rules.WrongRank,
+        rules.WRONG_RANK,
         lambda place: Finding(
-            rules.WrongRank.at(schedule, place, held=schedule.placement[columns.stage[place]]),
+            rules.WRONG_RANK.at(schedule, place, held=schedule.placement[columns.stage[place]]),
             otherwise=_to_its_rank(schedule, place, table),
         ),
     )
@@ -161,7 +161,7 @@ def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> I
     again = first != places
     yield _pairs(
         schedule,
-        rules.DuplicateAction,
+        rules.DUPLICATE_ACTION,
         places[again],
         first[again],
         lambda place, other: removal(schedule, _spare(schedule, place, other, table)),
@@ -174,7 +174,7 @@ def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> I
         both = (half >= 0) & (backward >= 0)
         yield _pairs(
             schedule,
-            rules.MixedBackward,
+            rules.MIXED_BACKWARD,
             half[both],
             backward[both],
             lambda place, other: removal(schedule, other if other in to_go else place),
@@ -183,7 +183,7 @@ def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> I
         apart = (some >= 0) & (forward >= 0) & (columns.rank[some] != columns.rank[forward])
         yield _pairs(
             schedule,
-            rules.SplitMicrobatch,
+            rules.SPLIT_MICROBATCH,
             some[apart],
             forward[apart],
             lambda place, other: _brought_together(schedule, place, other, table),
@@ -214,7 +214,7 @@ def _brought_together(schedule: Schedule, place: int, forward: int, table: _Tabl
 
 def _pairs(
     schedule: Schedule,
-    rule: type[Diagnostic],
+    rule: Rule,
     places: Ints,
     others: Ints,
     change: Callable[[int, int], Change],
@@ -253,7 +253,7 @@ def _missing(schedule: Schedule, table: _Table) -> Faults:
                 yield Finding(finding, otherwise=add)
 
     many = int((forward < 0).sum() + lacks.sum()) + 2 * absent
-    return Faults(rule=rules.MissingAction, keys=_ORDERLESS, findings=findings(), many=many)
+    return Faults(rule=rules.MISSING_ACTION, keys=_ORDERLESS, findings=findings(), many=many)
 
 
 def _absent(numbers: Ints, end: int) -> Iterator[int]:
@@ -277,4 +277,4 @@ def _pair(
         # On the rank of what is there of its microbatch, else of its stage.
         rank = related[0].rank if related else schedule.placement[stage][0]
         where = Location(rank, None, Action(kind, stage, microbatch))
-        yield rules.MissingAction(locations=(where, *related))
+        yield Diagnostic(rules.MISSING_ACTION, (where, *related))

@@ -12,7 +12,8 @@ from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
 from schedir.errors import SchedirError
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, HELD_UNTIL, ties_of
+from schedir.graph.alive import HELD_UNTIL
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
 from schedir.render import described, outputs_of
 
 
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     output = outputs_of("check")[args.output_format]
     page = page_for(sys.stdout, subject_of(args.target, schedule))
     write(output.write(report, page).blocks, sys.stdout)
-    return int(any(each.strict for each in report.diagnostics) if args.strict else not report.ok)
+    strict = any(each.rule.strict for each in report.diagnostics)
+    return int(strict if args.strict else not report.ok)
 
 
 def _tie(text: str) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the explanation of a rule, or the list of all."""
     if args.code is None:
-        rows = [(rule.code, rule.name, rule.meaning()) for rule in RULES.values()]
+        rows = [(rule.code, rule.name, rule.meaning) for rule in RULES.values()]
         write([Table(rows)], sys.stdout)
         return 0
     if args.code.upper() in RETIRED:

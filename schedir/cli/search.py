@@ -28,7 +28,8 @@ from schedir.finder import (
     find,
 )
 from schedir.finder.terms import Terms
-from schedir.ir import DEFAULT_CHANNEL, HELD_UNTIL
+from schedir.graph.alive import HELD_UNTIL
+from schedir.ir import DEFAULT_CHANNEL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, found_text, outputs_of
 

@@ -45,9 +45,11 @@ class Transfers:
 
     Places of what takes part, -1 where the lists lack it: `maker` and `user` are the compute that
     makes and consumes it, on the ranks `source` and `target`; `send` and `receive` stand there too.
-    `stage` is the receiver's; all arrays have the shape [transfers].
+    `stage` is the receiver's, `kind` the index of its receive in KINDS; all arrays have the shape
+    [transfers].
     """
 
+    kind: Ints
     stage: Ints
     microbatch: Ints
     source: Ints
@@ -259,6 +261,7 @@ class Graph:
         ranks = source[row, microbatch], target[row, microbatch]
         sending, receiving = (receivers[row] + back, microbatch), (receivers[row], microbatch)
         return (
+            np.full(len(row), KIND_INDEX[receive]),
             receiving[0],
             microbatch,
             *ranks,

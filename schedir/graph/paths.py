@@ -25,6 +25,7 @@ from schedir.ir import (
     COMPUTE,
     COPIES,
     GROUPS,
+    KINDS,
     RECEIVES,
     Bools,
     Columns,
@@ -163,6 +164,32 @@ def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
     return found
 
 
+TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
+"""What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
+
+
+def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
+    """When each node of `waits` begins at the textbook costs, transfers free; remembered with the
+    schedule."""
+    key = textbook, channel, ahead
+    known = schedule.memo.get(key)
+    if not isinstance(known, np.ndarray):
+        waiting = waits(schedule, channel, ahead=ahead)
+        known = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
+        schedule.memo[key] = known
+    return known
+
+
+def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
+    """Note of a schedule what the pass that has made it knows: a number for each place that tells
+    in which order all nodes happen, and, if that is known, when they begin at the textbook costs,
+    wherever its receives are posted."""
+    schedule.memo[HAPPENS] = happens
+    if begins is not None:
+        for ahead in (False, True):
+            schedule.memo[textbook, "edge", ahead] = begins
+
+
 def waits(
     schedule: Schedule,
     channel: str,
@@ -178,10 +205,6 @@ def waits(
     Raises ValueError for an unknown model.
     """
     expect_channel(channel)
-    key = Waits, channel, ties, ahead
-    known = schedule.memo.get(key)
-    if isinstance(known, Waits) and posted is None:
-        return known
     graph = graph_of(schedule)
     node = _nodes(graph, ties)
     begins, over, nodes = _points(graph, channel, node)
@@ -196,10 +219,7 @@ def waits(
         why = np.concatenate((why, reasons))
         waiter = np.concatenate((waiter, over[whole], node[single]))
         awaited = np.concatenate((awaited, node[whole], begins[single]))
-    found = Waits(schedule, later, earlier, why, waiter, awaited, node, nodes)
-    if posted is None:
-        schedule.memo[key] = found
-    return found
+    return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes)
 
 
 def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:

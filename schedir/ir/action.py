@@ -138,3 +138,13 @@ def reduce_grad(stage: int) -> Action:
 def optim_step(stage: int) -> Action:
     """Apply the gradients accumulated since the stage's last `optim_step`."""
     return Action(Kind.OPTIM_STEP, stage)
+
+
+def offload_activation(stage: int, microbatch: int) -> Action:
+    """Copy what the stage's backward of the microbatch needs to the host, and free it."""
+    return Action(Kind.OFFLOAD, stage, microbatch)
+
+
+def reload_activation(stage: int, microbatch: int) -> Action:
+    """Copy what `offload_activation` has taken away back to the device."""
+    return Action(Kind.RELOAD, stage, microbatch)

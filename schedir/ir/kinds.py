@@ -57,6 +57,7 @@ VALUES = {
     "ran": Value(word="forward", ended="never"),
     "kept": Value(word="kept input"),
     "saved": Value(word="activation", units=1, again=True),
+    "stored": Value(word="activation on the host", again=True),
     "deferred": Value(word="what the gradient of the weights needs", units=1),
     "share": Value(word="share of the gradient", goal=True, ended="never"),
     "gradient": Value(word="gradient", per="round", many=True, ended="step or summed"),
@@ -225,6 +226,24 @@ class Kind(StrEnum):
         "RECV_GRAD",
         Meaning(
             "receive of the output's gradient", "receive", "microbatch", (_make("output gradient"),)
+        ),
+    )
+    OFFLOAD = (
+        "OFFLOAD",
+        Meaning(
+            "copy of the activation to the host",
+            "copy",
+            "microbatch",
+            (_end("saved"), _make("stored", "end")),
+        ),
+    )
+    RELOAD = (
+        "RELOAD",
+        Meaning(
+            "copy of the activation back",
+            "copy",
+            "microbatch",
+            (_end("stored"), _make("saved")),
         ),
     )
     REDUCE_GRAD = (

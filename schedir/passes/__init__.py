@@ -3,10 +3,10 @@
 from schedir.passes.batches import batch_communication, split_batches
 from schedir.passes.communication import insert_communication, strip_communication
 from schedir.passes.forward import forward_only
+from schedir.passes.offloading import offload
 from schedir.passes.receives import advance_receives
 from schedir.passes.recomputation import recompute
-from schedir.passes.reduction import insert_reductions
-from schedir.passes.steps import append_steps
+from schedir.passes.steps import append_steps, insert_reductions
 
 __all__ = [
     "advance_receives",
@@ -15,6 +15,7 @@ __all__ = [
     "forward_only",
     "insert_communication",
     "insert_reductions",
+    "offload",
     "recompute",
     "split_batches",
     "strip_communication",

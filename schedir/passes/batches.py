@@ -17,10 +17,8 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.collectives import collective_turns
-from schedir.ir.columns import Columns
-from schedir.ir.kinds import COMMUNICATION, Kind
-from schedir.ir.schedule import Schedule, expect_schedule
+from schedir.graph.compile import graph_of
+from schedir.ir import COMMUNICATION, GROUPS, Columns, Schedule, expect_schedule
 
 
 def batch_communication(schedule: Schedule) -> Schedule:
@@ -59,13 +57,13 @@ def split_batches(schedule: Schedule) -> Schedule:
 def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     """The places that happen together, of each transfer and collective; none where some place has
     no others, or those of a channel stand in another order at its other end."""
-    transfers, columns = schedule.dataflow.transfers, schedule.columns
+    graph, columns = graph_of(schedule), schedule.columns
+    transfers, turns = graph.transfers, graph.collectives
     order, follows = transfers.by_channel
     receives = transfers.receive[order]
     in_order = not len(order) or bool(((receives[1:] > receives[:-1]) | ~follows[1:]).all())
     ends = [*zip(transfers.send[order].tolist(), receives.tolist(), strict=True)]
-    turns = collective_turns(schedule)
-    listed = len(columns.where(*COMMUNICATION, Kind.REDUCE_GRAD))
+    listed = len(columns.where(*COMMUNICATION, *GROUPS))
     matched = listed == 2 * len(ends) + sum(map(len, turns))
     return [*ends, *turns] if matched and in_order else []
 

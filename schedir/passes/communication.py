@@ -23,12 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UnsoundError
-from schedir.ir.clock import TEXTBOOK, Time, posted_after, run
-from schedir.ir.collectives import collective_turns
-from schedir.ir.columns import KIND_INDEX, Bools, Columns, Ints, summed_at_last
-from schedir.ir.dataflow import Transfers
-from schedir.ir.kinds import COMMUNICATION, COUNTERPARTS, Kind
-from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
+from schedir.graph.compile import Transfers, graph_of
+from schedir.graph.paths import TEXTBOOK, finish, remember, waits
+from schedir.ir import (
+    COMMUNICATION,
+    COUNTERPARTS,
+    GROUPS,
+    KIND_INDEX,
+    KINDS,
+    Columns,
+    Ints,
+    Schedule,
+    Sources,
+    expect_schedule,
+    starts_of,
+)
 
 T = TypeVar("T", np.int64, np.bool_)
 
@@ -42,11 +51,19 @@ def insert_communication(schedule: Schedule) -> Schedule:
     expect_schedule(schedule)
     if schedule.is_complete:
         return schedule
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     if (transfers.maker < 0).any():
         raise UnsoundError("communication can't be inserted: some action is missing")
-    ends = _ends(schedule, transfers)
-    return _merge(schedule, transfers, ends)
+    run = _run(schedule)
+    if run is None:
+        waiting = waits(schedule, "host")
+        place = int(np.flatnonzero(waiting.stuck[waiting.node])[0])
+        rank, index = schedule.columns.position(place)
+        raise UnsoundError(
+            f"communication can't be inserted: rank {rank} #{index} "
+            f"{schedule.columns.action(place)} never gets its input"
+        )
+    return _merge(schedule, transfers, run)
 
 
 def strip_communication(schedule: Schedule) -> Schedule:
@@ -56,48 +73,49 @@ def strip_communication(schedule: Schedule) -> Schedule:
     return schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
 
 
-def _ends(schedule: Schedule, transfers: Transfers) -> Ints:
-    """When each action is done, each rank in list order, at the textbook costs."""
+@attrs.frozen(eq=False)
+class _Run:
+    """When each action begins and ends at the textbook costs, each rank in list order, by place;
+    `turn` is its place in one order of all that happens. `together` says whether the replicas of a
+    stage reach each of its collectives together."""
+
+    begins: Ints
+    ends: Ints
+    turn: Ints
+    together: bool
+
+
+def _run(schedule: Schedule) -> _Run | None:
+    """How a compute-only schedule runs; None where some of it never gets its input."""
     columns = schedule.columns
-    needs = schedule.dataflow.arrivals.copy()
-    posts, crossing = columns.last[transfers.maker], np.arange(len(transfers))
-    ends = _run(columns, needs, posts, crossing)
-    turns = [places for places in collective_turns(schedule) if len(places) > 1]
-    if turns:
-        # The replicas of a stage reach each of its REDUCE_GRADs together, if that is possible.
-        for number, places in enumerate(turns, len(transfers)):
-            needs[list(places)] = number
-            posts = np.append(posts, [columns.before(place) for place in places])
-            crossing = np.append(crossing, [number] * len(places))
-        together = _run(columns, needs, posts, crossing)
-        ends = ends if -1 in together else together
-    if -1 in ends:
-        place = ends.index(-1)
-        rank, index = columns.position(place)
-        raise UnsoundError(
-            f"communication can't be inserted: rank {rank} #{index} {columns.action(place)} never "
-            "gets its input"
-        )
-    return np.array(ends, np.int64)[columns.last]
+    together = waits(schedule, "host")
+    if not together.stuck.any():
+        costs = together.summed(TEXTBOOK[columns.kind])
+        begins, node = finish(together, costs), together.node
+        turn = np.zeros(together.nodes, np.int64)
+        turn[together.order] = np.arange(len(together.order))
+        return _Run(begins[node], (begins + costs)[node], turn[node], True)
+    # As if the collectives of a stage were each rank's own: whether they meet, a proof will say.
+    group = columns.is_kind(*GROUPS)
+    own = np.flatnonzero(~group)
+    alone = schedule.take(own, starts_of(columns.rank[own], schedule.ranks))
+    apart = _run(alone) if group.any() else None
+    if apart is None:
+        return None
+    last = np.cumsum(~group) - 1
+    first = (last < 0) | (columns.rank[own[last]] != columns.rank)
+    ends = np.where(first, 0, apart.ends[last])
+    begins = np.where(group, ends, apart.begins[last])
+    return _Run(begins, ends, np.where(first, 0, apart.turn[last]), False)
 
 
-def _run(columns: Columns, needs: Ints, posts: Ints, exchanges: Ints) -> list[Time]:
-    """When each action ends; of an overlapped pair, only the last part's is right. Each of the
-    `exchanges` has an end that is posted after one of `posts`."""
-    alone = np.arange(exchanges.max(initial=-1) + 1)  # nothing holds the next one up
-    posted = posted_after(posts, exchanges, len(columns), alone)
-    costs = summed_at_last(columns, TEXTBOOK[columns.kind]).tolist()
-    return run(columns.starts.tolist(), costs, needs.tolist(), posted).ends
-
-
-def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
+def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     """The compute of every rank with its ends of the transfers, in the global order."""
-    columns, sources = schedule.columns, schedule.sources
+    columns, sources, ends = schedule.columns, schedule.sources, run.ends
     made = ends[transfers.maker]
     sender = columns.stage[transfers.maker]
     # One order of all transfers: by time, then microbatch, sending stage and receiving stage.
     order = np.lexsort((transfers.stage, sender, transfers.microbatch, made))
-    is_act = (sender < transfers.stage)[order]
 
     def ends_of(sends: NDArray[T], receives: NDArray[T]) -> NDArray[T]:
         """Both ends of every transfer, in that order."""
@@ -114,17 +132,11 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
         both: NDArray[T] = np.concatenate((compute, ends_of(sends, receives)))[merged]
         return both
 
-    sends = Kind.SEND_ACT, Kind.SEND_GRAD
-    receives = (COUNTERPARTS[kind][0] for kind in sends)
-    microbatch = transfers.microbatch[order]
+    receives, microbatch = transfers.kind[order], transfers.microbatch[order]
     none, alone = np.full(len(order), -1), np.zeros(len(order), np.bool_)
-    complete = Columns(
+    lists = Columns(
         starts_of(rank[merged], schedule.ranks),
-        entries(
-            columns.kind,
-            _either(is_act, *sends),
-            _either(is_act, *receives),
-        ),
+        entries(columns.kind, _SENT[receives], receives),
         entries(columns.stage, sender[order], transfers.stage[order]),
         entries(columns.microbatch, microbatch, microbatch),
         entries(columns.version, none, none),
@@ -133,8 +145,14 @@ def _merge(schedule: Schedule, transfers: Transfers, ends: Ints) -> Schedule:
     if sources is not None:
         line = sources.line_of[transfers.maker[order]]
         sources = Sources(sources.lines, entries(sources.line_of, line, line))
-    return attrs.evolve(schedule, actions=complete, sources=sources)
+    complete = attrs.evolve(schedule, actions=lists, sources=sources)
+    # Both ends of a transfer have one turn.
+    turns = np.arange(len(order))
+    turn = moment[merged] * (len(columns) + len(order)) + entries(run.turn, turns, turns)
+    begins = entries(run.begins, made[order], made[order]) if run.together else None
+    remember(complete, turn, begins)
+    return complete
 
 
-def _either(condition: Bools, one: Kind, other: Kind) -> Ints:
-    return np.where(condition, KIND_INDEX[one], KIND_INDEX[other])
+_SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in KINDS])
+"""By the kind of a receive, that of its send."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from schedir.ir.kinds import Kind
-from schedir.ir.schedule import Schedule, starts_of
+from schedir.ir import Kind, Schedule, starts_of
 
-_KEPT = (Kind.FORWARD, Kind.SEND_ACT, Kind.RECV_ACT)
+_KEPT = tuple(kind for kind in Kind if kind.meaning.evaluates)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

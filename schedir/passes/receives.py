@@ -20,12 +20,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ir.action import is_number
-from schedir.ir.channels import queues
-from schedir.ir.columns import Bools, Ints
-from schedir.ir.kinds import RECEIVES
-from schedir.ir.schedule import Schedule, expect_schedule
-from schedir.ir.ties import shared_steps, ties_of
+from schedir.graph.compile import graph_of
+from schedir.graph.paths import queues
+from schedir.ir import RECEIVES, Bools, Ints, Schedule, expect_schedule, is_number, ties_of
+from schedir.ir.ties import shared_steps
 from schedir.passes.communication import insert_communication
 
 
@@ -54,7 +52,7 @@ def advance_receives(
     columns = complete.columns
     receives = columns.is_kind(*RECEIVES)
     moves = receives & ~columns.shared
-    queue = queues(channel, complete)
+    queue = queues(graph_of(complete), channel)
     if channel == "rank":
         steps = shared_steps(complete, ties_of(complete, ties))
         queue[steps] = columns.rank[steps]
@@ -128,9 +126,9 @@ def _freed(schedule: Schedule) -> Ints:
 
     An activation is used up to the backward, a gradient up to its W.
     """
-    flow = schedule.dataflow
-    transfers = flow.transfers
-    weight = flow.weight_gradients[transfers.stage, transfers.microbatch]
+    graph = graph_of(schedule)
+    transfers = graph.transfers
+    weight = graph.weight_gradients[transfers.stage, transfers.microbatch]
     last_use = np.maximum(np.maximum(weight, transfers.user), transfers.receive)[transfers.matched]
     return np.bincount(last_use, minlength=len(schedule.columns))
 

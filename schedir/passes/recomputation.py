@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import attrs
 import numpy as np
 
 from schedir.errors import UnsoundError
-from schedir.ir.action import is_number
-from schedir.ir.columns import KIND_INDEX, Columns
-from schedir.ir.kinds import COMMUNICATION, Kind
-from schedir.ir.schedule import Schedule, expect_schedule, starts_of
+from schedir.ir import COMMUNICATION, Kind, Schedule, expect_schedule
 from schedir.passes.communication import insert_communication, strip_communication
+from schedir.passes.insertion import expect_stages, inserted
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -32,7 +29,7 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     collection of stages, ValueError for a stage that there is none of.
     """
     expect_schedule(schedule)
-    _expect_stages(schedule, stages)
+    expect_stages(schedule, stages, "recompute")
     listed = _listed(schedule, stages)
     if listed is schedule or not _as_inserted(schedule):
         return listed
@@ -58,29 +55,12 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
     backwards = backwards[~known]
     if not len(backwards):
         return schedule
-    number = len(columns)
-    origin = np.concatenate((np.arange(number), backwards))
-    heads = columns.heads[columns.entry[backwards]]
-    order = np.argsort(np.concatenate((2 * np.arange(number) + 1, 2 * heads)), kind="stable")
-    new, origin = order >= number, origin[order]
-    taken = schedule.take(origin, starts_of(columns.rank[origin], schedule.ranks))
-    return attrs.evolve(
-        taken,
-        actions=Columns(
-            taken.columns.starts,
-            np.where(new, KIND_INDEX[Kind.RECOMPUTE], taken.columns.kind),
-            taken.columns.stage,
-            taken.columns.microbatch,
-            taken.columns.version,
-            taken.columns.joined & ~new,
-        ),
+    return inserted(
+        schedule,
+        Kind.RECOMPUTE,
+        columns.stage[backwards],
+        columns.microbatch[backwards],
+        columns.rank[backwards],
+        columns.heads[columns.entry[backwards]],
+        like=backwards,
     )
-
-
-def _expect_stages(schedule: Schedule, stages: Collection[int]) -> None:
-    if not isinstance(stages, Collection) or isinstance(stages, str | bytes):
-        raise TypeError(f"stages must be a collection of stage numbers, not {stages!r}")
-    last = schedule.stages - 1
-    for stage in stages:
-        if not is_number(stage) or stage > last:
-            raise ValueError(f"{schedule.name} has no stage {stage!r} to recompute, only 0..{last}")

@@ -1,16 +1,22 @@
-"""Append what ends a synchronous step: the sums over replicas, then the updates of the weights.
+"""List what ends a step: sums of gradients over ranks, and updates of the weights.
 
 0F0 0F1 0B0 0B1        0F0 0F1 0B0 0B1 0REDUCE_GRAD 0OPTIM_STEP
 """
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 
-from schedir.ir.columns import KIND_INDEX, Columns, Ints
-from schedir.ir.kinds import COMPLETES_GRADIENTS, Kind
-from schedir.ir.schedule import Schedule, Sources, expect_schedule, starts_of
+from schedir.ir import (
+    COMMUNICATION,
+    COMPLETES_GRADIENTS,
+    Columns,
+    Ints,
+    Kind,
+    Schedule,
+    expect_schedule,
+)
+from schedir.passes.insertion import inserted
 
 
 def append_steps(schedule: Schedule) -> Schedule:
@@ -36,29 +42,61 @@ def append_steps(schedule: Schedule) -> Schedule:
     return appended(schedule, [(Kind.REDUCE_GRAD, sums), (Kind.OPTIM_STEP, steps)])
 
 
+def insert_reductions(schedule: Schedule) -> Schedule:
+    """The schedule with a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that it needs.
+
+    One after a stage's last gradient where it has no OPTIM_STEP; of replicas at the end of their
+    ranks' lists, in the order of the stages, as they may be done at very different times, and some
+    run no microbatch. Stages that list a REDUCE_GRAD are left as they are.
+    """
+    columns = schedule.columns
+    listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
+    last: dict[tuple[int, int], int] = {}  # of the rank's stage, since its OPTIM_STEP
+    completed = []
+    steps = columns.is_kind(Kind.OPTIM_STEP)
+    stepped = set()
+    for place in columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP).tolist():
+        key = int(columns.rank[place]), int(columns.stage[place])
+        if key[1] in listed:
+            continue
+        if not steps[place]:
+            last[key] = place
+        elif key in last:
+            completed.append(last.pop(key))
+            stepped.add(key)
+    trained = {stage for _, stage in last} - {stage for _, stage in stepped}
+    held = enumerate(schedule.placement)
+    replicas = {stage for stage, ranks in held if len(ranks) > 1 and stage in trained}
+    completed += [
+        place for key, place in last.items() if key not in stepped and key[1] not in replicas
+    ]
+    # After what the gradient sends, too, which somebody may be waiting for.
+    made = np.sort(np.array(completed, np.int64))
+    summed = inserted(
+        schedule,
+        Kind.REDUCE_GRAD,
+        columns.stage[made],
+        np.full(len(made), -1),
+        columns.rank[made],
+        _last_posts(columns)[columns.last[made]] + 1,
+        like=made,
+    )
+    at_the_end = [holding for holding in schedule.holdings if holding[0] in replicas]
+    return appended(summed, [(Kind.REDUCE_GRAD, at_the_end)]) if at_the_end else summed
+
+
+def _last_posts(columns: Columns) -> Ints:
+    """For every place, the last of the communication directly after it, or itself."""
+    places = np.arange(len(columns))
+    goes_on = np.zeros(len(columns), np.bool_)
+    goes_on[:-1] = columns.is_kind(*COMMUNICATION)[1:] & (np.diff(columns.rank) == 0)
+    return np.minimum.accumulate(np.where(goes_on, len(columns), places)[::-1])[::-1]
+
+
 def appended(schedule: Schedule, added: list[tuple[Kind, list[tuple[int, int]]]]) -> Schedule:
     """The schedule with stage-wide actions, given as (stage, rank), at the end of the lists."""
-    columns, sources = schedule.columns, schedule.sources
-    kinds = [KIND_INDEX[kind] for kind, holdings in added for _ in holdings]
-    stages = [stage for _, holdings in added for stage, _ in holdings]
-    rank = np.append(columns.rank, [rank for _, holdings in added for _, rank in holdings])
-    rank = rank.astype(np.int64)
-    order = np.argsort(rank, kind="stable")
-    none = np.full(len(kinds), -1)
-
-    def merged(own: Ints, new: Ints | list[int]) -> Ints:
-        both: Ints = np.append(own, np.array(new, np.int64))[order]
-        return both
-
-    return attrs.evolve(
-        schedule,
-        actions=Columns(
-            starts_of(rank[order], schedule.ranks),
-            merged(columns.kind, kinds),
-            merged(columns.stage, stages),
-            merged(columns.microbatch, none),
-            merged(columns.version, none),
-            np.append(columns.joined, none > 0)[order],
-        ),
-        sources=None if sources is None else Sources(sources.lines, merged(sources.line_of, none)),
-    )
+    for kind, holdings in added:
+        stage, rank = np.array(holdings, np.int64).reshape(-1, 2).T
+        ends = schedule.columns.starts[rank + 1]
+        schedule = inserted(schedule, kind, stage, np.full(len(rank), -1), rank, ends)
+    return schedule

@@ -6,14 +6,14 @@ import textwrap
 from itertools import starmap
 from typing import Any
 
-from schedir.checker import Diagnostic, check
+from schedir.checker import Rule, check
 from schedir.ir import loads
 from schedir.render.diagnostics import finding
 
 _WIDTH = 80
 
 
-def explanation(rule: type[Diagnostic]) -> str:
+def explanation(rule: Rule) -> str:
     """The explanation of a rule in full, its example checked as it is printed."""
     report = check(loads(rule.example), **dict(rule.options))
     found = "\n".join(finding(diagnostic) for diagnostic in report.diagnostics)
@@ -22,7 +22,7 @@ def explanation(rule: type[Diagnostic]) -> str:
             [
                 f"{rule.severity}[{rule.code}]: {rule.name}",
                 "",
-                _fill(rule.meaning()),
+                _fill(rule.meaning),
                 "",
                 _fill(f"Why: {rule.why}"),
                 "",
@@ -44,7 +44,7 @@ def _fill(text: str) -> str:
     return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # options stay whole
 
 
-def command_options(rule: type[Diagnostic]) -> str:
+def command_options(rule: Rule) -> str:
     """The options of `schedir check` that the rule's example needs."""
     return "".join(starmap(_option, rule.options))
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator import IdleColumns, Timeline
 from schedir.simulator.times import Numbers
@@ -188,7 +189,7 @@ def against_last(values: Ints, groups: Ints) -> Ints:
 def data_before(schedule: Schedule) -> Ints:
     """For every place, that of what hands its data over: a receive for what consumes it, its send
     for a receive, what makes the payload for a send; -1 where the list's order is all."""
-    columns, flow = schedule.columns, schedule.dataflow
+    columns, flow = schedule.columns, graph_of(schedule)
     before = np.full(len(columns), -1)
 
     def follows(users: Ints, makers: Ints) -> None:

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
+from schedir.graph.compile import graph_of
 from schedir.ir import KIND_INDEX, KINDS, READS_WEIGHTS, Bools, Ints
 from schedir.render.tracks import Doing, Track, tracks_of
 from schedir.simulator import CAUSES, Timeline
@@ -195,7 +196,7 @@ class TraceView:
 
     def _versions(self) -> Ints:
         """For every place the weight version that it reads, -1 where it reads none."""
-        columns, dataflow = self.timeline.schedule.columns, self.timeline.schedule.dataflow
+        columns, dataflow = self.timeline.schedule.columns, graph_of(self.timeline.schedule)
         version = np.full(len(columns), -1)
         reads = columns.where(*READS_WEIGHTS)
         version[reads] = dataflow.reads[columns.stage[reads], columns.microbatch[reads]]
@@ -206,7 +207,7 @@ class TraceView:
 
         An arrow needs both ends, and does not point back in time.
         """
-        transfers = self.timeline.schedule.dataflow.transfers
+        transfers = graph_of(self.timeline.schedule).transfers
         numbers = np.flatnonzero(transfers.matched)
         send, receive = transfers.send[numbers], transfers.receive[numbers]
         drawn = self.known[send] & self.known[receive] & (self.starts[receive] >= self.starts[send])

@@ -17,6 +17,7 @@ from itertools import pairwise
 import attrs
 import numpy as np
 
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, RECEIVES, SENDS, Ints, Kind, Schedule
 
 
@@ -72,7 +73,7 @@ def tracks_of(schedule: Schedule, starts: Ints, ends: Ints, known: Ints) -> list
         doing[columns.is_kind(*kinds)] = what
     doing[columns.joined & (doing == Doing.COMPUTE)] = -1
     shown = known[doing[known] >= 0]
-    keys = columns.rank[shown], doing[shown], schedule.dataflow.peers[shown]
+    keys = columns.rank[shown], doing[shown], graph_of(schedule).peers[shown]
     order = np.lexsort((shown, starts[shown], *reversed(keys)))
     places = shown[order]
     ordered = np.stack([key[order] for key in keys])

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from schedir.graph.compile import graph_of
 from schedir.ir import Columns
 from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
 from schedir.render.path import CriticalPath, Stretch
@@ -173,7 +174,7 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     said = f"{word}: {entry}waits for {placed(idle.blamed)}"
     if idle.root is not None and idle.root != idle.blamed:
         said += f", held up by {placed(idle.root)}"
-    transfers = timeline.schedule.dataflow.transfers
+    transfers = graph_of(timeline.schedule).transfers
     if idle.cause is Cause.COMMUNICATION and idle.transfer is not None:
         own = transfers.send[transfers.receive == idle.transfer]
         if idle.blamed not in own.tolist():

@@ -23,6 +23,7 @@ from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.chunk_specs import ChunkSpec
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
+from schedir.runtime.program.compiler import expect_carried_out
 from schedir.runtime.result import StepResult
 from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline
@@ -187,6 +188,7 @@ class Executor:
         )
         plan = plan_of(given)
         check_loss(plan)
+        expect_carried_out(plan.schedule)
         self.rank = plan.grid.rank
         self.pipeline = plan.grid.pipeline
         self.device = plan.device

@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from schedir.checker import clean_channels, prove
 from schedir.errors import ExecutionError, ScheduleError
-from schedir.ir import Kind, Schedule, StageVersions, ties_of
+from schedir.graph.alive import StageVersions
+from schedir.ir import Kind, Schedule, ties_of
 from schedir.passes import advance_receives
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.shared_memory import shared_memory

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Kind, Schedule, weight_versions
+from schedir.graph.alive import weight_versions
+from schedir.ir import Kind, Schedule
 from schedir.passes import insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of

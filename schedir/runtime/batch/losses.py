@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
 from schedir.runtime.batch.microbatches import Count, rows
 from schedir.runtime.late import Late
 from schedir.runtime.plan import Plan
@@ -81,7 +82,7 @@ class Losses:
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
         share_of = {number: share for share, number in enumerate(self._sizes)}
-        runs = schedule.dataflow.runs
+        runs = graph_of(schedule).runs
         self._found_in = [
             (share_of[grid.number(int(runs[last, m]), at)], m)
             for at in lines

@@ -15,6 +15,7 @@ import attrs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
 from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads, meta_of
 from schedir.runtime.boundaries.calling import CallingConvention
@@ -96,7 +97,7 @@ def mask_gradients(lessons: Lessons, schedule: Schedule, ranks: Iterable[int]) -
         for action in schedule.flat[rank]:
             if action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD):
                 found = sent if action.kind is Kind.SEND_GRAD else received
-                key = rank, schedule.dataflow.peer(action), action.stage
+                key = rank, graph_of(schedule).peer(action), action.stage
                 assert action.microbatch is not None  # a transfer has one
                 found.setdefault(key, []).append(lessons[action.stage, action.microbatch])
     for together in sent.values():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.norms import Norms
@@ -213,8 +214,8 @@ class NonFinite:
 
     def _microbatch(self, stage: int, step: int) -> str:
         """The microbatch whose gradient a step applies, in words, if it is a single one."""
-        flow = self._plan.schedule.dataflow
-        applied = (flow.steps_before[flow.weight_gradients][stage] == step).nonzero()[0].tolist()
+        flow = graph_of(self._plan.schedule)
+        applied = (flow.turn[flow.weight_gradients][stage] == step).nonzero()[0].tolist()
         if self._plan.grid.pipelines > 1 or len(applied) > 1 or (self._adds_up and not step):
             return ""
         return f" by microbatch {applied[0]}"

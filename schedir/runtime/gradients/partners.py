@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from schedir.ir import Schedule, reduces_by_stage
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
 
 
 def partners(schedule: Schedule) -> list[tuple[int, ...]]:
     """The stages with sums, together with those that they share a group with."""
-    places = reduces_by_stage(schedule)
+    places = graph_of(schedule).collectives_of
     found: list[list[int]] = []
     for stage in places:
         for others in found:

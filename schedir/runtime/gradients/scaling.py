@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
 from schedir.ir import Ints, Schedule
 from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.call import Request
@@ -157,8 +158,8 @@ class Scaling:
 def steps_apart(schedule: Schedule) -> dict[_Step, tuple[list[int], int]]:
     """The OPTIM_STEPs that apply other microbatches than those of the loss stage: these, and how
     many whole groups of the loss stage they are, 0 where they hold a part of one."""
-    flow = schedule.dataflow
-    turns = flow.steps_before[flow.weight_gradients]
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
     return dict(_apart(turns)) if (turns != turns[-1]).any() else {}
 
 

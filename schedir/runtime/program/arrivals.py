@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 
 
 def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     """For each compute action of the rank that consumes a receive, the sends that have arrived by
     then: as indices into the rank's list."""
-    transfers, start = schedule.dataflow.transfers, int(schedule.columns.starts[rank])
+    transfers, start = graph_of(schedule).transfers, int(schedule.columns.starts[rank])
     found: dict[int, list[int]] = {}
     sent = np.flatnonzero((transfers.source == rank) & transfers.matched)
     for peer in np.unique(transfers.target[sent]).tolist():

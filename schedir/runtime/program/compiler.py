@@ -10,15 +10,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from schedir.errors import ExecutionError
-from schedir.ir import (
-    COMPLETES_GRADIENTS,
-    Action,
-    Kind,
-    Schedule,
-    StageVersions,
-    Together,
-    weight_versions,
-)
+from schedir.graph.alive import StageVersions, weight_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPLETES_GRADIENTS, Action, Kind, Schedule, Together
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
@@ -182,7 +176,7 @@ class Compiler:
     def _forward(
         self, place: _Place, make: Callable[..., Compute] = Forward
     ) -> Iterator[Operation]:
-        again = place.schedule.dataflow.of(Kind.RECOMPUTE)
+        again = graph_of(place.schedule).of(Kind.RECOMPUTE)
         replayed = bool(again[place.action.stage, place.action.microbatch] >= 0)
         yield from self._compute(place, partial(make, replayed=replayed))
 
@@ -253,7 +247,7 @@ def _step(place: _Place, stage: int, turn: int) -> int:
 
 
 def _peer(place: _Place) -> int:
-    peer = place.schedule.dataflow.peer(place.action)
+    peer = graph_of(place.schedule).peer(place.action)
     if peer is None:
         raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
     return peer
@@ -286,3 +280,19 @@ _FIRST: Mapping[Kind, _Maker] = {
     Kind.RECV_GRAD: partial(Compiler._described, make=TakeGradients),
 }
 """What it is compiled to instead for the first call of an input signature."""
+
+
+def expect_carried_out(schedule: Schedule) -> None:
+    """Raise ExecutionError, with its place, for an action of a kind that has no operation yet."""
+    columns = schedule.columns
+    unknown = columns.where(*(kind for kind in Kind if kind not in _MAKERS))
+    if len(unknown):
+        rank, index = columns.position(int(unknown[0]))
+        action = columns.action(int(unknown[0]))
+        raise ExecutionError(
+            f"the executor does not carry out {action.kind.name} yet: schedules with it can be "
+            "proved and simulated",
+            rank=rank,
+            index=index,
+            action=action,
+        )

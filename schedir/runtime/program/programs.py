@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import attrs
 
+from schedir.graph.compile import graph_of
 from schedir.ir import RECEIVES, Action, Entry, Schedule
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
@@ -94,7 +95,7 @@ class Programs:
     def _room(self) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""
         largest = max((cell.learned.largest() for cell in self._compiler.cells), default=0)
-        return min(_SPARE_BYTES // max(largest, 1), len(self._listed.dataflow.transfers))
+        return min(_SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
 
     def _compiled(
         self, schedule: Schedule, first: FirstCall | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Schedule
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
@@ -79,7 +80,7 @@ def _awaited(schedule: Schedule, action: Action) -> str:
     transfer = attrs.evolve(action, kind=kind, version=None)
     if kind not in COMMUNICATION:
         return str(action)
-    peer = schedule.dataflow.peer(transfer)
+    peer = graph_of(schedule).peer(transfer)
     return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
 
 

@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
@@ -97,7 +98,7 @@ class Cells:
         self._cells = {
             (s, m): Cell(s, m, first_draw + m) for s in sorted(stages) for m in self._all
         }
-        rank = schedule.dataflow.runs
+        rank = graph_of(schedule).runs
         for (stage, m), cell in self._cells.items():
             following = self._cells.get((stage + 1, m))
             if following is not None and rank[stage, m] == rank[stage + 1, m]:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import attrs
 
-from schedir.ir import Schedule, StageVersions, sums_of_steps, weight_versions
+from schedir.graph.alive import StageVersions, weight_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
 
 
 @attrs.frozen
@@ -24,7 +26,7 @@ def lives_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Lives]:
     Then the first of them that comes to an OPTIM_STEP carries it out; all have come to the sum of
     the gradients before it, but may read the old version after that.
     """
-    sums = dict(sums_of_steps(schedule))
+    sums = graph_of(schedule).sums
     starts = schedule.columns.starts.tolist()
     held: dict[int, list[tuple[int, StageVersions]]] = {}
     for rank in ranks:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir import Bools, Schedule, collective_turns
+from schedir.graph.compile import graph_of
+from schedir.ir import Bools, Schedule
 from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.trace.recorder import BEGAN, ENDED, FOUND, WAITED
 from schedir.simulator import Measured, Sizes, Timeline
@@ -66,7 +67,7 @@ def _waited(stamps: Nanoseconds) -> Bools:
 def _transfer(
     schedule: Schedule, stamps: Nanoseconds, starts: Nanoseconds, ends: Nanoseconds
 ) -> None:
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     send, receive, user = transfers.send, transfers.receive, transfers.user
     posted = stamps[:, BEGAN]
     start = np.where(
@@ -83,7 +84,7 @@ def _reduce(
     """Sums start once all ranks have posted them, and end when the first rank that has to wait for
     them, before its OPTIM_STEPs, finds them there."""
     posted, waited, found = stamps[:, BEGAN], _waited(stamps), stamps[:, FOUND]
-    for turn in collective_turns(schedule):
+    for turn in graph_of(schedule).collectives:
         places = np.array(turn)
         known = posted[places].min() > 0
         starts[places] = posted[places].max() if known else 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
+from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 
 Channel: TypeAlias = tuple[int, int]
@@ -22,7 +23,7 @@ Channel: TypeAlias = tuple[int, int]
 
 def batched(schedule: Schedule) -> set[frozenset[Channel]]:
     """The channels of each batch of a schedule, on whatever rank it is listed."""
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
     if not columns.together:
         return set()
     channels = [*zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)]
@@ -35,7 +36,7 @@ def batched(schedule: Schedule) -> set[frozenset[Channel]]:
 
 def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
     """The channels of each communicator that carries out a schedule."""
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     channels = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
     return communicators(channels, batched(schedule))
 

@@ -1,0 +1,849 @@
+"""The rules: what a check rejects, with what is said of a finding and what `schedir explain` says.
+
+Codes are stable and never reused. S1xx structure, S2xx ordering, S3xx communication, S4xx memory
+and weights, S5xx performance. A rule's texts are templates, or functions where something is
+computed; each example is a whole `.sched` text that the rule rejects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from schedir.checker.diagnostics import Diagnostic, Location, Rule, joined, ranges
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, SENDS, Action, Kind
+
+
+def _example(microbatches: int, placement: str, *lists: str) -> str:
+    """A whole `.sched` text, given one list of tokens per rank."""
+    head = f"schedir 1\nname example\nmicrobatches {microbatches}\nplacement {placement}\n"
+    return head + "".join(f"rank {rank}: {actions}\n" for rank, actions in enumerate(lists))
+
+
+# S1xx: every stage runs every microbatch once, on a rank that holds it.
+
+UNKNOWN_STAGE = Rule(
+    code="S101",
+    name="unknown-stage",
+    meaning="An action names a stage that the placement doesn't have.",
+    why="No module exists to run it.",
+    fix="Correct the stage, or add it to the placement.",
+    example=_example(1, "0", "0F0 0B0 1F0"),
+    message="there is no stage {action.stage}; the placement has {stages}",
+    after_change=", or add the stage to the placement",
+)
+
+UNKNOWN_MICROBATCH = Rule(
+    code="S102",
+    name="unknown-microbatch",
+    meaning="An action names a microbatch outside 0..M-1.",
+    why="A step has exactly M microbatches; there is no data for another.",
+    fix="Correct the microbatch, or the schedule's number of them.",
+    example=_example(1, "0", "0F0 0B0 0F1 0B1"),
+    message="there is no microbatch {action.microbatch}; the schedule has {microbatches}",
+    after_change=", or say that the schedule has more microbatches",
+)
+
+WRONG_RANK = Rule(
+    code="S103",
+    name="wrong-rank",
+    meaning="An action stands in the list of a rank that doesn't hold its stage.",
+    why="The rank has neither the module nor its tensors.",
+    fix="Move the action to a rank that holds the stage, or change the placement.",
+    example=_example(1, "0 1", "0F0 1B0 0B0", "1F0"),
+    message="rank {rank} does not hold stage {action.stage}",
+    notes=("stage {action.stage} lives on rank {held:and}",),
+)
+
+
+def _duplicate(finding: Diagnostic) -> str:
+    # A forward is the same whatever version it reads.
+    return f"{attrs.evolve(finding.action, version=None)} stands in the lists a second time"
+
+
+DUPLICATE_ACTION = Rule(
+    code="S104",
+    name="duplicate-action",
+    meaning="The same action stands in the lists more than once.",
+    why="Each stage runs each microbatch once; a second backward would add its gradient twice.",
+    fix="Remove all but one.",
+    example=_example(1, "0", "0F0 0B0 0B0"),
+    message=_duplicate,
+    labels=("again", "the first time"),
+)
+
+MISSING_ACTION = Rule(
+    code="S105",
+    name="missing-action",
+    meaning="A stage never runs the forward, or the backward, of a microbatch.",
+    why="Its gradient would silently lack that microbatch, and what a forward keeps for its "
+    "backward would stay in memory to the end of the step. A backward is one B, or an I and "
+    "its W.",
+    fix="Add the missing action.",
+    example=_example(2, "0", "0F0 0B0 0F1"),
+    message="stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}",
+)
+
+MIXED_BACKWARD = Rule(
+    code="S106",
+    name="mixed-backward",
+    meaning="A stage has both a full backward B and a split one, I or W, for the same microbatch.",
+    why="The gradient would be computed, and added, twice.",
+    fix="Keep either the B, or the I and its W.",
+    example=_example(1, "0", "0F0 0B0 0W0"),
+    message="stage {action.stage} has both a BACKWARD and a {action.kind.name} for microbatch "
+    "{action.microbatch}",
+    labels=("a part of a split backward", "the full one"),
+)
+
+
+def _split(finding: Diagnostic) -> str:
+    action = finding.action
+    how = "once more" if action.kind is Kind.RECOMPUTE else "backward"
+    return (
+        f"stage {action.stage} runs microbatch {action.microbatch} forward on rank "
+        f"{finding.other.rank}, but {how} on rank {finding.rank}"
+    )
+
+
+def _split_parts(finding: Diagnostic) -> tuple[str, ...]:
+    again = finding.action.kind is Kind.RECOMPUTE
+    return f"the {'recomputation' if again else 'backward'}", "its forward"
+
+
+SPLIT_MICROBATCH = Rule(
+    code="S107",
+    name="split-microbatch",
+    meaning="The backward, or the recomputation, of a microbatch stands on another replica of the "
+    "stage than its forward.",
+    why="What the backward needs, the forward left on its own rank.",
+    fix="Run both on the same rank.",
+    example=_example(1, "0,1", "0F0 0REDUCE_GRAD 0OPTIM_STEP", "0B0 0REDUCE_GRAD 0OPTIM_STEP"),
+    message=_split,
+    labels=_split_parts,
+)
+
+# S2xx: each rank's compute is in an order that makes sense, and each gradient is applied once.
+
+_LISTED_EARLY = "{action} is listed before {other.action}, whose result it uses"
+_NEEDS_LATER = ("needs what comes later", "listed here")
+
+BACKWARD_BEFORE_FORWARD = Rule(
+    code="S201",
+    name="backward-before-forward",
+    meaning="A backward is listed before the forward of the same stage and microbatch.",
+    why="There is nothing yet to differentiate.",
+    fix="Move the backward after its forward.",
+    example=_example(1, "0", "0B0 0F0"),
+    message=_LISTED_EARLY,
+    labels=_NEEDS_LATER,
+)
+
+WEIGHT_BEFORE_INPUT = Rule(
+    code="S202",
+    name="weight-before-input",
+    meaning="A W is listed before the I of the same stage and microbatch.",
+    why="W uses what I has computed.",
+    fix="Move W after its I.",
+    example=_example(2, "0", "0F0 0W0 0I0 0F1 0I1 0W1"),
+    message=_LISTED_EARLY,
+    labels=_NEEDS_LATER,
+)
+
+INPUT_NOT_READY = Rule(
+    code="S203",
+    name="input-not-ready",
+    meaning="An action is listed before the neighbouring stage on the same rank has made its "
+    "input.",
+    why="A rank runs its list in order, so the input can't be there.",
+    fix="Run the stages forward in ascending order, and backward in descending order.",
+    example=_example(1, "0 0", "1F0 0F0 1B0 0B0"),
+    message=_LISTED_EARLY,
+    labels=_NEEDS_LATER,
+)
+
+
+STEP_BEFORE_GRADIENTS = Rule(
+    code="S204",
+    name="step-before-gradients",
+    meaning="The last OPTIM_STEP of a stage is listed before some of its gradients are computed.",
+    why="Those gradients are never applied: the step trains on a part of the batch.",
+    fix="Move the OPTIM_STEP after the stage's last backward, or add another one there.",
+    example=_example(2, "0", "0F0 0B0 0F1 0OPTIM_STEP 0B1"),
+    message="{late} of stage {action.stage}'s gradients {late:is|are} computed after its last "
+    "OPTIM_STEP",
+    labels=("the last step", "never applied"),
+)
+
+GRADIENT_NEVER_APPLIED = Rule(
+    code="S205",
+    name="gradient-never-applied",
+    meaning="A stage has no OPTIM_STEP although other stages have.",
+    why="It would never learn. A schedule without any OPTIM_STEP leaves the update to the caller.",
+    fix="Give every stage its OPTIM_STEP, on each rank that holds it, or none.",
+    example=_example(1, "0 0", "0F0 1F0 1B0 0B0 1OPTIM_STEP"),
+    message="stage {action.stage} has no OPTIM_STEP on rank {rank}, though other stages have",
+)
+
+EMPTY_STEP = Rule(
+    code="S206",
+    name="empty-step",
+    meaning="An OPTIM_STEP is listed where no gradient has been accumulated since the one before.",
+    why="There is nothing to apply: most likely it is a duplicate, or stands in the wrong place.",
+    fix="Remove it, or move it after the backwards that it belongs to.",
+    example=_example(1, "0", "0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"),
+    message="stage {action.stage} has accumulated no gradient since its last OPTIM_STEP",
+)
+
+UNEVEN_STEPS = Rule(
+    code="S207",
+    name="uneven-steps",
+    meaning="Two stages that share parameters group the microbatches differently into their "
+    "OPTIM_STEPs.",
+    why="A tied parameter gets one gradient in each step, the sum over its stages; of different "
+    "microbatches that is the gradient of no loss.",
+    fix="Give the tied stages their OPTIM_STEPs after the same sets of microbatches.",
+    example=_example(
+        3,
+        "0 0",
+        "0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0OPTIM_STEP 1OPTIM_STEP "
+        "1B2 0B1 0B2 0OPTIM_STEP 1OPTIM_STEP",
+    ),
+    options=(("ties", ((0, 1),)),),
+    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that "
+    "of stage {other.action.stage}, which shares parameters with it, {expected:ranges}",
+    advice="give both stages their OPTIM_STEPs after the same microbatches",
+)
+
+REDUCE_BEFORE_GRADIENTS = Rule(
+    code="S208",
+    name="reduce-before-gradients",
+    meaning="A REDUCE_GRAD is listed before the gradients of its step are complete.",
+    why="What is computed after it is not summed over the replicas: they drift apart.",
+    fix="Move the REDUCE_GRAD after the last backward before the OPTIM_STEP.",
+    example=_example(2, "0", "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP"),
+    message="{late} of stage {action.stage}'s gradients {late:comes|come} after its REDUCE_GRAD",
+    labels=("sums what is there so far", "the last gradient"),
+)
+
+
+def _unsummed(finding: Diagnostic) -> str:
+    held = finding.facts["held"]
+    reason = "those of other stages on one rank are summed"
+    if len(held) > 1:
+        reason = f"the stage lives on ranks {ranges(held)}"
+    return f"no REDUCE_GRAD sums stage {finding.action.stage}'s gradients, though {reason}"
+
+
+STEP_WITHOUT_REDUCE = Rule(
+    code="S209",
+    name="step-without-reduce",
+    meaning="Gradients of a stage on several ranks are not summed by a REDUCE_GRAD; or those of a "
+    "stage on one rank are not, though other such stages' are, over a group that the schedule "
+    "hides.",
+    why="Each replica would apply its own gradients only: they drift apart.",
+    fix="Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank.",
+    example=_example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP"),
+    message=_unsummed,
+)
+
+EMPTY_REDUCE = Rule(
+    code="S210",
+    name="empty-reduce",
+    meaning="A REDUCE_GRAD is listed where no replica has a gradient that is not summed yet.",
+    why="Gradients that are summed already would be summed once more, or none at all.",
+    fix="Remove it, or move it after the backwards that it belongs to.",
+    example=_example(
+        2,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
+    message="no replica of stage {action.stage} has a gradient that is not summed yet",
+)
+
+UNEVEN_REPLICAS = Rule(
+    code="S211",
+    name="uneven-replicas",
+    meaning="The replicas of a stage have different numbers of OPTIM_STEPs.",
+    why="From the first step that one of them lacks, their weights differ.",
+    fix="Give every replica the same OPTIM_STEPs.",
+    example=_example(
+        2,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+        "0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
+    message="stage {action.stage} has {steps} OPTIM_STEPs on rank {rank}, but {fewest} on rank "
+    "{least}",
+)
+
+
+def _across(finding: Diagnostic) -> str:
+    steps = finding.facts["steps"]
+    at = next(at for at, step in enumerate(steps) if step != steps[0])
+    return (
+        f"a sum of stage {finding.action.stage} belongs to OPTIM_STEP {steps[0]} on rank "
+        f"{finding.rank}, but to OPTIM_STEP {steps[at]} on rank {finding.locations[at].rank}"
+    )
+
+
+REDUCE_ACROSS_STEPS = Rule(
+    code="S212",
+    name="reduce-across-steps",
+    meaning="REDUCE_GRADs that meet belong to different OPTIM_STEPs of their replicas.",
+    why="The sum mixes the gradients of two steps, and the replicas apply different ones.",
+    fix="Give every replica as many REDUCE_GRADs between two OPTIM_STEPs.",
+    example=_example(
+        4,
+        "0,1",
+        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
+        "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
+    message=_across,
+)
+
+NO_STEP = Rule(
+    code="S213",
+    name="no-step",
+    severity="note",
+    strict=False,
+    meaning="No stage has an OPTIM_STEP, so the schedule updates nothing itself.",
+    why="The gradients only accumulate: whoever runs the schedule is to apply them, and to clear "
+    "them. That is a choice, and the only one in torch's format, so `--strict` allows it.",
+    fix="End each list with the OPTIM_STEPs of its stages, as the option `--add-steps` and "
+    "`schedir.append_steps` do, or step the optimizer yourself.",
+    example=_example(1, "0", "0F0 0B0"),
+    message="there is no OPTIM_STEP: the update is left to the caller",
+    advice="end each list with the OPTIM_STEPs of its stages (--add-steps lists them), or step the "
+    "optimizer yourself",
+)
+
+RECOMPUTE_BEFORE_FORWARD = Rule(
+    code="S214",
+    name="recompute-before-forward",
+    meaning="An R is listed before the forward of the same stage and microbatch.",
+    why="R runs the forward again, on the input that F keeps.",
+    fix="Move the R after its forward, or leave it out: F then keeps its activation.",
+    example=_example(1, "0", "0R0 0F0 0B0"),
+    message=_LISTED_EARLY,
+    labels=_NEEDS_LATER,
+)
+
+BACKWARD_BEFORE_RECOMPUTE = Rule(
+    code="S215",
+    name="backward-before-recompute",
+    meaning="A backward is listed before the recomputation of the same stage and microbatch.",
+    why="Where there is an R, its forward keeps the input alone: R makes what the backward needs.",
+    fix="Move the R before its B or I, or leave it out: F then keeps its activation.",
+    example=_example(1, "0", "0F0 0B0 0R0"),
+    message=_LISTED_EARLY,
+    labels=_NEEDS_LATER,
+)
+
+DIFFERENT_RATES = Rule(
+    code="S216",
+    name="different-rates",
+    severity="note",
+    strict=False,
+    meaning="Stages step after different sets of microbatches: one of them oftener than another, "
+    "say.",
+    why="A step takes the mean over its own microbatches, so each stage trains; but no update is "
+    "one of the whole model. PipeDream's replicated stages work so by design, which is why "
+    "`--strict` allows it: they step once in a round of their replicas, the others after every "
+    "minibatch. Where it is not meant, an OPTIM_STEP is in the wrong place.",
+    fix="Give every stage its OPTIM_STEPs after the same sets of microbatches.",
+    example=_example(
+        2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
+    ),
+    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that "
+    "of the loss stage {expected:ranges}",
+    labels=("the mean over its own", "the loss stage's"),
+    notes=(
+        "{differing} of the {stages} stages {differing:groups|group} the microbatches otherwise "
+        "than the loss stage",
+    ),
+    advice="give both stages their OPTIM_STEPs after the same microbatches, unless it is meant",
+)
+
+# S3xx: each send meets its receive, compute has its input, and nobody waits for ever.
+
+MEETS = "waits for"
+
+
+MEETS = "waits for"
+
+
+def _deadlock(finding: Diagnostic) -> str:
+    ranks = sorted({place.rank for place in finding.locations})
+    if len(ranks) == 1:
+        return f"deadlock: rank {ranks[0]} waits on itself"
+    each_other = "each other" if len(ranks) == 2 else "one another"
+    return f"deadlock: ranks {joined(ranks)} wait on {each_other}"
+
+
+def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
+    """Each action of the cycle, why it waits, and the one that it waits for."""
+    places, reasons = finding.locations, finding.facts["reasons"]
+    following = [*map(str, places[1:]), f"{places[0]}   (cycle)"]
+    for place, why, awaited in zip(places, reasons, following, strict=True):
+        yield str(place), why, awaited
+
+
+def _clean_under(finding: Diagnostic) -> Iterator[str]:
+    """Under which models it is clean."""
+    channel, clean = finding.facts["channel"], finding.facts["clean"]
+    if clean:
+        yield f"under --channel {channel}; clean under {joined(clean)}"
+        # Not where a model was asked for that no transport can be relied on for.
+        if channel == DEFAULT_CHANNEL:
+            yield "it runs on gloo, which is async; NCCL can be relied on for rank alone"
+    elif finding.facts["complete"]:
+        yield f"under --channel {channel}, and under every other"
+    else:
+        yield "under every channel model"
+    if finding.facts["inserted"]:
+        yield "in the list as schedir completes it, which `schedir export` prints"
+
+
+def _no_move(finding: Diagnostic) -> str:
+    if any(
+        why == MEETS and place.action.kind is Kind.OPTIM_STEP
+        for place, why in zip(finding.locations, finding.facts["reasons"], strict=True)
+    ):
+        return "list the OPTIM_STEPs of tied stages after the last backward of all of them"
+    return "none of the moves tried fixes it"
+
+
+def _as_given(finding: Diagnostic) -> str:
+    return ", in the list as it was given" if finding.facts["inserted"] else ""
+
+
+WAIT_CYCLE = Rule(
+    code="S301",
+    name="wait-cycle",
+    meaning="Some actions wait for each other in a circle: a deadlock.",
+    why="None of them can ever run. A transfer needs both ends posted, stages that share "
+    "parameters (`--tie`) step together, and a transport keeps a part of each list's order "
+    "(`--channel`), so an action may have to wait for one that is listed before it: "
+    + "; ".join(f"`{model}`, {words}" for model, words in CHANNELS_IN_WORDS.items())
+    + ". What is clean under `rank` runs on NCCL and on gloo, what is clean under `async` on "
+    "gloo alone; `pair` and `edge` ask of a driver what CUDA does not promise.",
+    fix="Post one of the actions of the cycle earlier, post a rank's sends and receives that block "
+    "each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`, or use a transport that keeps less "
+    "order.",
+    example=_example(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+    ),
+    message=_deadlock,
+    notes=_clean_under,
+    advice=_no_move,
+    after_change=_as_given,
+    listed=1,
+    trace=_cycle,
+)
+
+
+def _unmatched(finding: Diagnostic) -> str:
+    action = finding.action
+    if action.kind is Kind.REDUCE_GRAD:
+        return f"{action} has no counterpart on rank {finding.facts['peer']}"
+    return f"{action} is never {'received' if action.kind in SENDS else 'sent'}"
+
+
+UNMATCHED = Rule(
+    code="S302",
+    name="unmatched",
+    meaning="A send has no receive, a receive no send, or a REDUCE_GRAD no counterpart on some "
+    "replica.",
+    why="It waits for ever, or the transport matches it with something else.",
+    fix="Add the other end, or remove this one.",
+    example=_example(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0"),
+    message=_unmatched,
+)
+
+
+@attrs.frozen
+class Pair:
+    """A send and a receive that meet, and whether they name the same payload.
+
+    `turn` is their number on their channel, from 0.
+    """
+
+    turn: int
+    send: Location
+    receive: Location
+    right: bool
+
+
+def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
+    """The channel around the first wrong pair: what meets what, in order."""
+    yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
+    for pair in finding.facts["pairs"]:
+        yield (
+            f"{pair.turn}",
+            f"#{pair.send.index} {pair.send.action}",
+            f"#{pair.receive.index} {pair.receive.action}",
+            "" if pair.right else f"gets {_payload(pair.send.action)}",
+        )
+
+
+def _payload(send: Action) -> str:
+    """What a send carries, in words."""
+    what = "output" if send.kind is Kind.SEND_ACT else "input gradient"
+    return f"the {what} of stage {send.stage} for microbatch {send.microbatch}"
+
+
+MIS_PAIRED = Rule(
+    code="S303",
+    name="mis-paired",
+    meaning="The j-th send of a channel and its j-th receive name different boundaries or "
+    "microbatches.",
+    why="There are no tags: the receiver would get another tensor than it expects, without a word.",
+    fix="Post sends and receives of a channel in the same order.",
+    example=_example(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT1 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
+    ),
+    message="{action} would get the payload of {other.action}",
+    labels=("the receive", "the send that it meets", "the send that it should meet"),
+    notes=(
+        "{wrong} of the channel's {transfers} transfers from rank {other.rank} to rank {rank} "
+        "{wrong:is|are} mis-paired",
+    ),
+    trace=_pairs,
+)
+
+
+def _unreceived(finding: Diagnostic) -> str:
+    relation = "before" if len(finding.locations) > 1 else "without"
+    return f"{finding.action} runs {relation} {finding.facts['receive']}, the receive of its input"
+
+
+MISSING_RECEIVE = Rule(
+    code="S304",
+    name="missing-receive",
+    meaning="A compute action runs before, or without, the receive of its input.",
+    why="It would work on whatever the buffer holds.",
+    fix="List the receive before the action.",
+    example=_example(
+        1,
+        "0 1",
+        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0",
+        "1F0 1RECV_ACT0 1B0 1SEND_GRAD0",
+    ),
+    message=_unreceived,
+    labels=("uses what it brings", "the receive, listed later"),
+)
+
+SEND_BEFORE_COMPUTE = Rule(
+    code="S305",
+    name="send-before-compute",
+    meaning="A send is listed before, or without, the compute action that makes its payload.",
+    why="There is nothing to send yet.",
+    fix="Move the send after the compute action.",
+    example=_example(
+        1,
+        "0 1",
+        "0SEND_ACT0 0F0 0RECV_GRAD0 0B0",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0",
+    ),
+    message="{action} is listed before {other.action}, which makes its payload",
+    labels=("nothing to send yet", "makes the payload"),
+)
+
+
+def _alone(finding: Diagnostic) -> str:
+    action, reason = finding.action, finding.facts["reason"]
+    if reason == "elsewhere":
+        return (
+            f"rank {finding.rank} does not run stage {action.stage} on microbatch "
+            f"{action.microbatch}, so {action} has nothing to work on"
+        )
+    why = "the pipeline ends here" if reason == "end" else "its neighbour is on the same rank"
+    return f"{action} has no other rank at its other end: {why}"
+
+
+NO_PEER = Rule(
+    code="S306",
+    name="no-peer",
+    meaning="A send or receive has no other rank at its other end.",
+    why="Neighbouring stages on one rank hand their tensors over directly, and the pipeline ends "
+    "with its first and last stage.",
+    fix="Remove it.",
+    example=_example(1, "0", "0F0 0SEND_ACT0 0B0"),
+    message=_alone,
+)
+
+# S4xx: weight versions and activations, what exists and how much is alive at once. S402 is retired:
+# an activation is never released where a backward is missing, which S105 says.
+
+VERSION_NOT_AVAILABLE = Rule(
+    code="S401",
+    name="version-not-available",
+    meaning="A forward reads a weight version that doesn't exist at its place in the list.",
+    why="Version v exists once v OPTIM_STEPs of the stage have run.",
+    fix="Name an existing version, or move the forward after the OPTIM_STEP that makes it.",
+    example=_example(1, "0", "0F0@1 0B0 0OPTIM_STEP"),
+    message="stage {action.stage} has version {newest} at most here, not {action.version}",
+    after_change=", or list the forward after the OPTIM_STEP that makes version {action.version}",
+)
+
+DELAY_ABOVE_LIMIT = Rule(
+    code="S403",
+    name="delay-above-limit",
+    meaning="A gradient is applied more updates after the version that it was computed at than "
+    "allowed.",
+    why="A gradient that is stale by many updates can keep training from converging.",
+    fix="Keep fewer microbatches in flight between updates, or raise --max-delay.",
+    example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
+    options=(("max_delay", 1),),
+    message="stage {action.stage} applies the gradient of microbatch {action.microbatch} {delay} "
+    "updates late; the limit is {limit}",
+    labels=("reads the older version", "its gradient"),
+    notes=("{above} of the stage's microbatches {above:is|are} above the limit",),
+)
+
+VERSIONS_ABOVE_LIMIT = Rule(
+    code="S404",
+    name="versions-above-limit",
+    meaning="More weight versions of a stage are alive at once than allowed.",
+    why="Each version beside the newest is a copy of the stage's weights.",
+    fix="Keep fewer microbatches in flight between updates, or raise --max-versions.",
+    example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
+    options=(("max_versions", 1),),
+    message="{alive} weight versions of stage {action.stage} are alive at once on rank {rank}; the "
+    "limit is {limit}",
+    labels=("makes one too many",),
+)
+
+
+def _counted(finding: Diagnostic) -> Iterator[str]:
+    if finding.facts["held_until"] == "I":
+        yield "an activation counts until its I"
+
+
+ACTIVATIONS_ABOVE_LIMIT = Rule(
+    code="S405",
+    name="activations-above-limit",
+    meaning="A rank holds more activations at once than allowed.",
+    why="What each forward keeps for its backward may not fit the device's memory.",
+    fix="Start backwards earlier, run forwards again (`schedir.recompute`), or raise "
+    "--max-activations; `--held-until I` counts none between its I and its W.",
+    example=_example(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2"),
+    options=(("max_activations", 2),),
+    message="rank {rank} holds {peak} activations at once; the limit is {limit}",
+    labels=("the peak",),
+    notes=_counted,
+)
+
+VERSIONS_DISAGREE = Rule(
+    code="S406",
+    name="versions-disagree",
+    severity="note",
+    meaning="A microbatch runs at different weight versions on different stages.",
+    why="Its gradient is that of no single version of the model. PipeDream works so by design; "
+    "its vertical sync gives every stage the same version.",
+    fix="Name the version that all stages share: `0F4@1`.",
+    example=_example(
+        2,
+        "0 0",
+        "0F0 1F0 0F1 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP",
+    ),
+    message="microbatch {action.microbatch} runs at version {version} on stage {action.stage}, but "
+    "at version {other_version} on stage {other.action.stage}",
+    labels=("reads one version", "reads another"),
+    notes=(
+        "{differing} of the {microbatches} microbatches {differing:runs|run} at versions that "
+        "differ between stages",
+    ),
+)
+
+TIED_VERSIONS_DISAGREE = Rule(
+    code="S407",
+    name="tied-versions-disagree",
+    meaning="Stages that share parameters run a microbatch at different versions of them.",
+    why="A tied parameter is one parameter: two of its versions in one forward pass are no model, "
+    "and the sum of their gradients is the gradient of none.",
+    fix="Name the version that the tied stages share (`0F4@1`, as in vertical sync), update after "
+    "all microbatches, or leave the parameter untied.",
+    example=_example(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0OPTIM_STEP 0RECV_GRAD1 0B1 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
+    ),
+    options=(("ties", ((0, 1),)),),
+    message="stages {action.stage} and {other.action.stage} share parameters, but run microbatch "
+    "{action.microbatch} at versions {version} and {other_version}",
+    labels=("reads one version", "reads another"),
+    notes=(
+        "{differing} of the {microbatches} microbatches {differing:runs|run} at versions that "
+        "differ between the tied stages",
+    ),
+)
+
+RECOMPUTE_AT_ANOTHER_VERSION = Rule(
+    code="S408",
+    name="recompute-at-another-version",
+    meaning="An R names another weight version than the one that its forward reads.",
+    why="What is run again at other weights is another forward: its gradient belongs to no output "
+    "that the stage has handed on.",
+    fix="Leave the version out of the R: it reads that of its forward.",
+    example=_example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP"),
+    message="{action} reads version {action.version}, but {other.action} reads version {version}",
+    labels=("reads one version", "reads another"),
+)
+
+# S5xx: what is right, but slower than it need be.
+
+_UNIT = "times are in forwards of one stage, a backward taking two"
+
+
+def _late_receives(finding: Diagnostic) -> Iterator[str]:
+    yield _UNIT
+    if finding.facts["receives"] > 1:
+        yield f"{finding.facts['receives']} receives are posted late"
+
+
+LATE_RECEIVE = Rule(
+    code="S501",
+    name="late-receive",
+    severity="warning",
+    meaning="A receive is posted only when its rank already waits for it, though its send was "
+    "posted while that rank still computed.",
+    why="A transfer starts when both its ends are posted, so this one can't overlap with compute, "
+    "and its sender may wait for it.",
+    fix="Post the receive ahead of the compute before it; or leave it to schedir's placement.",
+    example=_example(
+        2,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1B0 1RECV_ACT1 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
+    ),
+    message="{action} is posted {late:g} after its send, when rank {rank} has nothing else to do",
+    labels=("posted late", "needs it at once"),
+    notes=_late_receives,
+    advice="post {action} ahead of the compute before rank {rank} #{index}",
+)
+
+EARLY_RECEIVE = Rule(
+    code="S502",
+    name="early-receive",
+    severity="warning",
+    meaning="A receive is posted so early that it holds up other communication, and the step takes "
+    "longer.",
+    why="A transport that keeps order can't pass a receive whose payload is not made yet.",
+    fix="Post the receive after what it holds up, or use a transport that keeps less order.",
+    example=_example(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0F2 0SEND_ACT1 0RECV_GRAD0 0B0 0SEND_ACT2 0RECV_GRAD1 0B1 "
+        "0RECV_GRAD2 0B2",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1SEND_ACT0 1F1 1SEND_ACT1 1RECV_GRAD0 1B0 1SEND_GRAD0 "
+        "1RECV_ACT2 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
+        "2RECV_ACT0 2F0 2RECV_ACT1 2B0 2SEND_GRAD0 2F1 2RECV_ACT2 2B1 2SEND_GRAD1 2F2 2B2 "
+        "2SEND_GRAD2",
+    ),
+    message="{action} holds {other.action} up for {held:g}",
+    labels=("waits for its payload", "could go, but has to wait for it"),
+    notes=(
+        "the step takes {makespan:g} under --channel {channel}, and {possible:g} where nothing is "
+        "held up",
+        _UNIT,
+    ),
+    advice="post {action} after {other.action}",
+)
+
+
+def _splits(finding: Diagnostic) -> str:
+    pairs = len(finding.locations) // 2
+    if pairs == 1:
+        return f"{finding.action} and {finding.other.action} could be one B"
+    return f"{pairs} pairs of an I and its W could be one B each"
+
+
+NEEDLESS_SPLIT = Rule(
+    code="S503",
+    name="needless-split",
+    severity="note",
+    meaning="An I is directly followed by its W: nothing is gained by splitting that backward.",
+    why="A split backward goes through the graph twice, which one B does once.",
+    fix="Write one B, or put other work between the two.",
+    example=_example(1, "0", "0F0 0I0 0W0"),
+    message=_splits,
+    advice="write {action.stage}B{action.microbatch} in place of {action} and {other.action}",
+)
+
+GROUP_SIZE = Rule(
+    code="S504",
+    name="group-size",
+    severity="note",
+    meaning="An interleaved schedule goes through the microbatches in groups of another size than "
+    "the number of ranks, and takes longer for it.",
+    why="With groups of as many microbatches as there are ranks, each chunk's last microbatch "
+    "leaves just when the next chunk's first one is due (arXiv 2104.04473, section 2.2).",
+    fix="Make the group size the number of ranks: `--set group_size=P`.",
+    example=_example(
+        2,
+        "0 1 0 1",
+        "0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1",
+        "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1",
+    ),
+    message="groups of {group} {group:microbatch|microbatches} on {ranks} ranks make the step "
+    "longer",
+    notes=(
+        "the step takes {makespan:g}; interleaved 1F1B in groups of {ranks} takes {possible:g}",
+        _UNIT,
+    ),
+    advice="make the group size {ranks}",
+)
+
+
+def _late_send(finding: Diagnostic) -> str:
+    makespan, alone, possible = (finding.facts[of] for of in ("makespan", "alone", "possible"))
+    what, shorter = f"{finding.action} and others are", possible
+    if alone < makespan:
+        what, shorter = f"{finding.action} is", alone
+    return f"{what} posted late: the step takes {makespan:g} rather than {shorter:g}"
+
+
+def _late_sends(finding: Diagnostic) -> Iterator[str]:
+    sends, possible = finding.facts["sends"], finding.facts["possible"]
+    yield _UNIT
+    if sends > 1:
+        yield f"{sends} sends are late; if they were not, the step would take {possible:g}"
+
+
+LATE_SEND = Rule(
+    code="S505",
+    name="late-send",
+    severity="warning",
+    meaning="A send is listed after compute that does not make its payload, and the step takes "
+    "longer for it.",
+    why="The payload is there, but stays where it is while other stages wait for it.",
+    fix="List each send right after the compute that makes its payload.",
+    example=_example(
+        2,
+        "0 1",
+        "0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
+    ),
+    message=_late_send,
+    labels=("posted late", "could stand after this"),
+    notes=_late_sends,
+    advice="post {action} right after rank {other.rank} #{other.index}",
+)
+
+RULES: dict[str, Rule] = {
+    value.code: value for value in list(globals().values()) if isinstance(value, Rule)
+}
+
+RETIRED = {"S402": "S105"}
+"""Codes that are not reported any more, each with the one that says what it said."""

@@ -1,0 +1,90 @@
+"""OFFLOAD and RELOAD: what they mean, and the pass that lists them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import schedir
+from schedir import Schedule
+from schedir.graph.alive import peak_activations
+from schedir.graph.compile import graph_of
+from schedir.graph.paths import waits
+from schedir.passes import offload
+from tests.literals import listed
+from tests.test_random import drawn
+
+
+def test_the_pass_lists_both_copies() -> None:
+    plain = listed(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2 0OPTIM_STEP")
+    assert offload(plain, [0]) == listed(
+        3,
+        "0",
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2 "
+        "0OPTIM_STEP",
+    )
+    # Two entries ahead of its backward each would be back at once.
+    assert offload(plain, [0], ahead=2) == plain
+
+
+def test_the_pass_leaves_what_it_has_listed() -> None:
+    schedule = schedir.build("1f1b", ranks=4, microbatches=8)
+    once = offload(schedule, range(4))
+    assert offload(once, range(4)) == once
+
+
+def test_random_lists_keep_their_meaning() -> None:
+    chance = random.Random(1)
+    copied = 0
+    for _ in range(150):
+        schedule = schedir.insert_communication(drawn(chance))
+        away = offload(schedule, range(schedule.stages), ahead=chance.randint(1, 3))
+        added = len(away.columns) - len(schedule.columns)
+        copied += added
+        kept = [token for text in schedir.dumps(away).splitlines() for token in text.split()]
+        plain = [token for token in kept if "LOAD" not in token]
+        assert plain == schedir.dumps(schedule).split()
+        assert sum("LOAD" in token for token in kept) == added
+        for channel in schedir.CHANNELS:
+            before, after = waits(schedule, channel), waits(away, channel)
+            assert not before.stuck.any() or after.stuck.any()
+            if not before.stuck.any():
+                assert not after.stuck.any()
+        peaks = zip(
+            peak_activations(graph_of(away)), peak_activations(graph_of(schedule)), strict=True
+        )
+        assert all(less <= more for (less, _), (more, _) in peaks)
+    assert copied > 200
+
+
+def test_offloading_lowers_the_peak() -> None:
+    schedule = schedir.build("1f1b", ranks=4, microbatches=8)
+    peaks = [peak for peak, _ in peak_activations(graph_of(offload(schedule, [0, 1])))]
+    assert peaks == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stages": [4]}, "1f1b has no stage 4 to offload, only 0..3"),
+        ({"stages": [0], "ahead": 0}, "ahead must be a number of entries of at least 1, not 0"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offload(schedir.build("1f1b"), **arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_no_collection() -> None:
+    with pytest.raises(TypeError, match="stages must be a collection of stage numbers, not 0"):
+        offload(schedir.build("1f1b"), 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="schedule must be a Schedule"):
+        offload("1f1b", [0])  # type: ignore[arg-type]
+
+
+def test_lines_of_python() -> None:
+    schedule: Schedule = offload(schedir.build("1f1b"), [0])
+    source = {str(a): schedule.source_of(0, i) for i, a in enumerate(schedule.actions[0])}
+    assert source["0OFFLOAD0"] == source["0F0"]
+    assert source["0RELOAD0"] == source["0B0"]
