@@ -11,7 +11,7 @@ import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
 from schedir.checker.diagnostics import Excerpt, in_short
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle

@@ -15,7 +15,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Move, ahead
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding
 from schedir.ir import Ints, Plan, Schedule, Time, Times
 
 # The list is run again for each late send that may cost something, while this many actions last.

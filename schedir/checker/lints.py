@@ -12,7 +12,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import back
-from schedir.checker.faults import Faults, fault
+from schedir.checker.fixes import Faults, fault
 from schedir.checker.late import Posting, late_receives, late_sends, posting
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import QUEUED, Waits, finish, previous_of_queue, waits

@@ -19,14 +19,14 @@ from schedir.checker.changes import (
     back,
     beside,
     in_turn,
+    last_of_stage,
     moved_beside,
     removal,
     several,
 )
-from schedir.checker.diagnostics import Rule
-from schedir.checker.faults import Faults, Finding, fault
-from schedir.checker.places import last_of_stage
+from schedir.checker.fixes import Faults, Finding, fault
 from schedir.checker.reductions import reductions
+from schedir.checker.values import values
 from schedir.ir import COMPLETES_GRADIENTS, Action, Ints, Kind, Schedule, Ties
 
 # What a stage has on a rank, but for what it computes first: the last of it is an OPTIM_STEP.
@@ -35,7 +35,7 @@ _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
-    yield from _compute_order(schedule)
+    yield from values(schedule)
     columns = schedule.columns
     steps = columns.where(Kind.OPTIM_STEP)
     reduces = columns.where(Kind.REDUCE_GRAD)
@@ -50,45 +50,6 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
     if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
         last = int(schedule.dataflow.weight_gradients.max())
         yield fault(rules.NO_STEP.at(schedule, last))
-
-
-def _compute_order(schedule: Schedule) -> Iterator[Faults]:
-    """Every action stands after what it uses of its own rank."""
-    flow = schedule.dataflow
-    forward, gradient = flow.of(Kind.FORWARD), flow.gradients
-    weight, again = flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.RECOMPUTE)
-    rank = schedule.columns.rank
-    for number, (rule, actions, used) in enumerate(
-        (
-            (rules.INPUT_NOT_READY, forward[1:], forward[:-1]),
-            (rules.INPUT_NOT_READY, gradient[:-1], gradient[1:]),
-            (rules.BACKWARD_BEFORE_FORWARD, gradient, forward),
-            (rules.BACKWARD_BEFORE_FORWARD, weight, forward),
-            (rules.WEIGHT_BEFORE_INPUT, weight, flow.of(Kind.BACKWARD_INPUT)),
-            (rules.RECOMPUTE_BEFORE_FORWARD, again, forward),
-            (rules.BACKWARD_BEFORE_RECOMPUTE, gradient, again),
-        )
-    ):
-        early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])
-        pairs = np.flatnonzero(early)
-        if len(pairs):
-            early_places, used_places = actions.ravel()[pairs], used.ravel()[pairs]
-            order = np.argsort(early_places)
-            yield Faults(
-                rule=rule,
-                keys=number * forward.size + pairs[order],
-                findings=_too_early(schedule, rule, early_places[order], used_places[order]),
-            )
-
-
-def _too_early(schedule: Schedule, rule: Rule, early: Ints, used: Ints) -> Iterator[Finding]:
-    for place, later in zip(early.tolist(), used.tolist(), strict=True):
-        slides = (back(schedule, place, later), ahead(schedule, later, place))
-        yield Finding(
-            rule.at(schedule, place, later),
-            in_turn(slides),
-            moved_beside(schedule, place, "after", later),
-        )
 
 
 def _applied_once(schedule: Schedule, steps: Ints, ties: Ties) -> Iterator[Faults]:

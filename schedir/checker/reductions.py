@@ -24,7 +24,7 @@ from schedir.checker.changes import (
     removal,
     several,
 )
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     Action,

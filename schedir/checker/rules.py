@@ -367,6 +367,37 @@ DIFFERENT_RATES = Rule(
     advice="give both stages their OPTIM_STEPs after the same microbatches, unless it is meant",
 )
 
+USED_TOO_EARLY = Rule(
+    code="S217",
+    name="used-too-early",
+    meaning="An action is listed before another one of its rank that makes what it uses.",
+    why="A rank runs its list in order, so that is not there yet.",
+    fix="Move the action after the one that makes what it uses.",
+    example=_example(1, "0", "0F0 0OFFLOAD0 0B0 0RELOAD0"),
+    message="{action} is listed before {other.action}, which makes its {word}",
+    labels=_NEEDS_LATER,
+)
+
+
+def _not_alive(finding: Diagnostic) -> str:
+    word, label = finding.facts["word"], finding.facts["label"]
+    if label == "twice":
+        return f"{finding.action} makes the {word} while there is one"
+    end = f"after {finding.other.action} has ended it" if label == "gone" else "that nobody makes"
+    return f"{finding.action} uses the {word} {end}"
+
+
+USED_AFTER_ITS_END = Rule(
+    code="S218",
+    name="used-after-its-end",
+    meaning="An action uses what another one has ended, or nobody makes; or it makes what is there "
+    "already.",
+    why="Nothing is there to be used, or one of two is lost.",
+    fix="List the action where what it uses is alive, or add what makes it.",
+    example=_example(1, "0", "0F0 0B0 0OFFLOAD0"),
+    message=_not_alive,
+)
+
 # S3xx: each send meets its receive, compute has its input, and nobody waits for ever.
 
 MEETS = "waits for"
@@ -699,6 +730,16 @@ RECOMPUTE_AT_ANOTHER_VERSION = Rule(
     example=_example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP"),
     message="{action} reads version {action.version}, but {other.action} reads version {version}",
     labels=("reads one version", "reads another"),
+)
+
+NEVER_ENDED = Rule(
+    code="S409",
+    name="never-ended",
+    meaning="An action makes what no other one ends.",
+    why="It would stay in memory to the end of the step.",
+    fix="Add the action that ends it, or leave out the one that makes it.",
+    example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
+    message="nobody ends the {word} that {action} makes",
 )
 
 # S5xx: what is right, but slower than it need be.

@@ -9,10 +9,18 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Change, beside, removal, several
+from schedir.checker.changes import (
+    Change,
+    added,
+    beside,
+    is_misplaced,
+    last_of_stage,
+    removal,
+    several,
+    taken_to,
+)
 from schedir.checker.diagnostics import Diagnostic, Location, Rule, locations
-from schedir.checker.faults import Faults, Finding
-from schedir.checker.places import added, is_misplaced, last_of_stage, taken_to
+from schedir.checker.fixes import Faults, Finding
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     KIND_INDEX,

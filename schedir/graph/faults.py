@@ -36,11 +36,10 @@ class Fault:
 
 @attrs.frozen(eq=False)
 class _Lives:
-    """By value: the first and the last place that makes it, the last that ends it, -1 for none, how
-    many of each there are, and whether it is given."""
+    """By value: the first place that makes it and the last that ends it, -1 for none, how many of
+    each there are, and whether it is given."""
 
     first: Ints
-    last: Ints
     made: Ints
     ended: Ints
     ends: Ints
@@ -52,38 +51,49 @@ class _Lives:
         return (self.made + self.given > 1) | (self.ends > 1)
 
 
+_NAMES = frozenset(
+    use.value
+    for kind in Kind
+    for use in kind.meaning.uses
+    if use.does != "make" and VALUES[use.value].per == "microbatch"
+)
+"""The values of (stage, microbatch) pairs that anything reads or ends."""
+
+
 def faults(graph: Graph) -> Iterator[Fault]:
     """What is wrong with the values of (stage, microbatch) pairs. Expects a sound structure."""
-    touches = [touch for touch in graph.touches() if VALUES[touch.use.value].per == "microbatch"]
+    touches = [*graph.touches(*_NAMES)]
     lives = _lives(graph, touches)
-    entry, rank = graph.columns.entry, graph.columns.rank
-    several = lives.several
+    entry, several = graph.columns.entry, lives.several
+    mixed = bool(several.any())
     for touch in touches:
         if touch.use.does == "make":
             continue
-        maker, end = lives.first[touch.values], lives.ended[touch.values]
-        here, single = entry[touch.places], ~several[touch.values]
-        own = single & (maker >= 0) & (rank[maker] == rank[touch.places])
-        late = own & (entry[maker] >= here)
-        missing = single & ~own & ~lives.given[touch.values]
-        gone = single & (end >= 0) & (entry[end] < here) & ~late & ~missing
-        yield from _fault("late", touch, np.flatnonzero(late), maker)
-        yield from _fault("missing", touch, np.flatnonzero(missing), np.full_like(maker, -1))
-        yield from _fault("gone", touch, np.flatnonzero(gone), end)
-    if several.any():
+        values, here = touch.values, entry[touch.places]
+        maker = lives.first[values]
+        alive = lives.given[values] | ((maker >= 0) & (entry[maker] < here))
+        single = ~several[values] if mixed else np.True_
+        if not alive.all():
+            late, missing = single & ~alive & (maker >= 0), single & ~alive & (maker < 0)
+            yield from _fault("late", touch, late, maker)
+            yield from _fault("missing", touch, missing, np.full_like(maker, -1))
+        if touch.use.does == "read":  # what ends a value is not too late for it
+            end = lives.ended[values]
+            yield from _fault("gone", touch, single & alive & (end >= 0) & (entry[end] < here), end)
+    if mixed:
         yield from _of_several_lives(graph, touches, several, lives.given)
-    yield from _unended(graph, touches, lives)
+    yield from _unended(touches, lives)
 
 
-def _fault(label: Label, touch: Touch, numbers: Ints, others: Ints) -> Iterator[Fault]:
-    if len(numbers):
-        yield Fault(label, touch.use.value, touch.kind, touch.places[numbers], others[numbers])
+def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[Fault]:
+    if where.any():
+        yield Fault(label, touch.use.value, touch.kind, touch.places[where], others[where])
 
 
 def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
     size = graph.base[""]
-    first, last, ended = (np.full(size, -1) for _ in range(3))
-    made, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    first, ended = (np.full(size, -1) for _ in range(2))
+    made, ends = (np.zeros(size, np.int8) for _ in range(2))
     given = np.zeros(size, np.bool_)
     for touch in touches:
         # A kind is listed once for each (stage, microbatch), so that no value is there twice.
@@ -91,7 +101,6 @@ def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
         if touch.use.does == "make":
             before = first[values]
             first[values] = np.where(before < 0, places, np.minimum(before, places))
-            last[values] = np.maximum(last[values], places)
             made[values] += 1
         elif touch.use.does == "end":
             ended[values] = np.maximum(ended[values], places)
@@ -105,18 +114,20 @@ def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
             apart = graph.numbers(name).reshape(own.shape) == own
             linked = graph.linked(name)
             given[own[linked][apart[linked]]] = True
-    return _Lives(first, last, made, ended, ends, given)
+    return _Lives(first, made, ended, ends, given)
 
 
-def _unended(graph: Graph, touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
-    """What is made and never ended, though it must be; but for what a transfer is of, whose other
-    end tells."""
-    linked = {name for name, value in VALUES.items() if value.link}
-    linked |= {value.link[0] for value in VALUES.values() if value.link}
+# What a transfer is of: its other end tells.
+_LINKED = {name for name, value in VALUES.items() if value.link}
+_LINKED |= {value.link[0] for value in VALUES.values() if value.link}
+
+
+def _unended(touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
+    """What is made and never ended, though it must be."""
     for touch in touches:
         name = touch.use.value
-        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in linked:
-            left = np.flatnonzero(lives.made[touch.values] > lives.ends[touch.values])
+        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in _LINKED:
+            left = lives.made[touch.values] > lives.ends[touch.values]
             yield from _fault("unended", touch, left, np.full(len(touch.places), -1))
 
 
@@ -161,4 +172,5 @@ def _of_several_lives(
         others = np.full(len(touches[number].places), -1)
         numbers = np.array([at for at, _ in wrong])
         others[numbers] = [other for _, other in wrong]
-        yield from _fault(label, touches[number], numbers, others)
+        where = np.isin(np.arange(len(others)), numbers)
+        yield from _fault(label, touches[number], where, others)
