@@ -93,7 +93,7 @@ def _round(graph: Graph, places: Ints) -> Ints:
 
 def _summed_once(graph: Graph) -> Iterator[Faults]:
     """Between two steps the gradients come first, then their sum, which all replicas make."""
-    schedule, columns = graph.schedule, graph.columns
+    columns = graph.columns
     rounds, size = int(graph.first_round[-1]), len(columns)
     gradients, places = graph.weight_gradients.ravel(), columns.where(_SUM)
     # The gradients, round by round.

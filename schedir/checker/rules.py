@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import attrs
 
 from schedir.checker.diagnostics import Diagnostic, Location, Rule, joined, ranges
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, SENDS, Action, Kind
+from schedir.ir import BACKWARDS, CHANNELS_IN_WORDS, COPIES, DEFAULT_CHANNEL, SENDS, Action, Kind
 
 
 def _example(microbatches: int, placement: str, *lists: str) -> str:
@@ -99,8 +99,10 @@ MIXED_BACKWARD = Rule(
 
 
 def _split(finding: Diagnostic) -> str:
-    action = finding.action
-    how = "once more" if action.kind is Kind.RECOMPUTE else "backward"
+    action, copies = finding.action, finding.action.kind in COPIES
+    how = "backward" if action.kind in BACKWARDS else "once more"
+    if copies:
+        how = f"has the {action.kind.meaning.word}"
     return (
         f"stage {action.stage} runs microbatch {action.microbatch} forward on rank "
         f"{finding.other.rank}, but {how} on rank {finding.rank}"
@@ -108,8 +110,8 @@ def _split(finding: Diagnostic) -> str:
 
 
 def _split_parts(finding: Diagnostic) -> tuple[str, ...]:
-    again = finding.action.kind is Kind.RECOMPUTE
-    return f"the {'recomputation' if again else 'backward'}", "its forward"
+    kind = finding.action.kind
+    return f"the {'backward' if kind in BACKWARDS else kind.meaning.word}", "its forward"
 
 
 SPLIT_MICROBATCH = Rule(
