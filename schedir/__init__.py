@@ -1,5 +1,7 @@
 """schedir: write, prove and run pipeline-parallel training schedules."""
 
+from typing import TYPE_CHECKING
+
 from schedir.checker import CHANNELS, Diagnostic, Report, check
 from schedir.errors import (
     ExecutionError,
@@ -9,7 +11,6 @@ from schedir.errors import (
     ScheduleError,
     UnsoundError,
 )
-from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
 from schedir.ir import (
     Action,
     Kind,
@@ -23,22 +24,24 @@ from schedir.ir import (
     dumps,
     forward,
     loads,
+    offload_activation,
     optim_step,
     recompute_forward,
     recv_act,
     recv_grad,
     reduce_grad,
+    reload_activation,
     send_act,
     send_grad,
     together,
 )
+from schedir.lazy import on_demand
 from schedir.library import (
     Generator,
     Pipeline,
     build,
     equal_groups,
     mirrored,
-    repeat_block,
     schedule,
     slots_in_groups,
     wave,
@@ -49,9 +52,14 @@ from schedir.passes import (
     append_steps,
     batch_communication,
     insert_communication,
+    offload,
     recompute,
 )
-from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
+
+if TYPE_CHECKING:
+    from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
+    from schedir.library.compaction import repeat_block
+    from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
 
 __version__ = "0.1.0"
 
@@ -95,6 +103,8 @@ __all__ = [
     "insert_communication",
     "loads",
     "mirrored",
+    "offload",
+    "offload_activation",
     "optim_step",
     "plan_replicas",
     "recompute",
@@ -102,6 +112,7 @@ __all__ = [
     "recv_act",
     "recv_grad",
     "reduce_grad",
+    "reload_activation",
     "repeat_block",
     "schedule",
     "search",
@@ -113,3 +124,16 @@ __all__ = [
     "wave",
     "wrapped",
 ]
+
+_ON_DEMAND = {
+    "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
+    "schedir.library.compaction": ("repeat_block",),
+    "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
+}
+
+if not TYPE_CHECKING:  # to which a misspelt name is an error
+    __getattr__ = on_demand(__name__, _ON_DEMAND)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "finder", "simulator"})

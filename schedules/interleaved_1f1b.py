@@ -1,6 +1,7 @@
 """Interleaved 1F1B: several model chunks per rank (Megatron-LM, arXiv 2104.04473, section 2.2)."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from schedir import (
     Action,
@@ -31,7 +32,8 @@ def interleaved_1f1b(
     Forwards go group by group of `group_size` microbatches, within a group chunk by chunk;
     backwards likewise, the last chunk first. By default the microbatches are split into
     max(1, microbatches // ranks) equal groups; where that does not divide, into groups of `ranks`
-    microbatches with a shorter last one.
+    microbatches with a shorter last one. The order is that of Megatron-LM's schedule table wherever
+    Megatron takes the groups: it wants `ranks` microbatches or more, in the last one too.
 
     Groups of fewer than `ranks` microbatches hold fewer activations, (chunks - 1) * group_size +
     ranks at most. Their ranks run ahead by half as much, and split backwards, so that the rank
@@ -63,14 +65,11 @@ def grouped_interleaved_1f1b(
 
 def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Iterator[Action]:
     """The list of a rank; `small` groups run ahead by half as much, and split backwards."""
-    # Each forward and backward has a slot; between the chunks of a microbatch there is half the way
-    # around the ranks at least, where groups are smaller than that.
-    ranks, chunks = pipe.ranks, pipe.stages_of(rank)
-    slot = slots_in_groups(pipe, group_size, apart=(ranks + 1) // 2 if small else 1)
-    ahead = slot(len(chunks) - 1, 0) + (ranks - rank - 1) * (1 if small else 2)
-    pairs = [(chunk, m) for m in range(pipe.microbatches) for chunk in range(len(chunks))]
-    forwards = [(slot(chunk, m), 0, chunks[chunk], m) for chunk, m in pairs]
-    backwards = [(ahead + slot(chunk, m), 1, chunks[-1 - chunk], m) for chunk, m in pairs]
+    chunks, order = pipe.stages_of(rank), _order(pipe, group_size, small)
+    last = next(slot for slot, chunk, _ in order if chunk == len(chunks) - 1)
+    ahead = last + (pipe.ranks - rank - 1) * (1 if small else 2)
+    forwards = [(slot, 0, chunks[chunk], m) for slot, chunk, m in order]
+    backwards = [(ahead + slot, 1, chunks[-1 - chunk], m) for slot, chunk, m in order]
     for _, is_backward, stage, m in sorted(forwards + backwards):
         if not is_backward:
             yield forward(stage, m)
@@ -81,3 +80,18 @@ def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Itera
             yield backward(stage, m)
     for stage in chunks:
         yield optim_step(stage)
+
+
+@lru_cache(maxsize=1, typed=True)
+def _order(pipe: Pipeline, group_size: int, small: bool) -> list[tuple[int, int, int]]:
+    """The (slot, chunk, microbatch) of every forward, the same on all ranks."""
+    # Between the chunks of a microbatch there is half the way around the ranks at least, where
+    # groups are smaller than that.
+    slot = slots_in_groups(pipe, group_size, apart=(pipe.ranks + 1) // 2 if small else 1)
+    pairs = [(chunk, m) for m in range(pipe.microbatches) for chunk in range(pipe.chunks)]
+    order = sorted((slot(chunk, m), chunk, m) for chunk, m in pairs)
+    if small or 0 < pipe.microbatches % group_size < pipe.ranks:
+        return order
+    # As in Megatron's table, a short last group leaves no slot empty. One of fewer microbatches
+    # than ranks has to, for its chunks may wait for each other for ever; Megatron refuses it.
+    return [(at, chunk, m) for at, (_, chunk, m) in enumerate(order)]

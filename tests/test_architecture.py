@@ -17,7 +17,7 @@ import schedir
 ROOT = Path(__file__).resolve().parents[1]
 # The floors of the house: a part imports itself and what is on the floors before its own.
 FLOORS = (
-    {"errors", "files"},
+    {"errors", "files", "lazy"},
     {"ir"},
     {"graph"},
     {"passes"},
@@ -165,6 +165,45 @@ def test_the_schedules_are_one_set_of_modules() -> None:
 def test_torch_stays_unimported(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def imported_by(statement: str) -> set[str]:
+    """The modules that a new process has imported after a statement."""
+    code = f"{statement}; import sys; print('\\n', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_check_starts_with_what_it_needs_alone() -> None:
+    found = imported_by("from schedir.cli import main; main(['check', '1f1b'])")
+    parts = {name.removeprefix("schedir.") for name in found if name.startswith("schedir.")}
+    assert not parts & {"finder", "simulator", "runtime", "training"}
+    assert not parts & {"library.compaction", "library.blocks", "library.bubble_filling"}
+    of_render = {"diagnostics", "explanation", "findings", "legible", "outputs", "styled"}
+    assert {part for part in parts if part.startswith("render.")} == {
+        f"render.{module}" for module in of_render
+    }
+    others = {"compare", "export", "list", "search", "show", "timelines"}
+    assert not parts & {f"cli.{other}" for other in others}
+
+
+def test_what_is_imported_on_demand_is_there() -> None:
+    assert not {"schedir.finder", "schedir.simulator"} & imported_by("import schedir")
+    for statement in (
+        "import schedir; schedir.simulate(schedir.build('1f1b'))",
+        "import schedir; schedir.simulator.Timeline; schedir.finder.Row",
+        "from schedir import CostModel, repeat_block",
+        "from schedir import *; search, forecast",
+        "from schedir.render import *; timeline_text",
+        "import schedir.simulator.timeline, schedir; schedir.simulate(schedir.build('1f1b'))",
+        "import schedir.checker.run, schedir; schedir.check(schedir.build('1f1b'))",
+    ):
+        imported_by(statement)  # raises nothing
+    assert set(schedir.__all__) | {"simulator", "finder"} <= set(dir(schedir))
+    with pytest.raises(AttributeError, match="'schedir' has no attribute 'simulat'"):
+        _ = schedir.simulat  # type: ignore[attr-defined]
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:

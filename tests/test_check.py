@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -271,11 +272,25 @@ def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str)
     report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
     place = report.diagnostics[0].locations
     facts = {"step": 0, "applied": tuple(microbatches), "expected": (0,)}
-    finding = Diagnostic(RULES["S207"], place, facts)
+    finding = Diagnostic(rule, place, facts)
     assert finding.message == (
         f"OPTIM_STEP 0 of stage 1 applies microbatches {said}; that of stage 0, which shares "
         "parameters with it, 0"
     )
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_a_finding_is_plain_data(code: str) -> None:
+    rule = RULES[code]
+    report = schedir.check(schedir.loads(rule.example), **dict(rule.options))
+    for finding in report.diagnostics:
+        same = pickle.loads(pickle.dumps(finding))
+        assert (same, hash(same)) == (finding, hash(finding))
+        assert (same.message, same.help) == (finding.message, finding.help)
+        for name, fact in finding.facts.items():
+            assert getattr(same, name) == fact
+        assert getattr(same, "why") == RULES[finding.code].why  # noqa: B009
+        assert not hasattr(same, "when")
 
 
 def test_a_missing_backward_is_said_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -12,7 +13,10 @@ from schedir.graph.alive import peak_activations
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import waits
 from schedir.passes import offload
+from tests.joined import drawn_joined
 from tests.literals import listed
+from tests.oracle import happens
+from tests.test_graph import shuffled
 from tests.test_random import drawn
 
 
@@ -88,3 +92,24 @@ def test_lines_of_python() -> None:
     source = {str(a): schedule.source_of(0, i) for i, a in enumerate(schedule.actions[0])}
     assert source["0OFFLOAD0"] == source["0F0"]
     assert source["0RELOAD0"] == source["0B0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_verdict_is_what_happens(seed: int) -> None:
+    """Of random lists with copies, right ones and shuffled ones, under each channel model."""
+    chance = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    for _ in range(60):
+        schedule = offload(
+            joined := drawn_joined(chance), range(joined.stages), ahead=chance.choice([1, 2])
+        )
+        if "OFFLOAD" not in schedir.dumps(schedule):
+            continue
+        if chance.random() < 0.7:
+            schedule = shuffled(schedule, chance)
+        for channel in schedir.CHANNELS:
+            happened = happens(schedule, channel)
+            outcomes[happened] += 1
+            right = schedir.check(schedule, channel=channel).ok
+            assert right is (happened == "completes"), f"{channel}\n{schedir.dumps(schedule)}"
+    assert min(outcomes[each] for each in ("completes", "wrong", "blocks")) > 5

@@ -208,3 +208,9 @@ def test_nothing_comes_between_the_parts_of_an_entry() -> None:
     assert " ".join(map(str, ahead.actions[1])).startswith(
         "1RECV_ACT0 1RECV_ACT1 1F0 (1B0;1F1) 1RECV_ACT2 1B1 1F2"
     )
+
+
+def test_a_tied_update_where_its_stage_does_not_live() -> None:
+    wrong = literal(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 1OPTIM_STEP", "1RECV_ACT0 1F0 1B0")
+    with pytest.raises(schedir.UnsoundError, match="rank 0 updates stage 1, not its own"):
+        schedir.advance_receives(wrong, ties=[(0, 1)])

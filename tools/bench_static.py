@@ -2,10 +2,7 @@
 
     python tools/bench_static.py                  # prints a table
     python tools/bench_static.py --json FILE      # and writes the figures
-    python tools/bench_static.py --large          # schedir alone on 10 million actions, with memory
     python tools/bench_static.py --show           # what `schedir show` takes per microbatch
-    python tools/bench_static.py --wrong          # check of wrong lists beside that of a right one
-    python tools/bench_static.py --price          # simulate alone: a million actions, and a few
 
 schedir: `build`, `check` (under all channel models) and `simulate`, as a user calls them.
 torch:   generate and `_add_send_recv`, `_validate_schedule`, `_simulate_comms_compute`.
@@ -18,30 +15,21 @@ import argparse
 import gc
 import json
 import platform
-import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
-from schedir.checker import prove
 from schedir.files import write_text
-from schedir.ir import COMPUTE, RECEIVES, SENDS, Bools, Columns, Kind
-from schedir.library import load
-from schedir.passes import strip_communication
 from schedir.render import timeline_text
 
 SHAPES = ((4, 2, 8), (16, 2, 512), (32, 2, 512), (64, 2, 512))
-LARGE = (128, 2, 6560)
-MILLION = (64, 2, 1312)
-SMALL = (8, 2, 32)
 WIDTHS = (20_000, 40_000, 80_000)
 STEPS = ("build", "check", "simulate")
 
@@ -166,14 +154,6 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *rows])
 
 
-def large() -> str:
-    """schedir alone on a list that torch would take hours for."""
-    seconds, actions = run_schedir(*LARGE)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    steps = ", ".join(f"{name} {s:.1f} s" for name, s in zip(STEPS, seconds, strict=True))
-    return f"{actions:,} actions: {steps}; {sum(seconds):.1f} s, {peak:.1f} GiB at the peak"
-
-
 def show(runs: int) -> Iterator[str]:
     """How long the drawing of ever longer timelines takes, in a pipe and on a terminal."""
     for microbatches in WIDTHS:
@@ -189,115 +169,6 @@ def show(runs: int) -> Iterator[str]:
             )
 
 
-def without(columns: Columns, dropped: Bools) -> Columns:
-    """The lists without some of their actions."""
-    places = np.flatnonzero(~dropped)
-    starts = np.searchsorted(columns.rank[places], np.arange(columns.ranks + 1))
-    return columns.take(places, starts)
-
-
-def shuffled(columns: Columns, kinds: Iterable[Kind]) -> Columns:
-    """The actions of some kinds in any order, on each rank."""
-    chance = np.random.default_rng(0)
-    places = np.arange(len(columns))
-    for rank in range(columns.ranks):
-        own = np.flatnonzero(columns.is_kind(*kinds) & (columns.rank == rank))
-        places[own] = chance.permutation(own)
-    return columns.take(places, columns.starts)
-
-
-def at_their_compute(schedule: schedir.Schedule) -> Columns:
-    """Each send right after its maker, each receive right before its user: a deadlock at once."""
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
-    place = 4 * np.arange(len(columns))
-    place[transfers.send] = place[transfers.maker] + 1
-    place[transfers.receive] = place[transfers.user] - 1
-    return columns.take(np.lexsort((place, columns.rank)), columns.starts)
-
-
-def wrong_lists(schedule: schedir.Schedule) -> dict[str, Columns]:
-    """Lists that are wrong in many places, by what is wrong."""
-    columns = schedule.columns
-    return {
-        "nothing": columns,
-        "all receives shuffled": shuffled(columns, RECEIVES),
-        "all sends shuffled": shuffled(columns, SENDS),
-        "all compute shuffled": shuffled(columns, COMPUTE),
-        "no receives": without(columns, columns.is_kind(*RECEIVES)),
-        "a rank is missing": without(columns, columns.rank == 1),
-        "deadlock everywhere": at_their_compute(schedule),
-    }
-
-
-def wrong(runs: int) -> str:
-    """How long the check of wrong lists takes, in turns, and beside that of a right one."""
-    schedule = load("interleaved-1f1b", ranks=32, chunks=2, microbatches=1024)
-    schedule = schedir.insert_communication(schedule)
-    lists = wrong_lists(schedule)
-    seconds: dict[str, list[float]] = {name: [] for name in lists}
-    found = {}
-    for _ in range(runs):
-        for name, columns in lists.items():
-            gc.collect()
-            # A schedule of its own, so that nothing is known of it yet.
-            fresh = schedir.Schedule(name, schedule.microbatches, schedule.placement, columns)
-            start = time.perf_counter()
-            report = schedir.check(fresh, "rank")
-            seconds[name].append(time.perf_counter() - start)
-            found[name] = sum(1 + each.more for each in report.diagnostics)
-    rows = [
-        "| what is wrong | findings | check | beside a right list |",
-        "| --- | --- | --- | --- |",
-    ]
-    right = statistics.median(seconds["nothing"])
-    for name, own in seconds.items():
-        median = statistics.median(own)
-        rows.append(f"| {name} | {found[name]:,} | {median:.2f} s | {median / right:.1f} |")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    head = f"{len(schedule.columns):,} actions; medians of {runs}; {peak:.0f} MiB at the peak"
-    return "\n".join([head, "", *rows])
-
-
-def price(runs: int) -> Iterator[str]:
-    """How long `simulate` takes: of a schedule that is built and proved, and of one that nobody has
-    seen, as a search asks it, with its communication and without."""
-    costs = schedir.CostModel(
-        forward=1.5, backward=2.75, latency=0.25, boundary_bytes=3, bandwidth=8
-    )
-    for shape, times in ((MILLION, 1), (SMALL, 100)):
-        ranks, chunks, microbatches = shape
-        seconds: dict[str, list[float]] = {}
-        for _ in range(runs):
-            built = schedir.build(
-                "interleaved-1f1b", ranks=ranks, chunks=chunks, microbatches=microbatches
-            )
-            compute = strip_communication(built)
-            for _ in range(times):
-                gc.collect()
-                proved = unseen(built)
-                prove(proved)
-                for what, schedule in (
-                    ("proved", proved),
-                    ("again", proved),
-                    ("new", unseen(built)),
-                    ("new, compute alone", unseen(compute)),
-                ):
-                    start = time.perf_counter()
-                    schedir.simulate(schedule, costs)
-                    seconds.setdefault(what, []).append(time.perf_counter() - start)
-        yield f"{' × '.join(map(str, shape))}, {len(built.columns):,} actions:"
-        for what, each in seconds.items():
-            least, median = (1e3 * of(each) for of in (min, statistics.median))
-            yield f"    {what + ':':20} {median:10,.2f} ms, at least {least:,.2f}"
-
-
-def unseen(schedule: schedir.Schedule) -> schedir.Schedule:
-    """The same lists, of which nothing is known yet."""
-    columns = schedule.columns
-    same = columns.take(np.arange(len(columns)), columns.starts)
-    return schedir.Schedule(schedule.name, schedule.microbatches, schedule.placement, same)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs per shape")
@@ -307,21 +178,11 @@ def main() -> None:
         help="ranks,chunks,microbatches of one shape to measure alone",
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--large", action="store_true", help="10 million actions, schedir alone")
     parser.add_argument("--show", action="store_true", help="the drawing of long timelines")
-    parser.add_argument("--wrong", action="store_true", help="wrong lists, schedir alone")
-    parser.add_argument("--price", action="store_true", help="simulate alone")
     args = parser.parse_args()
-    if args.price:
-        for figure in price(args.runs):
-            print(figure, flush=True)
-        return
     if args.show:
         for figure in show(args.runs):
             print(figure, flush=True)
-        return
-    if args.large or args.wrong:
-        print(large() if args.large else wrong(args.runs))
         return
     shapes = [args.shape] if args.shape else SHAPES
     results = [measure(shape, args.runs) for shape in shapes]

@@ -427,10 +427,9 @@ def main() -> int:
             for each in (before, after):
                 each.ask(case)
             then, now = before.answer(), after.answer()
-            found = then.get("codes", ())
-            codes.update(
-                {code for code, *_ in found} or {"loading" if "loading" in then else "nothing"}
-            )
+            found = {code for code, *_ in then.get("codes", ())}
+            codes.update(found or {"loading" if "loading" in then else "nothing"})
+            codes["crash"] += '"crash: ' in json.dumps(now)
             drawn_with.update([*traits(case), "right" if then.get("verdict") is True else "wrong"])
             about = differing(then, now)
             for reason, answers, explains in EXPLAINED:

@@ -11,14 +11,25 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
 import schedir
-from schedir.cli import check, compare, explain, export, list, search, show
 from schedir.cli.proving import RefusedError
 from schedir.cli.terminal import fail, refuse, say, show_parse_error
 from schedir.errors import ParseError, SchedirError
 from schedir.render import legible
+
+_COMMANDS = {
+    "list": "list the schedules that have a name",
+    "show": "draw the timeline of a schedule",
+    "check": "prove that a schedule is right",
+    "compare": "compare schedules, and say which is best",
+    "search": "find a schedule for given costs and limits",
+    "export": "write a schedule or its timeline to a file",
+    "explain": "explain a diagnostic",
+}
+"""What each command is for; its module here has the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (list, show, check, compare, search, export, explain):
-        command.add(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text, allow_abbrev=False)
     return parser
 
 
@@ -62,6 +73,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(fail(f"{message}; see `{self.prog} --help`"))
+
+
+class _Command(_Parser):
+    """The parser of a command, whose module is imported, and asked for its arguments, once the
+    command is given."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        name = self.prog.split()[-1]
+        import_module(f"schedir.cli.{name}").add_arguments(self)
+        return super().parse_known_args(args, namespace)
 
 
 class _ToStderr(logging.Handler):

@@ -7,7 +7,7 @@ import re
 import sys
 
 from schedir.checker import CHANNELS, check
-from schedir.cli.costs import add_costs, costs_of
+from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.progress import progress
 from schedir.cli.target import add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
@@ -17,15 +17,12 @@ from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
 from schedir.render import described, outputs_of
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "check",
-        help="prove that a schedule is right",
-        description="Prove that a schedule is complete, matched and free of deadlocks, or print "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Prove that a schedule is complete, matched and free of deadlocks, or print "
         "everything that is wrong with it. Exit code: 0 no error, 1 errors, 2 the target could "
-        "not be loaded.",
-        allow_abbrev=False,
+        "not be loaded."
     )
     add_target(parser)
     parser.add_argument(
@@ -80,7 +77,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     with progress("checking"):
-        schedule = load_target(args, costs=costs_of(args))
+        schedule = load_target(args, costs=costs_of(args) if costs_given(args) else None)
         try:
             ties = ties_of(schedule, args.tie)
         except ValueError as error:

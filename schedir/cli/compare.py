@@ -26,12 +26,10 @@ _KEYS = (
 )
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "compare",
-        help="compare schedules, and say which is best",
-        description="Compare schedules that train the same model, the quickest first: makespan, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Compare schedules that train the same model, the quickest first: makespan, "
         "its ratio to the best one's, bubble, the most that a rank keeps, and the delay of "
         "gradients in updates. A cost that is one number is that of one of as many stages as there "
         "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
@@ -40,10 +38,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "as S301, with errors under the channel model; none, not to be made in this shape; "
         "derived, of fitted costs that no run has shown. "
         "Exit code: 0 one is best, 1 none runs and is within the "
-        "limits, 2 a target or option can't be used.",
-        epilog=_KEYS,
-        allow_abbrev=False,
+        "limits, 2 a target or option can't be used."
     )
+    parser.epilog = _KEYS
     parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET_OR_RUN)
     shape = add_shape(parser)
     shape.add_argument(

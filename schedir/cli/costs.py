@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
 from schedir.cli.quantities import quantity, size
 from schedir.errors import SchedirError
 from schedir.ir import Schedule
-from schedir.simulator import CostModel, Unit, how_derived, unmeasured
 
-_UNITS = get_args(Unit)
-_TYPES = {field.name: str(field.type) for field in attrs.fields(CostModel)}
-_PER_STAGE = [name for name, kind in _TYPES.items() if kind.startswith("PerStage")]
-_MAY_BE_NONE = [name for name in _PER_STAGE if _TYPES[name].endswith("None")]
-_PER_LINK = [name for name, kind in _TYPES.items() if kind == "PerLink"]
-_NAMES = [*_PER_STAGE, *_PER_LINK, "unit"]
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
+
+_OPTIONAL = "PerStage | None"  # as CostModel annotates it
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +28,12 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cost",
-        type=_cost,
+        type=_Cost(),
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a single cost, on top of FILE's; one number, or one for each stage: forward=1,1,2; "
-        f"repeat for more. {', '.join(_MAY_BE_NONE)} may be none; bytes may be written 2MiB. "
-        f"Names: {', '.join(_NAMES)}",
+        "repeat for more. %(type)s",
     )
 
 
@@ -45,6 +42,8 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 
     Raises LoadError or ParseError for the file, SchedirError for a bad option.
     """
+    from schedir.simulator import CostModel
+
     costs = CostModel() if args.costs is None else CostModel.load(args.costs)
     given: dict[str, Any] = {}
     for name, value in args.cost:
@@ -64,34 +63,63 @@ def costs_given(args: argparse.Namespace) -> bool:
 
 def note_unmeasured(schedule: Schedule, costs: CostModel) -> None:
     """Say on stderr which costs of the schedule no run has shown, if they were fitted."""
+    from schedir.simulator import how_derived, unmeasured
+
     names = unmeasured(schedule, costs)
     if names:
         print(f"note: derived, as no run has shown it: {how_derived(names)}", file=sys.stderr)
 
 
-def _cost(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as forward=2")
-    if name not in _NAMES:
-        raise argparse.ArgumentTypeError(
-            f"no cost is named {name!r}; there are {', '.join(_NAMES)}"
+class _Cost:
+    """The type of `--cost`; as text, what its help says of the names."""
+
+    def __call__(self, text: str) -> tuple[str, Any]:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as forward=2")
+        if name not in _types():
+            raise argparse.ArgumentTypeError(
+                f"no cost is named {name!r}; there are {', '.join(_types())}"
+            )
+        try:
+            return name, _value(name, value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+
+    def __str__(self) -> str:
+        optional = [name for name, of in _types().items() if of == _OPTIONAL]
+        return (
+            f"{', '.join(optional)} may be none; bytes may be written 2MiB. "
+            f"Names: {', '.join(_types())}"
         )
-    try:
-        return name, _value(name, value)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+
+
+@cache
+def _types() -> dict[str, str]:
+    """The types of the costs that have a name here: those by stage, those by link, and the unit.
+
+    A command that nobody gives a cost starts without the model.
+    """
+    from schedir.simulator import CostModel
+
+    types = {field.name: str(field.type) for field in attrs.fields(CostModel)}
+    by_stage = {name: of for name, of in types.items() if of.startswith("PerStage")}
+    by_link = {name: of for name, of in types.items() if of == "PerLink"}
+    return {**by_stage, **by_link, "unit": types["unit"]}
 
 
 def _value(name: str, text: str) -> Any:
     if name == "unit":
-        if text not in _UNITS:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_UNITS)}")
+        from schedir.simulator import Unit
+
+        if text not in get_args(Unit):
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(get_args(Unit))}")
         return text
-    if text == "none" and name in _MAY_BE_NONE:
+    of = _types()[name]
+    if text == "none" and of == _OPTIONAL:
         return None
     number: Callable[[str], float] = size if name.endswith("_bytes") else quantity
-    if name in _PER_LINK:
+    if of == "PerLink":
         if "," in text:
             raise argparse.ArgumentTypeError("one number for all links; one each takes a file")
         return number(text)

@@ -11,14 +11,11 @@ from schedir.render import explanation
 from schedir.render.styled import Table
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "explain",
-        help="explain a diagnostic",
-        description="Explain a diagnostic: what it means, why it is bad, an example, and how to "
-        "fix it. Without a code, list them all.",
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Explain a diagnostic: what it means, why it is bad, an example, and how to "
+        "fix it. Without a code, list them all."
     )
     parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")
     parser.set_defaults(run=run)

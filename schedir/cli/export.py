@@ -29,14 +29,11 @@ _FORMATS = outputs_of("export")
 _EXTENSIONS = list(dict.fromkeys(output.extension for output in _FORMATS.values()))
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "export",
-        help="write a schedule or its timeline to a file",
-        description="Write a schedule, or its timeline, in a format that others read. What the "
-        f"format cannot hold is left out with a warning. {described('export')}.",
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Write a schedule, or its timeline, in a format that others read. What the "
+        f"format cannot hold is left out with a warning. {described('export')}."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(

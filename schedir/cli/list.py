@@ -12,14 +12,11 @@ from schedir.library import Generator, installed
 from schedir.render.styled import Table
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "list",
-        help="list the schedules that have a name",
-        description="List the schedules that have a name, with their parameters and defaults. "
-        "Those of installed packages (entry points, group schedir.schedules) are run to find them.",
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "List the schedules that have a name, with their parameters and defaults. "
+        "Those of installed packages (entry points, group schedir.schedules) are run to find them."
     )
     parser.set_defaults(run=run)
 

@@ -31,22 +31,20 @@ from schedir.finder.terms import Terms
 from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import DEFAULT_CHANNEL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
-from schedir.render import Page, found_text, outputs_of
+from schedir.render import Page, outputs_of
+from schedir.render.found import found_text
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "search",
-        help="find a schedule for given costs and limits",
-        description="Find a quick schedule of a synchronous step for given costs, within what a "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Find a quick schedule of a synchronous step for given costs, within what a "
         "rank may keep: which order each rank works in, where stages live, which backwards are "
         "split, and under a limit in bytes which forwards are run again. It is written as a "
         ".sched, which all commands take, and executors; what it is like, and how far above a "
         "lower bound of all schedules, is said on stderr. The same seed finds the same "
         "schedule on any machine. Ctrl-C ends the search with the best so far. Exit code: 0 "
-        "written, 2 an option can't be used, or nothing is within the limit.",
-        allow_abbrev=False,
+        "written, 2 an option can't be used, or nothing is within the limit."
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
     shape = parser.add_argument_group("shape of the pipeline")

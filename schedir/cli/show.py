@@ -17,17 +17,14 @@ from schedir.passes import strip_communication
 from schedir.render import outputs_of
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "show",
-        help="draw the timeline of a schedule",
-        description="Draw the timeline of a schedule: rows are ranks, time goes to the right. "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes, and what it does."""
+    parser.description = (
+        "Draw the timeline of a schedule: rows are ranks, time goes to the right. "
         "By default a forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that "
         "of the weights), everything else nothing. A file of measured timelines (.json) is drawn "
         "as it ran. On a terminal the drawing fits the screen, and what "
-        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank.",
-        allow_abbrev=False,
+        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(

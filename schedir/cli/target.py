@@ -7,12 +7,15 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
 
 from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, find, is_list, load
 from schedir.passes import append_steps
-from schedir.simulator import CostModel
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
 
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 

@@ -119,6 +119,30 @@ class Waits:
         edges = np.argsort(turns, kind="stable")
         return edges[np.searchsorted(turns[edges], 0) :]
 
+    @cached_property
+    def in_twos(self) -> _Steps:
+        """The waits two at a time: what waits for more goes on from its step before.
+
+        node 3 waits for 0, 1 and 2         step 3: after 0 and 1        step 4: after 3 and 2
+        """
+        order, edges = self.order, self.in_order
+        many = np.bincount(self.waiter, minlength=self.nodes)[order]
+        steps = np.maximum(many - 1, 1)
+        last = np.cumsum(steps)
+        first = last - steps + 1
+        of_node = np.zeros(self.nodes, np.int64)
+        of_node[order] = last
+        of_node[: len(self.node)] = of_node[self.node]
+        after = np.zeros((2, 1 + int(steps.sum())), np.int64)
+        after[0] = np.arange(-1, after.shape[1] - 1)
+        after[0, first] = 0
+        waits = np.full_like(after, len(self.waiter))
+        turn = np.arange(len(edges)) - np.repeat(np.cumsum(many) - many, many)
+        which = np.minimum(turn, 1), np.repeat(first, many) + np.maximum(turn - 1, 0)
+        after[which], waits[which] = of_node[self.awaited[edges]], edges
+        one, other = after[:, 1:].tolist()
+        return _Steps(one, other, waits[0, 1:], waits[1, 1:], of_node)
+
     @property
     def stuck(self) -> Bools:
         """The nodes that never happen: those on a cycle, and what waits for one."""
@@ -132,36 +156,45 @@ class Waits:
         return self._known is None and bool(self.stuck.any())
 
 
+@attrs.frozen(eq=False)
+class _Steps:
+    """What `finish` goes through: each step comes after two earlier ones, `one` and `other`, as the
+    waits `first` and `second` say (where there is none, the number of all waits). `of_node` is the
+    last step of every node. Step 0 is the beginning, where what never happens is as well."""
+
+    one: list[int]
+    other: list[int]
+    first: Ints
+    second: Ints
+    of_node: Ints
+
+
 def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
-    """When each node begins, -1 for what never happens: the longest path to it.
+    """When each node begins, and with it all its places; -1 for what never happens: the longest
+    path to it. Shape [nodes].
 
     What a node brings is there after it `takes` so long, by node; what is queued behind it may
     begin once it `holds` its queue no more, which is by default when it is over. Times are integers
-    where all of these are.
+    where all of these are, and an int64 can hold them.
     """
-    order, edges = waiting.order, waiting.in_order
+    steps = waiting.in_twos
     over = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))
-    delay = over[waiting.awaited[edges]]
+    delay = over[waiting.awaited]
     if holds is not None:
         free = np.append(holds, np.zeros(waiting.nodes - len(holds), holds.dtype))
-        queued = waiting.why[edges] == QUEUED
-        delay = np.where(queued, free[waiting.awaited[edges]], delay)
-    begins: list[float] = [0] * waiting.nodes
-    for waiter, awaited, takes_so_long in zip(
-        waiting.waiter[edges].tolist(),
-        waiting.awaited[edges].tolist(),
-        delay.tolist(),
-        strict=True,
-    ):
-        begin = begins[awaited] + takes_so_long
-        if begin > begins[waiter]:
-            begins[waiter] = begin
-    found = np.array(begins, np.result_type(takes, delay))
-    if len(order) < waiting.nodes:
-        never = np.ones(waiting.nodes, np.bool_)
-        never[order] = False
-        found[never] = -1
-    return found
+        delay = np.where(waiting.why == QUEUED, free[waiting.awaited], delay)
+    delay = np.append(delay, delay.dtype.type(0))
+    first, second = delay[steps.first].tolist(), delay[steps.second].tolist()
+    begins: list[float] = [0]
+    for one, other, after, later in zip(steps.one, steps.other, first, second, strict=True):
+        begin, least = begins[one] + after, begins[other] + later
+        begins.append(begin if begin > least else least)
+    try:
+        times = np.array(begins, delay.dtype)
+    except OverflowError:
+        times = np.array(begins, np.float64)
+    times[0] = -1
+    return times[steps.of_node]
 
 
 TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
@@ -213,12 +246,13 @@ def waits(
     waiter, awaited = begins[later], over[earlier]
     if nodes > len(node):
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
-        inner = np.concatenate((whole, single))
-        reasons = np.repeat((PART, POSTED), (len(whole), len(single)))
-        later, earlier = np.concatenate((later, inner)), np.concatenate((earlier, inner))
+        behind, ahead_of = _queued_in_batches(graph)
+        later = np.concatenate((later, whole, single, behind))
+        earlier = np.concatenate((earlier, whole, single, ahead_of))
+        reasons = np.repeat((PART, POSTED, QUEUED), (len(whole), len(single), len(behind)))
         why = np.concatenate((why, reasons))
-        waiter = np.concatenate((waiter, over[whole], node[single]))
-        awaited = np.concatenate((awaited, node[whole], begins[single]))
+        waiter = np.concatenate((waiter, over[whole], node[single], node[behind]))
+        awaited = np.concatenate((awaited, node[whole], begins[single], node[ahead_of]))
     return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes)
 
 
@@ -233,6 +267,16 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     over = np.where(batch, len(columns) + 2 * number - 1, node)
     begins = node if channel == "async" else np.where(batch, over - 1, node)
     return begins, over, len(columns) + 2 * int(number[-1])
+
+
+def _queued_in_batches(graph: Graph) -> tuple[Ints, Ints]:
+    """The sends of a batch that go behind another one of it on their channel, and these."""
+    (order, follows), entry = graph.transfers.by_channel, graph.columns.entry
+    behind, ahead_of = order[1:][follows[1:]], order[:-1][follows[1:]]
+    send, receive = graph.transfers.send, graph.transfers.receive
+    one = entry[send[behind]] == entry[send[ahead_of]]
+    one &= entry[receive[behind]] == entry[receive[ahead_of]]
+    return send[behind[one]], send[ahead_of[one]]
 
 
 def _nodes(graph: Graph, ties: Ties) -> Ints:

@@ -15,7 +15,8 @@ def is_number(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
-@attrs.frozen
+# With an __init__ of its own, as generators make millions: that of attrs takes half as long again.
+@attrs.frozen(init=False)
 class Action:
     """One entry of a rank's list.
 
@@ -31,37 +32,24 @@ class Action:
     microbatch: int | None = None
     version: int | None = None
 
-    def __attrs_post_init__(self) -> None:
-        kind, stage, microbatch = self.kind, self.stage, self.microbatch
-        # A generator makes millions of these; what most of them are is known at a glance.
-        if (
-            type(kind) is Kind
-            and self.version is None
-            and type(stage) is int
-            and type(microbatch) is int
+    def __init__(
+        self, kind: Kind, stage: int, microbatch: int | None = None, version: int | None = None
+    ) -> None:
+        """An action with these fields."""
+        # What most actions are is known at a glance.
+        if not (
+            version is None
+            and type(stage) is type(microbatch) is int
             and 0 <= stage <= MAX_NUMBER
             and 0 <= microbatch <= MAX_NUMBER
+            and type(kind) is Kind
             and kind not in STAGE_WIDE
         ):
-            return
-        if type(self.kind) is not Kind:
-            raise ValueError(f"kind must be a Kind, such as Kind.FORWARD, not {self.kind!r}")
-        if not is_number(self.stage):
-            raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {self.stage!r}")
-        if (self.microbatch is None) != (self.kind in STAGE_WIDE):
-            need = "no microbatch" if self.kind in STAGE_WIDE else "a microbatch"
-            raise ValueError(f"{self.kind.name} takes {need}")
-        if self.microbatch is not None and not is_number(self.microbatch):
-            raise ValueError(
-                f"microbatch must be an int in 0..{MAX_NUMBER}, not {self.microbatch!r}"
-            )
-        if self.version is not None:
-            if self.kind not in NAMES_VERSION:
-                raise ValueError(
-                    f"only FORWARD and RECOMPUTE name a weight version, not {self.kind.name}"
-                )
-            if not is_number(self.version):
-                raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {self.version!r}")
+            _check(kind, stage, microbatch, version)
+        _set_kind(self, kind)
+        _set_stage(self, stage)
+        _set_microbatch(self, microbatch)
+        _set_version(self, version)
 
     @property
     def counterpart(self) -> Action | None:
@@ -79,27 +67,52 @@ class Action:
         return f"{self.stage}{self.kind.value}{microbatch}{version}"
 
 
-# The constructors below are what generators call.
+# The slots, which __init__ fills past the `__setattr__` that refuses it.
+_set_kind, _set_stage, _set_microbatch, _set_version = (
+    getattr(Action, field.name).__set__ for field in attrs.fields(Action)
+)
+
+
+def _check(kind: Kind, stage: int, microbatch: int | None, version: int | None) -> None:
+    """Raise ValueError for fields that no token can hold."""
+    if type(kind) is not Kind:
+        raise ValueError(f"kind must be a Kind, such as Kind.FORWARD, not {kind!r}")
+    if not is_number(stage):
+        raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {stage!r}")
+    if (microbatch is None) != (kind in STAGE_WIDE):
+        need = "no microbatch" if kind in STAGE_WIDE else "a microbatch"
+        raise ValueError(f"{kind.name} takes {need}")
+    if microbatch is not None and not is_number(microbatch):
+        raise ValueError(f"microbatch must be an int in 0..{MAX_NUMBER}, not {microbatch!r}")
+    if version is not None and kind not in NAMES_VERSION:
+        raise ValueError(f"only FORWARD and RECOMPUTE name a weight version, not {kind.name}")
+    if version is not None and not is_number(version):
+        raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {version!r}")
+
+
+# The constructors below are what generators call. Kinds that they name often are looked up once.
+_FORWARD, _BACKWARD = Kind.FORWARD, Kind.BACKWARD
+_BACKWARD_INPUT, _BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def forward(stage: int, microbatch: int, version: int | None = None) -> Action:
     """Run the stage on the microbatch, reading weight `version` (None: the newest)."""
-    return Action(Kind.FORWARD, stage, microbatch, version)
+    return Action(_FORWARD, stage, microbatch, version)
 
 
 def backward(stage: int, microbatch: int) -> Action:
     """Compute the gradients of the stage's input and parameters."""
-    return Action(Kind.BACKWARD, stage, microbatch)
+    return Action(_BACKWARD, stage, microbatch)
 
 
 def backward_input(stage: int, microbatch: int) -> Action:
     """Compute the gradient of the stage's input only; a `backward_weight` follows."""
-    return Action(Kind.BACKWARD_INPUT, stage, microbatch)
+    return Action(_BACKWARD_INPUT, stage, microbatch)
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
     """Compute the gradient of the stage's parameters, after its `backward_input`."""
-    return Action(Kind.BACKWARD_WEIGHT, stage, microbatch)
+    return Action(_BACKWARD_WEIGHT, stage, microbatch)
 
 
 def recompute_forward(stage: int, microbatch: int, version: int | None = None) -> Action:

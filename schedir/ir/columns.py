@@ -15,6 +15,7 @@ made only where somebody looks at it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias
@@ -186,16 +187,14 @@ class Columns:
 
 def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
     """The columns of one list of entries per rank. Raises TypeError for what is no entry."""
+    # Machine words, rank by rank: no list of all ranks' actions or integers is ever held.
     starts = [0]
     joined: list[int] = []
-    kinds: list[int] = []
-    stages: list[int] = []
-    microbatches: list[int] = []
-    versions: list[int] = []
+    kinds, stages, microbatches, versions = (array("q") for _ in range(4))
     for rank, entries in enumerate(lists):
-        listed: list[Action] = []
         if not isinstance(entries, Iterable):
             raise TypeError(f"the list of rank {rank} is no list but {entries!r}")
+        listed: list[Action] = []
         for index, entry in enumerate(entries):
             if isinstance(entry, Action):
                 listed.append(entry)
@@ -205,10 +204,10 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
                 listed += entry.actions
             else:
                 raise TypeError(f"rank {rank} #{index} is not an Action but {entry!r}")
-        kinds += [KIND_INDEX[action.kind] for action in listed]
-        stages += [action.stage for action in listed]
-        microbatches += [-1 if a.microbatch is None else a.microbatch for a in listed]
-        versions += [-1 if action.version is None else action.version for action in listed]
+        kinds.fromlist([KIND_INDEX[action.kind] for action in listed])
+        stages.fromlist([action.stage for action in listed])
+        microbatches.fromlist([-1 if a.microbatch is None else a.microbatch for a in listed])
+        versions.fromlist([-1 if action.version is None else action.version for action in listed])
         starts.append(len(kinds))
     is_joined = np.zeros(len(kinds), np.bool_)
     is_joined[joined] = True

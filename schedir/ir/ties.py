@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from schedir.errors import UnsoundError
 from schedir.ir.action import is_number
-from schedir.ir.kinds import Kind
+from schedir.ir.kinds import STEPS
 from schedir.ir.schedule import Schedule
 
 Ties: TypeAlias = tuple[tuple[int, ...], ...]
@@ -38,14 +39,18 @@ def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
     """The places of the OPTIM_STEPs that belong together: the k-th ones of the stages of a tie, on
     all their ranks. Ties that share a stage are one.
 
-    Turns that some of them lack are left out.
+    Turns that some of them lack are left out. Raises UnsoundError for an OPTIM_STEP where its stage
+    does not live.
     """
     if not ties:
         return []
     columns = schedule.columns
     steps: dict[tuple[int, int], list[int]] = {holding: [] for holding in schedule.holdings}
-    for place in columns.where(Kind.OPTIM_STEP).tolist():
-        steps[int(columns.stage[place]), int(columns.rank[place])].append(place)
+    for place in columns.where(*STEPS).tolist():
+        holding = int(columns.stage[place]), int(columns.rank[place])
+        if holding not in steps:
+            raise UnsoundError(f"rank {holding[1]} updates stage {holding[0]}, not its own")
+        steps[holding].append(place)
     return [
         turn
         for group in joined_ties(ties)

@@ -15,10 +15,10 @@ from typing import TypeAlias
 import attrs
 
 from schedir.ir.action import Action
-from schedir.ir.kinds import COMMUNICATION, Kind
+from schedir.ir.kinds import COMMUNICATION, CONSUMES, HOMES
 
-OVERLAPS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT})
-"""What may be a part of an overlapped pair."""
+OVERLAPS = HOMES | frozenset(CONSUMES)
+"""What may be a part of an overlapped pair: compute that takes what another stage has made."""
 
 
 def _as_tuple(actions: Iterable[Action]) -> tuple[Action, ...]:
@@ -62,9 +62,9 @@ class Together:
             raise ValueError(
                 f"{computes} computes and {communicates[0]} communicates: these don't run together"
             )
-        if len(actions) > 2 or sum(action.kind is Kind.FORWARD for action in actions) != 1:
+        if len(actions) > 2 or sum(action.kind in HOMES for action in actions) != 1:
             raise ValueError("an overlapped pair has one forward (F) and one backward (B or I)")
-        one, other = sorted(actions, key=lambda action: action.kind is not Kind.FORWARD)
+        one, other = sorted(actions, key=lambda action: action.kind not in HOMES)
         if (one.stage, one.microbatch) == (other.stage, other.microbatch):
             raise ValueError(f"{other} needs {one}, so the two can't start together")
 

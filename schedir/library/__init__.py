@@ -6,10 +6,9 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
-from schedir.library.driving import Costs
+from schedir.library.generate import Costs
 from schedir.library.groups import equal_groups, slots_in_groups
 from schedir.library.placements import mirrored, wave, wrapped
-from schedir.library.squeezing import repeat_block
 from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "is_list",
     "load",
     "mirrored",
-    "repeat_block",
     "schedule",
     "slots_in_groups",
     "wave",

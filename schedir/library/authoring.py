@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -11,7 +11,6 @@ import attrs
 
 from schedir.errors import LoadError
 from schedir.ir import Entry, Placement, stages_by_rank
-from schedir.simulator import CostModel
 
 Parameter: TypeAlias = str | int | bool | None
 
@@ -43,8 +42,6 @@ class Pipeline:
         return self._stages_by_rank.get(rank, ())
 
 
-_COSTS = "costs"
-
 PlacementFunction: TypeAlias = Callable[..., Sequence[int | Sequence[int]]]
 """`(pipe, **parameters)` → the rank, or ranks, of every stage of a pipeline of that shape."""
 
@@ -75,56 +72,38 @@ class Generator:
 
         Raises LoadError for a function that does not tell its parameters.
         """
-        own = {**self._asked_by_placement, **self._asked_by_function}
-        return {name: parameter for name, parameter in own.items() if name != _COSTS}
+        return {name: asked for name, asked in self._asked.items() if name != "costs"}
 
     @property
     def sees_costs(self) -> bool:
         """Whether the function or its placement has a parameter `costs`, for the CostModel that the
         schedule is made for."""
-        return _COSTS in self._asked_by_function or _COSTS in self._asked_by_placement
-
-    @property
-    def _asked_by_function(self) -> dict[str, inspect.Parameter]:
-        return self._asked_by(self.function, 2)
-
-    @property
-    def _asked_by_placement(self) -> dict[str, inspect.Parameter]:
-        return {} if self.placement is None else self._asked_by(self.placement, 1)
-
-    def _asked_by(self, function: Callable[..., Any], given: int) -> dict[str, inspect.Parameter]:
-        """The parameters of a function after those that it is given anyway."""
-        try:
-            signature = inspect.signature(function)
-        except ValueError as error:  # some built-in functions have none
-            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
-        return dict([*signature.parameters.items()][given:])
-
-    def for_function(
-        self, costs: Callable[[], CostModel], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What the function asks for by name, of the costs and of what the user has given."""
-        return _chosen(self._asked_by_function, costs, given)
-
-    def for_placement(
-        self, costs: Callable[[], CostModel], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What the placement asks for by name."""
-        return _chosen(self._asked_by_placement, costs, given)
+        return "costs" in self._asked
 
     @property
     def takes_any_parameter(self) -> bool:
         """Whether the function ends in `**parameters`."""
-        kinds = {parameter.kind for parameter in self.parameters.values()}
-        return inspect.Parameter.VAR_KEYWORD in kinds
+        return takes_any(self._asked)
+
+    @property
+    def _asked(self) -> dict[str, inspect.Parameter]:
+        return {**self.asked_by(self.placement), **self.asked_by(self.function)}
+
+    def asked_by(self, function: Callable[..., Any] | None) -> dict[str, inspect.Parameter]:
+        """The parameters of the function, or of the placement, after those that each is given."""
+        if function is None:
+            return {}
+        try:
+            signature = inspect.signature(function)
+        except ValueError as error:  # some built-in functions have none
+            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
+        given = 2 if function is self.function else 1
+        return dict([*signature.parameters.items()][given:])
 
 
-def _chosen(
-    asked: Mapping[str, inspect.Parameter], costs: Callable[[], CostModel], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in asked.values())
-    found = {name: value for name, value in given.items() if takes_any or name in asked}
-    return {**found, _COSTS: costs()} if _COSTS in asked else found
+def takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
+    """Whether parameters end in `**parameters`."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def schedule(

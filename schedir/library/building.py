@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter
-from schedir.library.driving import Costs, generate
+from schedir.library.generate import Costs, generate
 from schedir.library.targets import find, is_list, read_list
 
 DEFAULT_RANKS = 4
@@ -16,6 +19,19 @@ DEFAULT_MICROBATCHES = 8
 _MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
 
 
+@contextmanager
+def _collector_held_off() -> Iterator[None]:
+    """Hold off the cyclic garbage collector, which would look at millions of actions in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_held_off()
 def build(
     target: str | Path | Generator | GeneratorFunction,
     /,
@@ -44,6 +60,7 @@ def build(
     return prove(found, CHANNELS[-1]).proved()
 
 
+@_collector_held_off()
 def load(
     target: str | Path | Generator | GeneratorFunction,
     /,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from os.path import isdir, isfile
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ import attrs
 from schedir.errors import LoadError
 from schedir.ir import Schedule, loads, loads_torch_csv
 from schedir.library.authoring import Generator, GeneratorFunction
-from schedir.library.blame import call_user_code, describe_value
+from schedir.library.user_errors import call_user_code, describe_value
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -49,14 +48,16 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
     if colon:
         return _from_module(location, function)
     wanted = _plain(target)
-    known = {_plain(name): g for g in built_in() for name in (g.name, *g.aliases)}
-    if wanted in known:
-        return known[wanted]
+    for generator in _shipped(wanted):
+        if wanted in _names(generator):
+            return generator
     entries = {_plain(entry.name): entry for entry in _entry_points()}
     if wanted in entries:
         return _from_entry_point(entries[wanted])
-    names = {plain: g.name for plain, g in known.items()} | {p: e.name for p, e in entries.items()}
-    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    from difflib import get_close_matches  # for who mistypes
+
+    names = _built_in_names() | {plain: entry.name for plain, entry in entries.items()}
+    close = get_close_matches(wanted, names, n=1, cutoff=0.5)
     raise LoadError(_not_found(target, names[close[0]] if close else None))
 
 
@@ -83,18 +84,31 @@ def _no_file(path: Path) -> LoadError:
         why = "no such file"
     except OSError as error:
         why = error.strerror or str(error)
-    named = {_plain(name): g.name for g in built_in() for name in (g.name, *g.aliases)}
-    name = named.get(_plain(path.stem))
+    name = _built_in_names().get(_plain(path.stem))
     return LoadError(f"{path}: {why}{f'; did you mean {name!r}?' if name else ''}")
 
 
 def built_in() -> list[Generator]:
     """The schedules that come with schedir, by name."""
+    return sorted(_shipped(), key=lambda generator: generator.name)
+
+
+def _shipped(likely: str = "") -> Iterator[Generator]:
+    """The schedules that come with schedir as their modules are imported, one named `likely`
+    first."""
     package = importlib.import_module("schedir.schedules")
-    found: list[Generator] = []
-    for entry in pkgutil.iter_modules(package.__path__):
-        found += _declared(importlib.import_module(f"schedir.schedules.{entry.name}"))
-    return sorted(found, key=lambda generator: generator.name)
+    modules = [entry.name for entry in pkgutil.iter_modules(package.__path__)]
+    for name in sorted(modules, key=lambda name: _plain(name) != likely):
+        yield from _declared(importlib.import_module(f"schedir.schedules.{name}"))
+
+
+def _names(generator: Generator) -> set[str]:
+    return {_plain(name) for name in (generator.name, *generator.aliases)}
+
+
+def _built_in_names() -> dict[str, str]:
+    """The names of the built-in schedules, by all that they may be called."""
+    return {plain: generator.name for generator in built_in() for plain in _names(generator)}
 
 
 def installed() -> list[Generator]:

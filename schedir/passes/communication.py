@@ -76,13 +76,11 @@ def strip_communication(schedule: Schedule) -> Schedule:
 @attrs.frozen(eq=False)
 class _Run:
     """When each action begins and ends at the textbook costs, each rank in list order, by place;
-    `turn` is its place in one order of all that happens. `together` says whether the replicas of a
-    stage reach each of its collectives together."""
+    `turn` is its place in one order of all that happens."""
 
     begins: Ints
     ends: Ints
     turn: Ints
-    together: bool
 
 
 def _run(schedule: Schedule) -> _Run | None:
@@ -94,7 +92,7 @@ def _run(schedule: Schedule) -> _Run | None:
         begins, node = finish(together, costs), together.node
         turn = np.zeros(together.nodes, np.int64)
         turn[together.order] = np.arange(len(together.order))
-        return _Run(begins[node], (begins + costs)[node], turn[node], True)
+        return _Run(begins[node], (begins + costs)[node], turn[node])
     # As if the collectives of a stage were each rank's own: whether they meet, a proof will say.
     group = columns.is_kind(*GROUPS)
     own = np.flatnonzero(~group)
@@ -106,7 +104,7 @@ def _run(schedule: Schedule) -> _Run | None:
     first = (last < 0) | (columns.rank[own[last]] != columns.rank)
     ends = np.where(first, 0, apart.ends[last])
     begins = np.where(group, ends, apart.begins[last])
-    return _Run(begins, ends, np.where(first, 0, apart.turn[last]), False)
+    return _Run(begins, ends, np.where(first, 0, apart.turn[last]))
 
 
 def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
@@ -149,7 +147,9 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     # Both ends of a transfer have one turn.
     turns = np.arange(len(order))
     turn = moment[merged] * (len(columns) + len(order)) + entries(run.turn, turns, turns)
-    begins = entries(run.begins, made[order], made[order]) if run.together else None
+    # Where a sum waits for other ranks, what is listed after it need not.
+    apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
+    begins = entries(run.begins, made[order], made[order]) if apart else None
     remember(complete, turn, begins)
     return complete
 

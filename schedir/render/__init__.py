@@ -1,10 +1,15 @@
 """What a person or a tool reads of schedules, timelines and reports: one table of outputs."""
 
+from typing import TYPE_CHECKING
+
+from schedir.lazy import on_demand
 from schedir.render.explanation import explanation
-from schedir.render.found import found_text
 from schedir.render.legible import legible
 from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
-from schedir.render.timeline import timeline_json, timeline_text
+
+if TYPE_CHECKING:
+    from schedir.render.found import found_text
+    from schedir.render.timeline import timeline_json, timeline_text
 
 __all__ = [
     "OUTPUTS",
@@ -18,3 +23,15 @@ __all__ = [
     "timeline_json",
     "timeline_text",
 ]
+
+_ON_DEMAND = {
+    "schedir.render.found": ("found_text",),
+    "schedir.render.timeline": ("timeline_json", "timeline_text"),
+}
+
+if not TYPE_CHECKING:  # to which a misspelt name is an error
+    __getattr__ = on_demand(__name__, _ON_DEMAND)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,17 +5,17 @@ Each takes the report and its subject: the name or file of the schedule, as the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report
 from schedir.ir import printable
 from schedir.render.findings import shown, source_of
-from schedir.render.palette import SEVERITIES
 from schedir.render.styled import Piece, plain, table
 
 # A finding may concern every gradient of a stage; more places than these explain nothing.
 _MOST_PLACES = 8
+# The style of each severity, the gravest first.
+_SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
@@ -33,7 +33,7 @@ def finding(diagnostic: Diagnostic) -> str:
 
 
 def _finding(diagnostic: Diagnostic) -> Iterator[Piece]:
-    yield Piece(f"{diagnostic.severity}[{diagnostic.code}]", SEVERITIES[diagnostic.severity])
+    yield Piece(f"{diagnostic.severity}[{diagnostic.code}]", _SEVERITIES[diagnostic.severity])
     yield Piece(": ")
     yield Piece(diagnostic.headline, "bold")
     lines = [f"  ({diagnostic.name})", *_places(diagnostic)]
@@ -90,6 +90,8 @@ def concise(report: Report, subject: str) -> Iterator[Piece]:
 
 def as_json(report: Report) -> str:
     """The findings as data: the keys are a contract."""
+    import json  # the other forms start without it
+
     diagnostics = [
         {
             "code": diagnostic.code,
@@ -157,7 +159,7 @@ def _elsewhere(report: Report) -> str:
 
 
 def _counts(report: Report) -> Iterator[str]:
-    for severity in SEVERITIES:
+    for severity in _SEVERITIES:
         many = sum(1 + d.more for d in report.diagnostics if d.severity == severity)
         if many:
             yield f"{many:,} {severity}{'s' if many > 1 else ''}"

@@ -1,26 +1,25 @@
 """The table of outputs: what each command can write, and how.
 
-A renderer is a module with a function, and a row here.
+A renderer is a module with a function, and a row here. Its module is imported where it writes: a
+command starts with its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 from schedir.checker import Report
-from schedir.finder import Comparison
 from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions
-from schedir.render.clock import readable
-from schedir.render.comparison import comparison_blocks, comparison_json
 from schedir.render.diagnostics import as_json, concise, full, github
 from schedir.render.styled import Block, Piece
-from schedir.render.timeline import timeline_blocks, timeline_json
-from schedir.render.unknown import left_out
-from schedir.simulator import Timeline
+
+if TYPE_CHECKING:
+    from schedir.finder import Comparison
+    from schedir.simulator import Timeline
 
 
 @attrs.frozen
@@ -70,6 +69,8 @@ class Output:
 
 def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None]:
     """A timeline and what it stands against, both in the unit that they are read in."""
+    from schedir.render.clock import readable
+
     if page.against is None:
         return readable(timeline)[0], None
     first, second = readable(timeline, page.against)
@@ -77,25 +78,29 @@ def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None
 
 
 def _overview(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.overview import overview_blocks  # a pipe starts without it
+    from schedir.render.overview import overview_blocks
 
     first, second = _readable(timeline, page)
     return Written(overview_blocks(first, page.width or 80, page.height, second))
 
 
 def _timeline(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.timeline import timeline_blocks
+
     first, second = _readable(timeline, page)
     return Written(timeline_blocks(first, page.width, second, page.fit))
 
 
 def _why(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.why import why_blocks  # a pipe starts without it
+    from schedir.render.why import why_blocks
 
     first, second = _readable(timeline, page)
     return Written(why_blocks(first, page.width, second))
 
 
 def _timeline_json(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.timeline import timeline_json
+
     return Written([Piece(timeline_json(timeline))])
 
 
@@ -116,10 +121,14 @@ def _github(report: Report, page: Page) -> Written:
 
 
 def _comparison(comparison: Comparison, page: Page) -> Written:
+    from schedir.render.comparison import comparison_blocks
+
     return Written(comparison_blocks(comparison, page.width))
 
 
 def _comparison_json(comparison: Comparison, page: Page) -> Written:
+    from schedir.render.comparison import comparison_json
+
     return Written([Piece(comparison_json(comparison))])
 
 
@@ -140,6 +149,7 @@ def _torch_csv_comms(schedule: Schedule, page: Page) -> Written:
 
 def _svg(timeline: Timeline, page: Page) -> Written:
     from schedir.render.svg import svg_blocks
+    from schedir.render.unknown import left_out
 
     blocks = svg_blocks(timeline, page.against, page.memory)
     return Written(blocks, left_out((timeline, page.against), COMPUTE))
@@ -147,6 +157,7 @@ def _svg(timeline: Timeline, page: Page) -> Written:
 
 def _perfetto(timeline: Timeline, page: Page) -> Written:
     from schedir.render.perfetto import trace_events
+    from schedir.render.unknown import left_out
 
     pieces = trace_events(timeline, page.against)
     return Written(pieces, left_out((timeline, page.against), Kind))

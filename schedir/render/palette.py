@@ -34,9 +34,6 @@ SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
 
-SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
-"""The style of each severity, the gravest first."""
-
 
 def shade(kind: Kind, chunk: int = 0) -> str:
     """The style of a kind's cells, for the `chunk`-th stage of its rank."""

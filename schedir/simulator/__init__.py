@@ -5,7 +5,7 @@ from schedir.simulator.costs import CostModel
 from schedir.simulator.forecasting import Band, forecast
 from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
 from schedir.simulator.recut import recut
-from schedir.simulator.run import simulate
+from schedir.simulator.simulation import simulate
 from schedir.simulator.timeline import (
     RankStats,
     Span,

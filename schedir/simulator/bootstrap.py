@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Plan, Schedule
+from schedir.graph.compile import Transfers, graph_of
+from schedir.ir import COMPUTE, HOMES, KINDS, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
-from schedir.simulator.prices import Prices, prices
 from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
+from schedir.simulator.simulation import Prices, prices
 from schedir.simulator.steadiness import relative
 from schedir.simulator.times import Numbers
 
@@ -52,49 +53,63 @@ as jitter is large beside what takes no time."""
 
 
 def drawn_prices(
-    schedule: Schedule, planned: Plan, costs: CostModel, samples: Samples, draws: int, seed: int
+    schedule: Schedule, node: Ints, costs: CostModel, priced: Prices, draws: int, seed: int
 ) -> Iterator[tuple[int, Prices]]:
     """The prices of a complete schedule, drawn so many times, and the step that each is drawn from;
-    all steps are as often the first."""
+    all steps are as often the first. `node` says by place what is one (see `Waits`)."""
+    samples = costs.samples
+    assert samples is not None
     chance = np.random.default_rng(seed)
-    priced = prices(schedule, planned, costs)
+    graph, columns = graph_of(schedule), schedule.columns
+    transfers = graph.transfers
+    compute = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    sums = np.array([places[0] for places in graph.collectives], np.int64)
+    exchanges = node[np.concatenate((transfers.send, sums))]
     links = usual_links(samples, costs.boundary_bytes)
-    own_links = zip(*_ends(schedule), strict=True)
+    own_links = zip(*_ends(transfers), strict=True)
     usual = attrs.evolve(costs, latency=links.latencies(own_links), bandwidth=links.bandwidth)
-    dearer = priced.takes - prices(schedule, planned, usual).takes
-    order, follows = schedule.dataflow.transfers.by_channel
+    lasts, cost, busy = priced.takes[compute], priced.takes[exchanges], priced.holds[exchanges]
+    dearer = cost - prices(schedule, usual).takes[exchanges]
+    order, follows = transfers.by_channel
     ahead, behind = order[:-1][follows[1:]], order[1:][follows[1:]]
-    summed = np.arange(len(dearer)) >= len(schedule.dataflow.transfers)
+    summed = np.arange(len(exchanges)) >= len(transfers)
     pace = _pace(samples, chance, schedule.ranks)
     ratios = relative(samples)
-    compute = _lenders(*_keys_of_compute(schedule, planned), samples)
-    exchanged = _lenders(*_keys_of_exchanges(schedule, planned), samples)
-    rank = schedule.columns.rank[planned.compute]
-    first, entered = _entered(schedule, planned, samples)
+    computed = _lenders(_keys_of_compute(schedule, compute), _rows, samples)
+    exchanged = _lenders(
+        [*zip(*_ends(transfers), strict=True), *((-1, s) for s in columns.stage[sums].tolist())],
+        _rows_of_link,
+        samples,
+    )
+    rank = columns.rank[compute]
+    first, entered = _entered(rank, ~np.isin(compute, transfers.user), samples)
     of_row = pace[samples.step, samples.rank]
     steps = len(samples.steps)
-    blocks = max(compute.blocks, exchanged.blocks)
+    blocks = max(computed.blocks, exchanged.blocks)
     for draw in range(draws):
         if draw % steps == 0:
-            order = chance.permutation(steps)
-        chosen = np.append(order[draw % steps], chance.integers(steps, size=blocks))
-        rows, _ = compute.drawn(chosen, chance)
+            turns_of_steps = chance.permutation(steps)
+        chosen = np.append(turns_of_steps[draw % steps], chance.integers(steps, size=blocks))
+        rows, _ = computed.drawn(chosen, chance)
         own = np.where(rows >= 0, ratios[rows], 1.0)
         other = (rows >= 0) & (samples.step[rows] != chosen[0])
         own[other] *= pace[chosen[0], rank[other]] / of_row[rows[other]]
-        lasts = priced.compute * own
-        lasts[first] += entered[:, chosen[0]]
+        takes = priced.takes.astype(np.float64)
+        takes[compute] = lasts * own
+        takes[compute[first]] += entered[:, chosen[0]]
         sample, known = exchanged.drawn(chosen, chance)
-        takes = np.maximum(samples.duration[sample] + dearer, 0)
-        takes[summed] = (priced.takes * ratios[sample])[summed]
+        took = np.maximum(samples.duration[sample] + dearer, 0)
+        took[summed] = (cost * ratios[sample])[summed]
         within = samples.cost[sample] == WITHIN
-        takes = np.where(within, np.minimum(takes, priced.takes), takes)
-        takes = np.where(known, takes, priced.takes)
-        holds = np.minimum(priced.holds, takes)
+        took = np.where(within, np.minimum(took, cost), took)
+        took = np.where(known, took, cost)
+        held = np.minimum(busy, took)
         # What one has waited for its channel is part of what it took.
         delayed = known & (samples.cost[sample] == DELAYED)
-        holds[ahead[delayed[behind]]] = 0
-        yield int(chosen[0]), Prices(lasts, takes, holds)
+        held[ahead[delayed[behind]]] = 0
+        holds = takes.copy()
+        takes[exchanges], holds[exchanges] = took, held
+        yield int(chosen[0]), Prices(takes[node], holds[node])
 
 
 @attrs.frozen(eq=False)
@@ -163,51 +178,39 @@ def _lenders(
     )
 
 
-_Keys = tuple[list[tuple[int, int]], Callable[[Samples, int, int], Ints]]
-
-
-def _keys_of_compute(schedule: Schedule, planned: Plan) -> _Keys:
-    """The cost and the stage of each compute of a plan, and what has the samples of such."""
-    columns, places = schedule.columns, planned.compute
+def _keys_of_compute(schedule: Schedule, heads: Ints) -> list[tuple[int, int]]:
+    """The cost and the stage of each entry of compute."""
+    columns = schedule.columns
     names = np.array([COSTS.index(k.name.lower()) if k in COMPUTE else -1 for k in KINDS])
-    cost, stage = names[columns.kind[places]], columns.stage[places].copy()
-    pairs = np.flatnonzero(planned.last > np.arange(len(places)))
-    forward = pairs + (columns.kind[places[pairs]] != KINDS.index(Kind.FORWARD))
-    stage[pairs + 1] = stage[forward]
-    cost[pairs + 1] = COSTS.index("overlapped")
-    return list(zip(cost.tolist(), stage.tolist(), strict=True)), _rows
+    pair = columns.shared[heads]
+    cost = np.where(pair, COSTS.index("overlapped"), names[columns.kind[heads]])
+    home = heads + (pair & ~columns.is_kind(*HOMES)[heads])
+    return list(zip(cost.tolist(), columns.stage[home].tolist(), strict=True))
 
 
-def _keys_of_exchanges(schedule: Schedule, planned: Plan) -> _Keys:
-    """The link of each transfer, and -1 and the stage of each collective."""
-    sums = [(-1, int(schedule.columns.stage[group[0]])) for group in planned.collectives]
-
-    def found(samples: Samples, source: int, target: int) -> Ints:
-        if source < 0:
-            return samples.groups.get(("reduce_grad", target), _NOTHING)
-        if (source, target) in samples.links:
-            return samples.links[source, target]
-        return np.concatenate([_NOTHING, *samples.links.values()])
-
-    return list(zip(*_ends(schedule), strict=True)) + sums, found
+def _rows_of_link(samples: Samples, source: int, target: int) -> Ints:
+    """The samples of a link; with a source of -1, those of a stage's sums."""
+    if source < 0:
+        return samples.groups.get(("reduce_grad", target), _NOTHING)
+    if (source, target) in samples.links:
+        return samples.links[source, target]
+    return np.concatenate([_NOTHING, *samples.links.values()])
 
 
-def _ends(schedule: Schedule) -> tuple[list[int], list[int]]:
+def _ends(transfers: Transfers) -> tuple[list[int], list[int]]:
     """The source and the target rank of each transfer."""
-    transfers = schedule.dataflow.transfers
     return transfers.source.tolist(), transfers.target.tolist()
 
 
-def _entered(schedule: Schedule, planned: Plan, samples: Samples) -> tuple[Ints, Numbers]:
-    """The first compute of each rank where that waits for nobody, as indices into a plan's, and how
-    long after the first rank it began in each step, shape [these, steps]."""
-    ranks, steps = schedule.columns.rank[planned.compute], len(samples.steps)
+def _entered(ranks: Ints, alone: Bools, samples: Samples) -> tuple[Ints, Numbers]:
+    """The first compute of each rank where that is `alone` and waits for nobody, and how long after
+    the first rank it began in each step, shape [these, steps]. `ranks` are those of all compute."""
     own, first = np.unique(ranks, return_index=True)
-    alone = ~np.isin(planned.compute[first], schedule.dataflow.transfers.user)
+    waits = ~alone[first]
     rows = np.flatnonzero(samples.cost == ENTRY)
-    entered = np.zeros((1 + max(int(own.max()), int(samples.rank.max())), steps))
+    entered = np.zeros((1 + max(int(own.max()), int(samples.rank.max())), len(samples.steps)))
     entered[samples.rank[rows], samples.step[rows]] = samples.duration[rows]
-    return planned.last[first[alone]], entered[own[alone]]
+    return first[~waits], entered[own[~waits]]
 
 
 def _rows(samples: Samples, cost: int, stage: int) -> Ints:

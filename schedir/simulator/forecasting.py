@@ -16,12 +16,12 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import Ints, Plan, Schedule
+from schedir.graph.paths import finish
+from schedir.ir import Ints, Schedule
 from schedir.simulator.bootstrap import drawn_prices
 from schedir.simulator.costs import CostModel
-from schedir.simulator.prices import Prices
-from schedir.simulator.run import prepared, run_priced
 from schedir.simulator.samples import TRANSFER, Samples
+from schedir.simulator.simulation import completed, prices, waits_of
 from schedir.simulator.steadiness import expect_steady
 from schedir.simulator.times import Numbers, numbers
 from schedir.simulator.unmeasured import unmeasured
@@ -82,7 +82,8 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
-    complete, planned, _ = prepared(schedule, costs)
+    complete = completed(schedule, costs)
+    priced = prices(complete, costs)
     if costs.samples is None:
         raise SchedirError(
             "these costs have no samples to draw from: fit them, CostModel.fit(timelines), or take "
@@ -90,10 +91,11 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
         )
     _expect_enough(costs.samples)
     expect_steady(costs.samples)
-    drawn = drawn_prices(complete, planned, costs, costs.samples, draws, seed)
-    steps, makespans = zip(
-        *((step, _makespan(complete, planned, one)) for step, one in drawn), strict=True
-    )
+    waiting, makespans, steps = waits_of(complete), [], []
+    for step, one in drawn_prices(complete, waiting.node, costs, priced, draws, seed):
+        starts = finish(waiting, one.takes, one.holds)[: len(one.takes)]
+        makespans.append(float((starts + one.takes).max(initial=0)))
+        steps.append(step)
     to_come = _to_come(np.array(makespans), np.array(steps), len(costs.samples.steps), seed)
     return Band(to_come, unmeasured(complete, costs))
 
@@ -134,9 +136,3 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
     wider = np.sqrt((steps + 1) / max(steps - 3, 1) / (1 + (width / spread) ** 2))
     found: Numbers = np.maximum(middle + wider * (smooth - np.median(smooth)), 0)
     return found
-
-
-def _makespan(complete: Schedule, planned: Plan, priced: Prices) -> float:
-    times = run_priced(complete, planned, priced)
-    arrivals = np.array(times.begins[: len(priced.takes)]) + priced.takes
-    return float(max(max(times.ends, default=0), arrivals.max(initial=0)))

@@ -7,6 +7,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from schedir.graph.paths import waits
 from schedir.ir import (
     COMMUNICATION,
     COMPUTE,
@@ -17,7 +18,23 @@ from schedir.ir import (
     collective_turns,
     sums_of_steps,
 )
+from schedir.passes import split_batches
 from schedir.simulator.times import Numbers
+
+CHANNEL = "edge"
+"""The channel model that schedules are simulated on."""
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """A complete schedule as it is simulated: its batches split where they block."""
+    columns = schedule.columns
+    if not (columns.joined & columns.is_kind(*COMMUNICATION)).any():
+        return schedule
+    known = schedule.memo.get(as_run)
+    if not isinstance(known, Schedule):
+        blocks = waits(schedule, CHANNEL).stuck.any()
+        known = schedule.memo[as_run] = split_batches(schedule) if blocks else schedule
+    return known
 
 
 # Not slotted, so that what is derived can be cached beside the fields.

@@ -57,6 +57,65 @@ def test_looped_bfs_is_torchs_order(ranks: int) -> None:
             assert line.makespan == 3 * (chunks * microbatches + ranks - 1)
 
 
+def megatrons_table(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk), as `get_schedule_table` has them (NVIDIA/Megatron-LM at d98e8a64,
+    megatron/core/pipeline_parallel/schedules.py)."""
+    table = []
+    for first in range(0, microbatches, size):
+        group = range(first, min(first + size, microbatches))
+        table += [(m, chunk) for chunk in range(chunks) for m in group]
+    return table
+
+
+def megatrons_order(ranks: int, rank: int, microbatches: int, chunks: int, size: int) -> list[str]:
+    """What `forward_backward_pipelining_with_interleaving` of the same file runs on a rank."""
+    table = megatrons_table(microbatches, chunks, size)
+    forwards = [f"{chunk * ranks + rank}F{m}" for m, chunk in table]
+    backwards = [f"{(chunks - 1 - chunk) * ranks + rank}B{m}" for m, chunk in table]
+    warmup = min(2 * (ranks - rank - 1) + (chunks - 1) * size, len(table))
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    pairs = [token for pair in steady for token in pair]
+    return forwards[:warmup] + pairs + backwards[len(table) - warmup :]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_interleaved_is_megatrons_order_where_megatron_takes_the_groups(
+    ranks: int, chunks: int
+) -> None:
+    taken = refused = 0
+    for microbatches in range(1, 3 * ranks + 2):
+        for size in range(ranks, max(ranks, microbatches) + 1, 1 + ranks // 4):
+            built = schedir.build(
+                "interleaved-1f1b",
+                ranks=ranks,
+                microbatches=microbatches,
+                chunks=chunks,
+                group_size=size,
+            )
+            shape = ranks, microbatches, chunks, size
+            last = microbatches % size
+            if size <= microbatches and (last == 0 or last >= ranks):
+                order = [
+                    megatrons_order(ranks, r, microbatches, chunks, size) for r in range(ranks)
+                ]
+                assert compute(built) == order, shape
+                taken += last > 0
+            else:
+                refused += 1
+            assert schedir.check(built, channel="rank").ok, shape
+    assert taken >= ranks
+    assert refused >= ranks
+
+
+def test_a_shape_that_megatron_refuses_may_deadlock_in_its_order() -> None:
+    """5 microbatches in groups of 4 on 4 ranks: the last group has one, whose chunks wait."""
+    order = [megatrons_order(4, rank, microbatches=5, chunks=3, size=4) for rank in range(4)]
+    report = schedir.check(Schedule.of("megatrons", [s % 4 for s in range(12)], order))
+    assert "S301" in {found.code for found in report.diagnostics}
+    assert schedir.check(schedir.build("interleaved-1f1b", microbatches=5, chunks=3)).ok
+
+
 # Grouped interleaving of Qi et al. (the code of arXiv 2405.15362): makespan and the most chunks
 # that a rank holds, 4 ranks, 8 microbatches, by number of chunks and group size.
 GROUPED = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from heapq import heappop, heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from schedir.ir import Kind
 from schedir.library.blocks import Block, Number, Run
-from schedir.simulator import CostModel
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
 
 
 def weights_put_off(

@@ -1,11 +1,11 @@
-"""Whose line is to blame: what goes wrong in a user's code is told in one line that names it."""
+"""Errors in a user's code, told in one line that names the user's own file and line."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, FunctionType, GeneratorType
+from types import FrameType, FunctionType
 from typing import Any
 
 from schedir.errors import LoadError
@@ -24,8 +24,7 @@ def call_user_code(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        where = user_line(error) or what
-        raise LoadError(f"{where}: {describe_error(error)}") from error
+        raise LoadError(f"{user_line(error) or what}: {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -57,30 +56,22 @@ def user_line(error: BaseException) -> str:
     return place
 
 
-def yielding_frame(iterator: object) -> FrameType | None:
-    """The frame of a generator, or of the one that it delegates to, that has just yielded."""
-    if not isinstance(iterator, GeneratorType):
-        return None
-    while isinstance(iterator.gi_yieldfrom, GeneratorType):
-        iterator = iterator.gi_yieldfrom
-    frame: FrameType | None = iterator.gi_frame  # None: it has ended
-    return frame
+def source_of(file: str, line: int) -> Source:
+    """A line of Python as it is shown."""
+    return Source(_shown_path(file), line)
 
 
-def source_of(frame: FrameType | None) -> Source | None:
-    """The line that a frame stands at."""
-    return None if frame is None else Source(_shown_path(frame.f_code.co_filename), frame.f_lineno)
-
-
-def blamed_line(source: Source | None, generator: Generator) -> str:
-    """A line as `file:line`; where it is not known, the line that defines the generator."""
-    if source is not None:
-        return str(source)
+def blamed_line(frame: FrameType | None, generator: Generator) -> str:
+    """The line that a frame stands at; without one, the line that defines the generator."""
     function = generator.function
-    if isinstance(function, FunctionType):
+    if frame is not None:
+        code, line = frame.f_code, frame.f_lineno
+    elif isinstance(function, FunctionType):
         code = function.__code__
-        return f"{_shown_path(code.co_filename)}:{code.co_firstlineno}"
-    return generator.name
+        line = code.co_firstlineno
+    else:
+        return generator.name
+    return str(source_of(code.co_filename, line))
 
 
 def _belongs_to_user(file: str) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from schedir.ir import Action, Ints, Kind
 from schedir.library.authoring import Pipeline
 from schedir.library.blocks import Block, Number, Run, block_of
-from schedir.library.filling import weights_put_off
-from schedir.simulator import CostModel
+from schedir.library.bubble_filling import weights_put_off
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
 
 
 def repeat_block(

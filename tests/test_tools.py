@@ -1,0 +1,97 @@
+"""The maintainer's tools that hold this tree against a commit."""
+
+from __future__ import annotations
+
+import json
+from math import nan
+from typing import Any
+
+import attrs
+import pytest
+from bench_drift import row
+from size import tokens
+from trial_verdicts import Case, case_of, differing, lists_of, summed_twice, text_of
+from verdict_run import answers
+
+import schedir
+from schedir import CostModel, Schedule, Timeline
+from tests.built_in import NAMES
+
+CODE = b"""\
+x = {"a": f"{1 + 1}"}
+def f(y: int) -> str:
+    return "b" \\
+        "c"
+"""
+EXPLAINED = b'''\
+"""A module.
+
+Of two paragraphs.
+"""
+
+x = {"a": f"{1 + 1}"}  # why
+"""What x is."""
+
+
+def f(y: int) -> str:
+    """What f
+    returns."""
+    # Two strings.
+    return (
+        "b"
+        "c"
+    )
+'''
+
+
+def test_explaining_costs_no_tokens() -> None:
+    assert tokens(EXPLAINED) == tokens(CODE) + 2  # the brackets
+    assert tokens(CODE + b"x = 1\n") == tokens(CODE) + 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lists_as_tokens_and_back(name: str) -> None:
+    text = schedir.dumps(schedir.batch_communication(schedir.build(name)))
+    assert text_of(*lists_of(text)) == text
+
+
+def answered(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = answers(json.loads(json.dumps(attrs.asdict(case))))
+    json.dumps(found)
+    return found
+
+
+def test_a_case_is_drawn_and_answered_alike() -> None:
+    for seed in range(20):
+        assert case_of(seed) == case_of(seed)
+        assert differing(answered(case_of(seed)), answered(case_of(seed))) == []
+
+
+def test_a_time_that_is_a_fraction_now_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(
+        case for case in map(case_of, range(100)) if case.faults == 0 and "SEND" in case.text
+    )
+    then = answered(case)
+    simulate = schedir.simulate
+
+    def inexact(schedule: Schedule, costs: CostModel | None, **how: Any) -> Timeline:
+        line = simulate(schedule, costs, **how)
+        return attrs.evolve(line, starts=line.starts * 1.0, ends=line.ends * 1.0)
+
+    monkeypatch.setattr(schedir, "simulate", inexact)
+    assert "times" in differing(then, answered(case))
+
+
+def test_sums_in_vain_on_one_rank_are_explained() -> None:
+    text = "schedir 1\nname x\nmicrobatches 1\nplacement {}\nrank 0: 0F0 0B0 0REDUCE_GRAD\n"
+    case = attrs.evolve(case_of(0), text=text.format("0"))
+    new = {"codes": [["S210", "error", ["rank 0 #3 0REDUCE_GRAD"]]]}
+    assert summed_twice(case, {"codes": []}, new)
+    assert not summed_twice(case, new, new)
+    assert not summed_twice(attrs.evolve(case, text=text.format("0,1")), {"codes": []}, new)
+
+
+def test_a_row_of_drift() -> None:
+    assert row("x", [1, 2, 4], [2, 2, 2]) == "| x | 2 | 2 | 1.000 (0.750 to 1.500) | 3 |"
+    assert row("x", [nan, 2], [1.5, 3]) == "| x | 2 | 2.25 | 1.500 (1.500 to 1.500) | 1 |"
+    assert row("x", [], [1]) == "| x | - | 1 | - | 0 |"
