@@ -1,4 +1,4 @@
-"""S2xx: each rank's compute is in an order that makes sense, and each gradient is summed and applied
+"""S2xx: what a rank computes is in an order that makes sense, each gradient summed and applied
 once."""
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[F
 def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
     size = graph.base[""]
     first, ended = (np.full(size, -1) for _ in range(2))
-    made, ends = (np.zeros(size, np.int8) for _ in range(2))
+    made, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
     given = np.zeros(size, np.bool_)
     for touch in touches:
         # A kind is listed once for each (stage, microbatch), so that no value is there twice.

@@ -206,11 +206,27 @@ def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) 
     schedule."""
     key = textbook, channel, ahead
     known = schedule.memo.get(key)
-    if not isinstance(known, np.ndarray):
-        waiting = waits(schedule, channel, ahead=ahead)
-        known = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
-        schedule.memo[key] = known
-    return known
+    if isinstance(known, np.ndarray):
+        return known
+    if channel in ("rank", "pair") and not ahead:
+        begins = textbook(schedule)
+        if not _hold_up(graph_of(schedule), channel, begins):
+            return begins
+    waiting = waits(schedule, channel, ahead=ahead)
+    begins = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
+    schedule.memo[key] = begins
+    return begins
+
+
+def _hold_up(graph: Graph, channel: str, begins: Ints) -> bool:
+    """Whether the queues of a channel model hold anything up that begins so under `edge`; nothing
+    in them takes any time. What batches hold up is not known."""
+    columns = graph.columns
+    if (columns.joined & columns.is_kind(*COMMUNICATION)).any():
+        return True
+    before = previous_of_queue(graph, channel)
+    later = np.flatnonzero(before >= 0)
+    return bool((begins[before[later]] > begins[later]).any())
 
 
 def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
@@ -344,6 +360,12 @@ def _communication_before(columns: Columns) -> Ints:
     last = np.maximum.accumulate(np.where(own, places, -1)) if len(places) else places
     before = np.concatenate(([-1], last))[:-1]
     return np.where(before >= columns.starts[columns.rank], before, -1)
+
+
+def compute_before(columns: Columns) -> Ints:
+    """For every place, the last compute listed before its entry on its rank; -1 for none."""
+    _, before = _holders(columns, columns.is_kind(*COMPUTE), False)
+    return before
 
 
 def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
