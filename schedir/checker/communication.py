@@ -29,7 +29,7 @@ from schedir.checker.changes import (
 )
 from schedir.checker.diagnostics import locate
 from schedir.checker.fixes import Faults, Finding
-from schedir.checker.values import keys, values, wrong
+from schedir.checker.values import Wrong, keys, values, wrong
 from schedir.graph.compile import Graph, Transfers, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, STEPS, Action, Ints, Schedule
 
@@ -45,8 +45,9 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
         keys=keys(schedule, graph.lone),
         findings=(_alone(graph, place) for place in graph.lone.tolist()),
     )
-    yield from _without_receive(graph)
-    yield from values(schedule, rules.SEND_BEFORE_COMPUTE)
+    for told in wrong(schedule, of_transfers=True):
+        receives = told.rule is rules.MISSING_RECEIVE
+        yield _without_receive(graph, told) if receives else values(schedule, told)
     yield from _unmatched(schedule, transfers)
     yield from _mis_paired(schedule, transfers)
     yield from unmatched_reduces(schedule)
@@ -65,14 +66,11 @@ def _alone(graph: Graph, place: int) -> Finding:
     )
 
 
-def _without_receive(graph: Graph) -> Iterator[Faults]:
+def _without_receive(graph: Graph, told: Wrong) -> Faults:
     """A receive stands before the compute that uses it."""
-    rule, channels = rules.MISSING_RECEIVE, _Channels(graph.schedule, graph.transfers)
-    found = wrong(graph.schedule).get(rule)
-    if found is not None:
-        numbers = graph.arrivals[found.places]
-        findings = (_used_too_early(channels, number) for number in numbers.tolist())
-        yield Faults(rule=rule, keys=numbers, findings=findings)
+    numbers, channels = graph.arrivals[told.places], _Channels(graph.schedule, graph.transfers)
+    findings = (_used_too_early(channels, number) for number in numbers.tolist())
+    return Faults(rule=told.rule, keys=numbers, findings=findings)
 
 
 def _used_too_early(channels: _Channels, number: int) -> Finding:

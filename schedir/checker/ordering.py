@@ -30,7 +30,7 @@ from schedir.checker.changes import (
     several,
 )
 from schedir.checker.fixes import Faults, Finding, fault
-from schedir.checker.values import values
+from schedir.checker.values import values, wrong
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, STEPS, Action, Bools, Ints, Kind, Schedule, Ties
 from schedir.ir.kinds import uses_of
@@ -43,7 +43,7 @@ _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
-    yield from values(schedule)
+    yield from (values(schedule, told) for told in wrong(schedule))
     graph = graph_of(schedule)
     if schedule.columns.is_kind(_SUM).any() or len(schedule.holdings) > schedule.stages:
         yield from _summed_once(graph)

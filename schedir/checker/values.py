@@ -22,7 +22,7 @@ from schedir.checker.changes import (
 from schedir.checker.diagnostics import Rule
 from schedir.checker.fixes import Faults, Finding
 from schedir.graph.compile import graph_of
-from schedir.graph.faults import Fault, faults
+from schedir.graph.faults import LINKED, OTHERS, Fault, faults
 from schedir.ir import COMMUNICATION, COMPUTE, HOMES, KINDS, VALUES, Ints, Kind, Schedule
 from schedir.ir.kinds import uses_of
 
@@ -70,18 +70,12 @@ class Wrong:
     faults: list[Fault]
 
 
-def wrong(schedule: Schedule) -> dict[Rule, Wrong]:
-    """What is wrong with the values, by rule, worked out once for each Schedule object. Of several
-    faults at one place the first is told. Expects a sound structure."""
-    known = schedule.memo.get(wrong)
-    if not isinstance(known, dict):
-        known = schedule.memo[wrong] = _wrong(schedule)
-    return known
-
-
-def _wrong(schedule: Schedule) -> dict[Rule, Wrong]:
+def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
+    """What is wrong with the values, rule by rule: but for the rules that judge complete lists
+    alone, or by these. Of several faults at one place the first is told. Expects a sound
+    structure."""
     kind = schedule.columns.kind
-    found = [*faults(graph_of(schedule))]
+    found = [*_found(schedule, LINKED), *(() if of_transfers else _found(schedule, OTHERS))]
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, fault in enumerate(found):
         roles = np.where(fault.others < 0, "", _ROLES[kind[fault.others]])
@@ -90,22 +84,28 @@ def _wrong(schedule: Schedule) -> dict[Rule, Wrong]:
             own = np.flatnonzero(roles == role)
             columns = fault.places[own], fault.others[own], np.full(len(own), number)
             rows.setdefault(_CLAIMS.get(row, _GENERAL[fault.label]), []).append(columns)
-    told = {}
+    told = []
     for rule in _RULES:
-        if rule in rows:
+        if rule in rows and (rule in _OF_TRANSFERS) is of_transfers:
             places, others, of = map(np.concatenate, zip(*rows[rule], strict=True))
             places, first = np.unique(places, return_index=True)
-            told[rule] = Wrong(rule, places, others[first], of[first], found)
+            told.append(Wrong(rule, places, others[first], of[first], found))
     return told
 
 
-def values(schedule: Schedule, *only: Rule) -> Iterator[Faults]:
-    """What is wrong with the values, rule by rule: by these rules, or by all but those that judge
-    complete lists alone."""
-    for rule, each in wrong(schedule).items():
-        if rule in only if only else rule not in _OF_TRANSFERS:
-            findings = _findings(schedule, each)
-            yield Faults(rule=rule, keys=keys(schedule, each.places), findings=findings)
+def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
+    """The faults of the graph, worked out once for each Schedule object."""
+    known = schedule.memo.get((faults, names))
+    if not isinstance(known, list):
+        known = schedule.memo[faults, names] = [*faults(graph_of(schedule), names)]
+    return known
+
+
+def values(schedule: Schedule, told: Wrong) -> Faults:
+    """The faults against a rule, with what may fix them."""
+    return Faults(
+        rule=told.rule, keys=keys(schedule, told.places), findings=_findings(schedule, told)
+    )
 
 
 def keys(schedule: Schedule, places: Ints) -> Ints:

@@ -76,9 +76,14 @@ class Transfers:
     def by_channel(self) -> tuple[Ints, Bools]:
         """The matched transfers channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
+        # By place, and so by source: then by target within that. Short numbers are sorted faster.
         listed = np.flatnonzero(self.matched)
-        # Places ascend with the rank, so the order of the sends is that of their ranks too.
-        order = listed[np.lexsort((self.send[listed], self.target[listed], self.source[listed]))]
+        by_place = np.full(1 + self.send.max(initial=-1), -1)
+        by_place[self.send[listed]] = listed
+        order = by_place[by_place >= 0]
+        for ranks in (self.target, self.source):
+            short = ranks[order].astype(np.min_scalar_type(ranks.max(initial=0)))
+            order = order[np.argsort(short, kind="stable")]
         source, target = self.source[order], self.target[order]
         follows = np.zeros(len(order), dtype=np.bool_)
         follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
@@ -164,14 +169,17 @@ class Graph:
 
         Raises UnsoundError for an action where its stage does not live.
         """
+        return self._holding_at(np.arange(len(self.columns)))
+
+    def _holding_at(self, places: Ints) -> Ints:
         schedule, columns = self.schedule, self.columns
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-        wanted = columns.stage * schedule.ranks + columns.rank
-        numbers = columns.stage
+        numbers = columns.stage[places]
+        wanted = numbers * schedule.ranks + columns.rank[places]
         if len(held) > schedule.stages:
             numbers = np.searchsorted(held, wanted)
             numbers[numbers == len(held)] = 0
-        wrong = np.flatnonzero(held[np.minimum(numbers, len(held) - 1)] != wanted)
+        wrong = places[held[np.minimum(numbers, len(held) - 1)] != wanted]
         if len(wrong):
             action = columns.action(int(wrong[0]))
             rank = columns.rank[wrong[0]]
@@ -186,7 +194,8 @@ class Graph:
     @cached_property
     def steps_of(self) -> Ints:
         """How many updates each stage has on each of its ranks, as in `schedule.holdings`."""
-        return np.bincount(self.holding[self.steps], minlength=len(self.schedule.holdings))
+        steps = self._holding_at(self.steps)
+        return np.bincount(steps, minlength=len(self.schedule.holdings))
 
     @cached_property
     def turn(self) -> Ints:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import (
@@ -60,7 +61,7 @@ class Waits:
     schedule: Schedule
     later: Ints
     earlier: Ints
-    why: Ints
+    why: NDArray[np.int8]
     waiter: Ints
     awaited: Ints
     node: Ints
@@ -307,12 +308,12 @@ def _nodes(graph: Graph, ties: Ties) -> Ints:
     return node
 
 
-_Edges = tuple[Ints, Ints, Ints]
+_Edges = tuple[Ints, Ints, NDArray[np.int8]]
 
 
-def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
+def _edges(later: Ints, earlier: Ints, why: int | Ints) -> _Edges:
     known = earlier >= 0
-    return later[known], earlier[known], np.full(int(known.sum()), why, np.int8)
+    return later[known], earlier[known], np.full(len(known), why, np.int8)[known]
 
 
 def _needs(graph: Graph, channel: str) -> _Edges:
@@ -333,8 +334,7 @@ def _order(
         # The whole list is one queue, which says all that compute's order could.
         later, earlier = _holders(columns, np.ones(len(columns), np.bool_), tied)
         after = computes[later] | computes[earlier]
-        yield _edges(later[after], earlier[after], AFTER)
-        yield _edges(later[~after], earlier[~after], QUEUED)
+        yield _edges(later, earlier, np.where(after, AFTER, QUEUED))
         return
     later, earlier = _holders(columns, computes, tied)
     if posted is not None:
