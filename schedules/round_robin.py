@@ -1,19 +1,15 @@
 """1F1B-RR: PipeDream's schedule for stages with replicas (SOSP 2019, section 3.2)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-from schedir import (
-    Action,
-    CostModel,
-    Pipeline,
-    backward,
-    forward,
-    optim_step,
-    plan_replicas,
-    reduce_grad,
-    schedule,
-)
+from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad, schedule
+
+if TYPE_CHECKING:
+    from schedir import CostModel
 
 
 def replicated(
@@ -23,6 +19,8 @@ def replicated(
     if pipe.chunks > 1:
         raise ValueError("1f1b-rr runs one stage on each rank: leave chunks out")
     if replicas is None:
+        from schedir import plan_replicas  # the search, which no other schedule needs
+
         plan = plan_replicas(costs, pipe.ranks, costs.stages or min(2, pipe.ranks))
         numbers = [*plan.replicas]
     else:

@@ -1,13 +1,14 @@
 """Zero bubble for given costs and memory (Qi et al., arXiv 2401.10241, section 3.1)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schedir import (
     Action,
-    CostModel,
     Pipeline,
     backward_input,
     backward_weight,
@@ -15,6 +16,9 @@ from schedir import (
     optim_step,
     schedule,
 )
+
+if TYPE_CHECKING:
+    from schedir import CostModel
 
 
 @schedule("zb")

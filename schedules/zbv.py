@@ -1,11 +1,13 @@
 """ZBV: no bubble within the span of a rank, at 1F1B's memory (arXiv 2405.15362)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from schedir import (
     Action,
-    CostModel,
     Pipeline,
     backward_input,
     forward,
@@ -14,6 +16,9 @@ from schedir import (
     schedule,
     wave,
 )
+
+if TYPE_CHECKING:
+    from schedir import CostModel
 
 
 @schedule("zbv", aliases=("v-zb",), placement=wave, chunks=2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from typing import Any
 
+import attrs
 import pytest
 
 from schedir import Action, Kind
@@ -85,3 +88,58 @@ def test_every_kind_is_carried_out_and_drawn() -> None:
     for kind in COMPUTE - {Kind.OPTIM_STEP}:
         assert WORDS[kind] == kind.meaning.word
         assert shade(kind).startswith("#000000 on ")
+
+
+ACTIONS = [
+    Action(Kind.FORWARD, 3, 4),
+    Action(Kind.FORWARD, 3, 4, 1),
+    Action(Kind.RECOMPUTE, 3, 4, version=0),
+    Action(Kind.OPTIM_STEP, 3),
+    Action(kind=Kind.SEND_ACT, stage=0, microbatch=999_999_999),
+]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_action_is_a_frozen_record_of_its_fields(action: Action) -> None:
+    fields: Any = attrs.astuple(action)
+    assert fields == (action.kind, action.stage, action.microbatch, action.version)
+    alike = (
+        Action(*fields),
+        attrs.evolve(action),
+        copy.deepcopy(action),
+        pickle.loads(pickle.dumps(action)),
+    )
+    assert {action, *alike} == {action}
+    assert all(action != other for other in ACTIONS if other is not action)
+    assert action != fields
+    names = ("kind", "stage", "microbatch", "version")
+    assert Action.__match_args__ == names
+    assert repr(action) == f"Action({', '.join(f'{n}={getattr(action, n)!r}' for n in names)})"
+    assert not hasattr(action, "__dict__")
+    for name in (*names, "other"):
+        with pytest.raises(attrs.exceptions.FrozenInstanceError):
+            setattr(action, name, 0)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        del action.stage
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (("F", 0, 0), "kind must be a Kind, such as Kind.FORWARD, not 'F'"),
+        ((Kind.FORWARD, -1, 0), "stage must be an int in 0..999999999, not -1"),
+        ((Kind.FORWARD, True, 0), "stage must be an int in 0..999999999, not True"),
+        ((Kind.FORWARD, "0", 0), "stage must be an int in 0..999999999, not '0'"),
+        ((Kind.FORWARD, 10**9, 0), "stage must be an int in 0..999999999, not 1000000000"),
+        ((Kind.FORWARD, 0), "FORWARD takes a microbatch"),
+        ((Kind.OPTIM_STEP, 0, 0), "OPTIM_STEP takes no microbatch"),
+        ((Kind.FORWARD, 0, -1), "microbatch must be an int in 0..999999999, not -1"),
+        ((Kind.FORWARD, 0, 0.0), "microbatch must be an int in 0..999999999, not 0.0"),
+        ((Kind.FORWARD, 0, 10**9), "microbatch must be an int in 0..999999999, not 1000000000"),
+        ((Kind.BACKWARD, 0, 0, 1), "only FORWARD and RECOMPUTE name a weight version, not BACKW"),
+        ((Kind.FORWARD, 0, 0, -1), "version must be an int in 0..999999999, not -1"),
+    ],
+)
+def test_fields_that_no_token_can_hold_are_refused(fields: tuple[Any, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
+        Action(*fields)

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline
-from schedir.ir import COMPUTE, CONSUMES, SENDS
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
 from schedir.simulator import Measured
 from tests.built_in import NAMES
 from tests.literals import listed
+from tests.stepped import of_link, of_stage
+from tests.test_stepped import some_costs, some_durations, some_schedule
 from tests.timelines import as_if_measured, drawn_run, drawn_timeline
 
 seeds = st.integers(0, 1 << 32)
@@ -72,29 +75,64 @@ def test_a_sum_on_the_path() -> None:
     assert path(line) == "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
 
 
-def steps(line: Timeline) -> float:
+def test_a_path_through_batches_by_hand() -> None:
+    #   time    0    5    10   15   20   25   30   35   40     each transfer takes 5
+    #   rank 0  FFF                                 B B
+    #   rank 1         F     ─────   F         BB              1SEND_GRAD0, 2 and 1 are sent at 18,
+    #   rank 2                F F F BB BB BB                   20, 22; they wait for 0RECV_GRAD0's
+    schedule = listed(
+        3,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F2 0SEND_ACT2 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0RECV_GRAD2 "
+        "0B1 0B2",
+        "1RECV_ACT0 1RECV_ACT2 1F2 1SEND_ACT2 1RECV_ACT1 1F1 1SEND_ACT1 1F0 "
+        "(1SEND_ACT0;1RECV_GRAD0) 1RECV_GRAD2 1B0 1SEND_GRAD0 1RECV_GRAD1 1B1 1SEND_GRAD1 1B2 "
+        "1SEND_GRAD2",
+        "2RECV_ACT2 2F2 2RECV_ACT1 2F1 2RECV_ACT0 2F0 2B0 2SEND_GRAD0 2B2 2SEND_GRAD2 2B1 "
+        "2SEND_GRAD1",
+    )
+    costs = CostModel(latency=5)
+    line = schedir.simulate(schedule, costs)
+    assert steps(line, costs) == line.makespan == 39
+    # What 1RECV_GRAD2 is queued behind is over with its batch, when 1RECV_GRAD0 has arrived.
+    assert path(line) == (
+        "0F0 0F2 1RECV_ACT2 1F2 2RECV_ACT2 2F2 2F1 2F0 2B0 1RECV_GRAD0 1RECV_GRAD2 1RECV_GRAD1 1B1 "
+        "0RECV_GRAD1 0B1 0B2"
+    )
+
+
+def steps(line: Timeline, costs: CostModel) -> float:
     """Checks that the path is a chain without gaps from 0 on; how long it is."""
     places = list(line.critical_path)
-    transfers = line.schedule.dataflow.transfers
-    channel = {
-        place: (int(transfers.source[t]), int(transfers.target[t]))
-        for t in range(len(transfers))
-        for place in (int(transfers.send[t]), int(transfers.receive[t]))
-    }
     assert line.starts[places[0]] == 0
     for one, other in pairwise(places):
         if line.ends[one] != line.starts[other]:
             # The channel is free before what it carried has arrived.
-            assert line.starts[one] <= line.starts[other] < line.ends[one]
-            assert {one, other} <= set(channel)
+            actions = [line.schedule.columns.action(place) for place in (one, other)]
+            assert {action.kind for action in actions} <= RECEIVES
+            assert line.starts[other] == line.starts[one] + holds(line, costs, one)
     assert len(set(places)) == len(places)
     return float(line.ends[places[-1]])
 
 
 @given(seeds)
 def test_the_path_is_as_long_as_the_timeline(seed: int) -> None:
-    line = drawn_timeline(random.Random(seed))
-    assert steps(line) == line.makespan
+    run = drawn_run(random.Random(seed), batches=True)
+    line = schedir.simulate(**run)
+    assert steps(line, run["costs"]) == line.makespan
+
+
+@given(seeds)
+def test_the_path_through_batches_and_changed_durations_has_no_gap(seed: int) -> None:
+    chance = random.Random(seed)
+    schedule = some_schedule(chance)
+    costs = some_costs(schedule, chance)
+    free = attrs.evolve(costs, bandwidth=math.inf)
+    durations = some_durations(schedule, chance)
+    for each, longer in ((costs, {}), (free, durations)):
+        for receives in ("ahead", "listed"):
+            line = schedir.simulate(schedule, each, durations=longer, receives=receives)
+            assert steps(line, each) == line.makespan
 
 
 @given(seeds)
@@ -133,7 +171,7 @@ def dependencies(
     line: Timeline, costs: CostModel, listed_receives: bool
 ) -> dict[int, dict[int, float]]:
     """By place, what it waits for, and how long after that starts. A transfer is at its receive."""
-    columns, runs = line.schedule.columns, line.schedule.dataflow.runs
+    columns, runs = line.schedule.columns, graph_of(line.schedule).runs
     durations = (line.ends - line.starts).tolist()
     actions = [columns.action(place) for place in range(len(columns))]
     where = {(int(columns.rank[p]), action): p for p, action in reversed([*enumerate(actions)])}
@@ -169,7 +207,7 @@ def dependencies(
                 receive_place = where[target, other]
                 add(receive_place, last)
                 if target in sent:
-                    found[receive_place][sent[target]] = holds(costs, actions[sent[target]])
+                    found[receive_place][sent[target]] = holds(line, costs, sent[target])
                 sent[target] = receive_place
             elif listed_receives:
                 add(place, last)
@@ -182,13 +220,15 @@ def dependencies(
     return found
 
 
-def holds(costs: CostModel, receive: schedir.Action) -> float:
+def holds(line: Timeline, costs: CostModel, receive: int) -> float:
     """How long the transfer of a receive occupies its channel."""
-    boundary = receive.stage - (receive.kind is Kind.RECV_ACT)
-    sizes, bandwidth = costs.boundary_bytes, costs.bandwidth
-    assert isinstance(sizes, tuple)
-    assert isinstance(bandwidth, (int, float))
-    return sizes[boundary] / bandwidth
+    columns, runs = line.schedule.columns, graph_of(line.schedule).runs
+    action = columns.action(receive)
+    send = action.counterpart
+    assert send is not None
+    link = int(runs[send.stage, send.microbatch]), int(columns.rank[receive])
+    size = of_stage(costs.boundary_bytes, min(action.stage, send.stage))
+    return float(size / of_link(costs.bandwidth, link))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,7 +236,7 @@ def test_the_path_of_built_in_schedules(name: str) -> None:
     costs = CostModel(latency=0.3, boundary_bytes=2, bandwidth=4)
     for cost in (CostModel(), costs):
         line = schedir.simulate(schedir.build(name, ranks=3, microbatches=7), cost)
-        assert steps(line) == line.makespan
+        assert steps(line, cost) == line.makespan
 
 
 @given(seeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import schedir
 from schedir import Action, LoadError, Pipeline, forward
 from schedir.cli import main
-from schedir.library import find, installed
+from schedir.library import find, installed, load
 
 SOUND = """
 from schedir import backward, forward, optim_step, schedule
@@ -64,6 +65,98 @@ def test_source_lines_reach_through_helpers(file: Path) -> None:
     assert places["0SEND_ACT0"] == schedir.Source("mine.py", 5)  # of what it sends
     assert places["0B0"] == schedir.Source("mine.py", 6)
     assert places["0OPTIM_STEP"] == schedir.Source("mine.py", 13)
+
+
+NESTED = """
+from schedir import backward, forward, together
+
+def pair(s, m):
+    yield forward(s, m)
+    yield backward(s, m)
+
+def pairs(s, batch):
+    for m in batch:
+        yield from pair(s, m)
+        yield forward(s, m + 1)
+
+def either(s):
+    for some in (pair(s, 4), [forward(s, 5)], pairs(s, [6]), (backward(s, n) for n in (5, 6))):
+        yield from some
+
+def nested(pipe, rank):
+    yield forward(0, 0)
+    for entry in pair(0, 1):
+        yield entry
+    yield from pairs(0, [2])
+    yield together(forward(0, 7), backward(0, 3))
+    yield from either(0)
+    yield backward(0, 0)
+
+class Listed:
+    def __call__(self, pipe, rank):
+        return map(forward, [0, 0], [0, 1])
+
+listed = Listed()
+"""
+
+
+def test_every_action_has_the_line_that_yielded_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of generators inside each other, whose frames come and go, the innermost one's."""
+    monkeypatch.chdir(tmp_path)
+    Path("nested.py").write_text(NESTED)
+    found = load("nested.py:nested", ranks=1, microbatches=8)
+    assert found.sources is not None
+    assert {source.file for source in found.sources.lines} == {"nested.py"}
+    lines = [found.sources.lines[number].line for number in found.sources.line_of]
+    assert [(str(a), line) for a, line in zip(found.flat[0], lines, strict=True)] == [
+        ("0F0", 18),
+        ("0F1", 20),
+        ("0B1", 20),
+        ("0F2", 5),
+        ("0B2", 6),
+        ("0F3", 11),
+        ("0F7", 22),
+        ("0B3", 22),
+        ("0F4", 5),
+        ("0B4", 6),
+        ("0F5", 15),
+        ("0F6", 5),
+        ("0B6", 6),
+        ("0F7", 11),
+        ("0B5", 14),
+        ("0B6", 14),
+        ("0B0", 24),
+    ]
+    unknown = load("nested.py:listed", ranks=1, microbatches=2)
+    assert unknown.sources is not None
+    assert unknown.sources.line_of.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_held_off_and_restored(enabled: bool) -> None:
+    seen: list[bool] = []
+
+    def generator(pipe: Pipeline, rank: int) -> Iterator[Action]:
+        seen.append(gc.isenabled())
+        yield forward(0, 0)
+        if pipe.microbatches > 1:
+            raise RuntimeError
+        yield schedir.backward(0, 0)
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        for make in (load, schedir.build):
+            make(generator, ranks=1, microbatches=1)
+            assert gc.isenabled() is enabled
+            with pytest.raises(LoadError):
+                make(generator, ranks=1, microbatches=2)
+            assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False] * 4
 
 
 def test_sources_take_no_part_in_equality(file: Path) -> None:

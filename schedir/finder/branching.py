@@ -14,13 +14,16 @@ Where that leaves none out, nothing is quicker than what is found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import ge
 from typing import Any, TypeAlias
 
 import attrs
 
 from schedir.finder.bounds import Work
-from schedir.finder.task import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Order, Task
+from schedir.finder.task import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import BACK, DEFERRED, KEPT, Board, Order, options, take
 
 SMALL = 60
 """The most actions of small work, a backward counted as two where it may be split."""
@@ -67,23 +70,10 @@ def branched(task: Task, known: Callable[[], float]) -> Iterator[tuple[int, Orde
 
 @attrs.frozen(eq=False)
 class _State:
-    """What has begun: by stage `forwards`, `backwards` (B or I), `inputs` (I alone), `weights`, and
-    `lean`, the microbatches whose forward is still to be run again; of those `short` has where
-    there has been no room for them since.
+    """A Board; of the microbatches that are kept `short` has where there has been no room for them
+    since. What begins later does so at `now` or after it. The value can't be below `bound`."""
 
-    `free` is when each rank, then each channel is free; `arrivals[queue]` has what was not taken
-    yet. Each rank keeps `held`. What begins later does so at `now` or after it. The value can't be
-    below `bound`.
-    """
-
-    forwards: _Counts
-    backwards: _Counts
-    inputs: _Counts
-    weights: _Counts
-    lean: tuple[_Counts, ...]
-    free: tuple[float, ...]
-    arrivals: tuple[tuple[float, ...], ...]
-    held: tuple[float, ...]
+    board: Board
     short: tuple[tuple[bool, ...], ...]
     now: float
     past: _Past
@@ -92,17 +82,17 @@ class _State:
 
     @property
     def begun(self) -> Any:
-        """The same for all in which the same has begun."""
-        return self.forwards, self.backwards, self.inputs, self.weights, self.lean
+        """The same for all in which the same has begun, whatever was run again for it."""
+        there, turns, stages = self.board.there, self.board.turns, len(self.short)
+        put_off = tuple(map(len, there[DEFERRED * stages :]))
+        kept = tuple(there[KEPT * stages : BACK * stages])
+        return tuple(turns[:stages]), tuple(turns[BACK * stages :]), kept, put_off
 
     def is_later(self, other: _State) -> bool:
         """Whether the same has begun here, and everything is there as late as in the other, or
         later."""
-        return all(a >= b for a, b in zip(self.free, other.free, strict=True)) and all(
-            a >= b
-            for mine, its in zip(self.arrivals, other.arrivals, strict=True)
-            for a, b in zip(mine, its, strict=True)
-        )
+        mine, its = self.board, other.board
+        return all(map(ge, chain(mine.free, *mine.there), chain(its.free, *its.there)))
 
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
@@ -139,39 +129,34 @@ class _Space:
             self.rests.append(rest)
         # What is the better the earlier it comes, whatever follows.
         self.fillers: set[int] = set()
-        if not any(task.wiring.holds):
+        changes = task.steps.changes
+        if not any(task.steps.holds):
             for kind in (BACKWARD, INPUT, WEIGHT):
                 for s in costs.stages:
                     step = kind * task.stages + s
                     split = kind == INPUT and costs.backward_weight[s] > costs.backward[s]
-                    if not split and task.kept[step] <= 0 and not task.memory.gradient[s]:
+                    if not split and changes[step] <= 0 and not task.memory.gradient[s]:
                         self.fillers.add(step)
+        # By queue, the steps that may take the next one.
+        self.takers: list[list[int]] = [[] for _ in task.steps.channel]
+        for step, queue in enumerate(task.steps.queue):
+            kind, s = divmod(step, task.stages)
+            saves = task.recompute and task.memory.lean[s] < task.memory.full[s]
+            if (kind != INPUT or task.split) and (kind != LEAN or saves):
+                self.takers[queue].append(step)
         self._seen: dict[tuple[int, _Counts, _Counts], bool] = {}
 
     def first(self) -> _State:
         """Where nothing has begun."""
         task = self.task
-        none = (0,) * task.stages
-        return _State(
-            none,
-            none,
-            none,
-            none,
-            ((),) * task.stages,
-            (0.0,) * (task.ranks + task.wiring.channels),
-            ((),) * (2 * task.stages),
-            (0.0,) * task.ranks,
-            ((),) * task.stages,
-            0.0,
-            None,
-            0.0,
-            0.0,
-        )
+        return _State(Board.of(task.steps), ((),) * task.stages, 0.0, None, 0.0, 0.0)
 
     def is_complete(self, state: _State) -> bool:
         """Whether all has begun."""
-        many = self.task.microbatches
-        return state.inputs == state.weights and all(b == many for b in state.backwards)
+        stages, many = self.task.stages, self.task.microbatches
+        board = state.board
+        backwards = board.turns[BACK * stages : DEFERRED * stages]
+        return backwards == [many] * stages and not any(board.there[DEFERRED * stages :])
 
     def order(self, state: _State) -> Order:
         """The order of its steps."""
@@ -192,112 +177,56 @@ class _Space:
             over = min((end for _, end, step in can if step in self.fillers), default=math.inf)
             for start, end, step in can:
                 if start < over or (start == over and end == over):
-                    new = self._taken(state, rank, start, end, step, most)
+                    new = self._taken(state, rank, start, step, most)
                     if new is not None:
                         yield new
 
     def _steps(self, state: _State, rank: int) -> Iterator[tuple[float, float, int]]:
         """The steps that a rank can begin with what is under way: when each starts and ends."""
-        task, many, stages = self.task, self.task.microbatches, self.task.stages
-        kept, limit = task.kept, task.memory.limit[rank] - state.held[rank]
-        free = max(state.free[rank], state.now)
-        found: list[tuple[float, int]] = []
-        for s in task.stages_of[rank]:
-            forwards, backwards = state.forwards[s], state.backwards[s]
-            if forwards < many and (s == 0 or state.arrivals[s]):
-                start = max(free, state.arrivals[s][0]) if s else free
-                found.append((start, s))
-                if task.recompute and task.memory.lean[s] < task.memory.full[s]:
-                    found.append((start, LEAN * stages + s))
-            lean = state.lean[s]
-            if lean:
-                found.append((free, RECOMPUTE * stages + s))
-            if backwards < forwards and (not lean or lean[0] != backwards):
-                last, queue = s == stages - 1, state.arrivals[stages + s]
-                if last or queue:
-                    start = free if last else max(free, queue[0])
-                    found.append((start, BACKWARD * stages + s))
-                    if task.split:
-                        found.append((start, INPUT * stages + s))
-            if state.weights[s] < state.inputs[s]:
-                found.append((free, WEIGHT * stages + s))
-        for start, step in found:
-            if kept[step] <= limit:
-                yield start, start + task.durations[step], step
+        steps = self.task.steps
+        limit = self.task.memory.limit[rank] - state.board.held[rank]
+        now = max(state.board.free[rank], state.now)
+        for start, value, stage in options(state.board, rank, now):
+            for step in self.takers[value * self.task.stages + stage]:
+                if steps.changes[step] <= limit:
+                    yield start, start + steps.lasts[step], step
 
     def _taken(
-        self, state: _State, rank: int, start: float, end: float, step: int, most: float
+        self, state: _State, rank: int, start: float, step: int, most: float
     ) -> _State | None:
         """The state with one step more; None where that can't go on to an end before `most`."""
-        task = self.task
-        wiring = task.wiring
-        kind, s = divmod(step, task.stages)
-        forwards, backwards, inputs, weights, lean = state.begun
-        held, short = state.held[rank] + task.kept[step], state.short
-        if kind <= LEAN:
-            if kind == LEAN:
-                lean = _with(lean, s, (*lean[s], forwards[s]))
-                short = _with(short, s, (*short[s], False))
-            forwards = _with(forwards, s, forwards[s] + 1)
+        task, memory = self.task, self.task.memory
+        stages, many = task.stages, task.microbatches
+        kind, s = divmod(step, stages)
+        short = state.short
+        if kind == LEAN:
+            short = _with(short, s, (*short[s], False))
         elif kind == RECOMPUTE:
             if not short[s][0]:
                 return None  # it would be quicker to have kept it
-            lean, short = _with(lean, s, lean[s][1:]), _with(short, s, short[s][1:])
-        else:
-            if kind in (BACKWARD, WEIGHT) and backwards[s] - inputs[s] + weights[s] == 0:
-                held += task.memory.gradient[s]
-                if held > task.memory.limit[rank]:
-                    return None
-            if kind == WEIGHT:
-                weights = _with(weights, s, weights[s] + 1)
-            else:
-                backwards = _with(backwards, s, backwards[s] + 1)
-                if kind == INPUT:
-                    inputs = _with(inputs, s, inputs[s] + 1)
-        for each in task.stages_of[rank]:
-            if lean[each]:
-                more = task.memory.full[each] - task.memory.lean[each]
-                if held + more > task.memory.limit[rank]:
-                    short = _with(short, each, (True,) * len(lean[each]))
-        if task.memory.limited and not task.recompute:
-            own = task.stages_of[rank]
-            begun = (tuple(counts[s] for s in own) for counts in (forwards, backwards))
-            if not self._finishes(rank, *begun):
+            short = _with(short, s, short[s][1:])
+        board = state.board.copy()
+        take(board, step, start)
+        turns, free, held = board.turns, board.free, board.held[rank]
+        if held > memory.limit[rank]:
+            return None
+        own = task.stages_of[rank]
+        for each in own:
+            if short[each] and held + (memory.full[each] - memory.lean[each]) > memory.limit[rank]:
+                short = _with(short, each, (True,) * len(short[each]))
+        if memory.limited and not task.recompute:
+            forwards = tuple([turns[each] for each in own])
+            backwards = tuple([turns[BACK * stages + each] for each in own])
+            if not self._finishes(rank, forwards, backwards):
                 return None
-        free, arrivals = [*state.free], [*state.arrivals]
-        free[rank] = end
-        queue = wiring.needs[step]
-        if queue >= 0:
-            arrivals[queue] = arrivals[queue][1:]
-        queue = wiring.feeds[step]
-        if queue >= 0:
-            channel, begin = wiring.channel[queue], end
-            if channel >= 0:
-                begin = max(end, free[task.ranks + channel])
-                free[task.ranks + channel] = begin + wiring.holds[queue]
-            arrivals[queue] = (*arrivals[queue], begin + wiring.takes[queue])
         # What is free before now is as good as free now, but at a rank that is done.
         for other, own in enumerate(task.stages_of):
-            if free[other] < start and any(backwards[s] < task.microbatches for s in own):
+            if free[other] < start and any(turns[BACK * stages + s] < many for s in own):
                 free[other] = start
-        bound, idle = self._bounds(forwards, backwards, inputs, weights, lean, free, arrivals)
+        bound, idle = self._bounds(board)
         if bound >= most:
             return None
-        return _State(
-            forwards,
-            backwards,
-            inputs,
-            weights,
-            lean,
-            tuple(free),
-            tuple(arrivals),
-            _with(state.held, rank, held),
-            short,
-            start,
-            (state.past, step),
-            bound,
-            idle,
-        )
+        return _State(board, short, start, (state.past, step), bound, idle)
 
     def _finishes(self, rank: int, forwards: _Counts, backwards: _Counts) -> bool:
         """Whether a rank that has begun so many of each of its stages can go on to its end within
@@ -329,62 +258,58 @@ class _Space:
                 return True
         return False
 
-    def _bounds(
-        self,
-        forwards: _Counts,
-        backwards: _Counts,
-        inputs: _Counts,
-        weights: _Counts,
-        lean: tuple[_Counts, ...],
-        free: Sequence[float],
-        arrivals: Sequence[Sequence[float]],
-    ) -> tuple[float, float]:
+    def _bounds(self, board: Board) -> tuple[float, float]:
         """What the value can't be below, and how much time is used up at the least."""
         task, costs, many = self.task, self.task.costs, self.task.microbatches
+        stages, placement, forward = task.stages, task.placement, costs.forward
+        inputs, wholes, turns, rests = self.inputs, self.wholes, self.turns, self.rests
+        there, free, forwards = board.there, board.free, board.turns
+        backwards = forwards[BACK * stages :]
+        back, deferred = there[BACK * stages :], there[DEFERRED * stages :]
+        kept = there[KEPT * stages :]
         bound = idle = 0.0
         starts: list[float] = []  # of the next forward of each stage, at the earliest
-        for s, rank in enumerate(task.placement):
-            start = free[rank]
-            if arrivals[s]:
-                start = max(start, arrivals[s][0])
-            elif s and forwards[s] < many:
-                start = max(start, starts[-1] + costs.forward[s - 1] + costs.down[s])
+        for s in range(stages):
+            start, left = free[placement[s]], many - forwards[s]
+            if there[s]:
+                start = max(start, there[s][0])
+            elif s and left:
+                start = max(start, starts[-1] + forward[s - 1] + costs.down[s])
             starts.append(start)
-            left = many - forwards[s]
             if left:
-                end = start + (left - 1) * costs.forward[s] + self.turns[s] + self.inputs[s]
-                bound = max(bound, end + self.rests[s])
+                end = start + (left - 1) * forward[s] + turns[s] + inputs[s] + rests[s]
+                if end > bound:
+                    bound = end
         start = 0.0
-        for s in reversed(range(task.stages)):
-            rank = task.placement[s]
+        for s in range(stages - 1, -1, -1):
             left = many - backwards[s]
             if not left:
                 continue
-            now = free[rank]
-            if arrivals[task.stages + s]:
-                now = max(now, arrivals[task.stages + s][0])
-            elif s < task.stages - 1:
-                now = max(now, start + self.inputs[s + 1] + costs.up[s])
+            now = free[placement[s]]
+            if back[s]:
+                now = max(now, back[s][0])
+            elif s < stages - 1:
+                now = max(now, start + inputs[s + 1] + costs.up[s])
             if forwards[s] == backwards[s]:
-                now = max(now, starts[s] + self.turns[s])
+                now = max(now, starts[s] + turns[s])
             start = now
-            bound = max(bound, start + left * self.inputs[s] + self.rests[s])
+            end = start + left * inputs[s] + rests[s]
+            if end > bound:
+                bound = end
         for rank, own in enumerate(task.stages_of):
-            ends = free[rank]
-            done = free[rank]
-            rest = None
+            ends = done = free[rank]
+            rest = math.inf
             for s in own:
                 left = many - backwards[s]
-                onward = (many - forwards[s]) * costs.forward[s]
-                onward += len(lean[s]) * costs.recompute[s]
-                ends += onward + left * self.wholes[s]
-                ends += (inputs[s] - weights[s]) * costs.backward_weight[s]
-                done += onward + left * self.inputs[s]
-                if left:
-                    rest = self.rests[s] if rest is None else min(rest, self.rests[s])
+                onward = (many - forwards[s]) * forward[s] + len(kept[s]) * costs.recompute[s]
+                ends += onward + left * wholes[s]
+                ends += len(deferred[s]) * costs.backward_weight[s]
+                done += onward + left * inputs[s]
+                if left and rests[s] < rest:
+                    rest = rests[s]
             idle += ends
             bound = max(bound, ends + self.steps[rank] - self.head[rank])
-            if rest is not None:
+            if rest < math.inf:
                 bound = max(bound, done + rest)
         return bound, idle
 

@@ -19,9 +19,10 @@ from schedir.finder.list_scheduling import scheduled
 from schedir.finder.merging import merged
 from schedir.finder.rescheduling import rescheduled
 from schedir.finder.rules import Style, rule_of, styles, varied
-from schedir.finder.task import INPUT, LEAN, Order, Task
+from schedir.finder.task import INPUT, LEAN, Task
 from schedir.finder.terms import Terms
 from schedir.finder.writing import order_of
+from schedir.graph.board import Order
 from schedir.library import Generator as BuiltIn
 from schedir.library import Parameter, built_in, load
 

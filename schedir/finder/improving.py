@@ -13,16 +13,8 @@ from collections.abc import Iterator
 from random import Random
 
 from schedir.finder.evaluating import Run, fits, score, timed
-from schedir.finder.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LEAN,
-    RECOMPUTE,
-    WEIGHT,
-    Order,
-    Task,
-)
+from schedir.finder.task import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import Order
 
 _MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
 _FAR = 0.25  # moves are by 1 + a geometric number of places
@@ -71,19 +63,14 @@ def rearranged(
 
 def critical(task: Task, order: Order, run: Run) -> list[tuple[int, int]]:
     """The chain of steps (rank, place) that the value consists of, the last one first."""
-    stages, needs, feeds, durations = (
-        task.stages,
-        task.wiring.needs,
-        task.wiring.feeds,
-        task.durations,
-    )
-    makers: list[list[tuple[int, int]]] = [[] for _ in range(2 * stages)]
+    needs, feeds, lasts = task.steps.needs, task.steps.feeds, task.steps.lasts
+    makers: list[list[tuple[int, int]]] = [[] for _ in task.steps.channel]
     for rank, steps in enumerate(order):
         for place, step in enumerate(steps):
             if feeds[step] >= 0:
                 makers[feeds[step]].append((rank, place))
     turns: list[list[int]] = []
-    used = [0] * (2 * stages)
+    used = [0] * len(makers)
     for steps in order:
         own = []
         for step in steps:
@@ -104,7 +91,7 @@ def critical(task: Task, order: Order, run: Run) -> list[tuple[int, int]]:
         if start <= 0:
             break
         before = place - 1
-        if before >= 0 and run.starts[rank][before] + durations[order[rank][before]] >= start:
+        if before >= 0 and run.starts[rank][before] + lasts[order[rank][before]] >= start:
             place = before
         else:
             queue = needs[order[rank][place]]

@@ -18,19 +18,12 @@ rank, these are kept room for. So no choice can lead to where nothing can go on.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+import math
 
 import attrs
 
-from schedir.finder.task import (
-    BACKWARD,
-    INPUT,
-    LEAN,
-    RECOMPUTE,
-    WEIGHT,
-    Order,
-    Task,
-)
+from schedir.finder.task import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, Order, options, play
 
 NEVER, NEEDED, ALWAYS = range(3)
 """Whether forwards of a stage are run again: where memory is short, or all of them."""
@@ -57,129 +50,107 @@ class Rule:
 
 def scheduled(task: Task, rule: Rule) -> Order | None:
     """The order that a rule makes; None where it can't go on within the cap."""
-    return _Board(task, rule).run()
+    ruled = _Ruled(task, rule)
+    return play(ruled.board, ruled.choose)
 
 
-class _Board:
-    """What has run so far, and what is under way."""
+class _Ruled:
+    """A Board, on which a rule chooses."""
 
     def __init__(self, task: Task, rule: Rule) -> None:
         self.task, self.rule = task, rule
-        stages, ranks = task.stages, task.ranks
         memory = task.memory
-        self.order: Order = [[] for _ in range(ranks)]
-        self.arrivals: list[list[float]] = [[] for _ in range(2 * stages)]
-        self.free: list[float] = [0] * task.wiring.channels
-        # By stage, how many have begun; which forwards are to be run again, and how many have been.
-        self.forwards, self.backwards = [0] * stages, [0] * stages
-        self.inputs, self.weights = [0] * stages, [0] * stages
-        self.lean: list[list[int]] = [[] for _ in range(stages)]
-        self.again = [0] * stages
-        # By stage, what the forwards up to each microbatch keep; by rank, what is kept now.
-        self.sums: list[list[float]] = [[0.0] for _ in range(stages)]
-        self.held = [sum(memory.gradient[s] for s in task.stages_of[rank]) for rank in range(ranks)]
+        self.gradients = [sum(memory.gradient[s] for s in held) for held in task.stages_of]
+        # All gradients have their place from the beginning.
+        self.board = Board.of(attrs.evolve(task.steps, gradient=[0] * task.stages))
+        self.board.held = [*self.gradients]
         self.limit = [min(most, cap) for most, cap in zip(memory.limit, rule.cap, strict=True)]
-        # The least that a microbatch of each stage needs, and what running one again adds to that.
-        self.least = [
+        # The least that a microbatch of each stage needs, what running one again adds to that, and
+        # what one needs from each chunk of a rank on.
+        least = [
             lean if max(again) and lean < full else full
             for lean, full, again in zip(memory.lean, memory.full, rule.again, strict=True)
         ]
-        self.extra = [max(memory.full[s] - self.least[s] for s in held) for held in task.stages_of]
+        self.extra = [max(memory.full[s] - least[s] for s in held) for held in task.stages_of]
+        self.needs = [
+            [sum(least[s] for s in held[chunk:]) for chunk in range(len(held))]
+            for held in task.stages_of
+        ]
+        self.again = any(map(max, rule.again))
+        # By stage, what the forwards up to each microbatch keep.
+        self.sums: list[list[float]] = [[0.0] for _ in range(task.stages)]
 
-    def run(self) -> Order | None:
-        """Go on until all has run, or nothing can."""
-        task = self.task
-        due: list[tuple[float, int]] = [(0, rank) for rank in range(task.ranks)]
-        wakes: list[float] = [0] * task.ranks  # -1 for a rank that waits to be told
-        busy: list[float] = [0] * task.ranks
-        placement, stages = task.placement, task.stages
-        feeds, durations = task.wiring.feeds, task.durations
-        left = task.stages * task.microbatches
-        while due:
-            now, rank = heappop(due)
-            if wakes[rank] != now:
-                continue
-            start, step = self._choose(rank, now)
-            if step < 0 or start > now:
-                wakes[rank] = start
-                if step >= 0:
-                    heappush(due, (start, rank))
-                continue
-            end = now + durations[step]
-            self._take(rank, step, end)
-            if step // stages in (BACKWARD, WEIGHT):
-                left -= 1
-            busy[rank] = wakes[rank] = end
-            heappush(due, (end, rank))
-            queue = feeds[step]
-            if queue >= 0:
-                other = placement[queue % stages]
-                if other != rank and busy[other] <= now and wakes[other] != now:
-                    wakes[other] = now
-                    heappush(due, (now, other))
-        return None if left else self.order
-
-    def _choose(self, rank: int, now: float) -> tuple[float, int]:
+    def choose(self, rank: int, now: float) -> tuple[float, int]:
         """The step that a rank takes next, and when it can start; -1 for none that it knows of."""
-        task, rule, arrivals = self.task, self.rule, self.arrivals
-        stages, microbatches = task.stages, task.microbatches
-        keys, durations = rule.keys, task.durations
+        task, rule, board = self.task, self.rule, self.board
+        stages, turns = task.stages, board.turns
+        keys = rule.keys
         found: list[tuple[float, float, int]] = []
+        late: list[int] = []
         short = None  # how urgent a forward is that memory is missing for
-        for stage in task.stages_of[rank]:
-            m = self.forwards[stage]
-            if m < microbatches:
-                queue = arrivals[stage]
-                if stage == 0 or len(queue) > m:
-                    start = now if stage == 0 or queue[m] < now else queue[m]
-                    step = self._forward(rank, stage)
-                    key = keys[stage][m]
-                    if step >= 0:
-                        found.append((key, start, step))
-                    elif start <= now and (short is None or key < short):
+        for start, value, stage in options(board, rank, now):
+            if value == DOWN:
+                m = turns[stage]
+                step = self._forward(rank, stage, m)
+                key = keys[stage][m]
+                if step >= 0:
+                    found.append((key, start, step))
+                elif start <= now and (short is None or key < short):
+                    short = key
+            elif value == BACK:
+                m = turns[BACK * stages + stage]
+                step = (INPUT if rule.split[stage][m] else BACKWARD) * stages + stage
+                found.append((keys[step][m], start, step))
+            elif value == DEFERRED:
+                late.append(stage)
+            else:
+                # Only ahead of its backward.
+                back = BACK * stages + stage
+                m = turns[back]
+                if board.there[KEPT * stages + stage][0] == m and board.there[back]:
+                    step = RECOMPUTE * stages + stage
+                    key = keys[step][m]
+                    if board.held[rank] + task.steps.changes[step] <= self.limit[rank]:
+                        found.append((key, now, step))
+                    elif short is None or key < short:
                         short = key
-            m = self.backwards[stage]
-            if m < self.forwards[stage]:
-                queue = arrivals[stages + stage]
-                last = stage == stages - 1
-                if last or len(queue) > m:
-                    start = now if last or queue[m] < now else queue[m]
-                    kind = INPUT if rule.split[stage][m] else BACKWARD
-                    key = keys[kind * stages + stage][m]
-                    runs, lean = self.again[stage], self.lean[stage]
-                    if runs < len(lean) and lean[runs] == m:
-                        step = RECOMPUTE * stages + stage
-                        if self.held[rank] + task.kept[step] <= self.limit[rank]:
-                            found.append((key, now, step))
-                        elif short is None or key < short:
-                            short = key
-                    else:
-                        found.append((key, start, kind * stages + stage))
-        for stage in task.stages_of[rank]:
-            m = self.weights[stage]
-            if m < self.inputs[stage]:
-                step = WEIGHT * stages + stage
-                key = keys[step][m]
-                found.append((key if short is None or key < short else short, now, step))
+        for stage in late:
+            step = WEIGHT * stages + stage
+            key = keys[step][turns[DEFERRED * stages + stage]]
+            found.append((key if short is None or key < short else short, now, step))
         if not found:
             return -1, -1
         if len(found) == 1:
-            return found[0][1:]
-        first = min([start for _, start, _ in found])
-        over = min([start + durations[step] for _, start, step in found])
-        own = task.stages_of[rank]
+            _, start, step = found[0]
+        else:
+            start, step = self._best(rank, found)
+        if step < 2 * stages and start <= now:
+            sums = self.sums[step % stages]
+            sums.append(sums[-1] + task.steps.changes[step])
+        return start, step
+
+    def _best(self, rank: int, found: list[tuple[float, float, int]]) -> tuple[float, int]:
+        """What the rule takes first of those that can start soon enough."""
+        task, rule, turns, lasts = self.task, self.rule, self.board.turns, self.task.steps.lasts
+        first = over = math.inf
+        for _, start, step in found:
+            if start < first:
+                first = start
+            if start + lasts[step] < over:
+                over = start + lasts[step]
+        last = task.stages_of[rank][-1]
         patience = rule.patience
-        if not self.backwards[own[-1]]:
+        if not turns[BACK * task.stages + last]:
             patience = rule.eager
-        elif self.forwards[own[-1]] == microbatches:
+        elif turns[last] == task.microbatches:
             patience = rule.late
         until = first + patience * (over - first)
         _, start, step = min([each for each in found if each[1] <= until])
         return start, step
 
-    def _forward(self, rank: int, stage: int) -> int:
+    def _forward(self, rank: int, stage: int, m: int) -> int:
         """The step that runs the stage's next forward, -1 where there is no room for it."""
-        memory, again = self.task.memory, self.rule.again[stage][self.forwards[stage]]
+        memory, again = self.task.memory, self.rule.again[stage][m]
         if again != ALWAYS and self._has_room(rank, stage, memory.full[stage], 0):
             return stage
         if again and self._has_room(rank, stage, memory.lean[stage], self.extra[rank]):
@@ -188,22 +159,26 @@ class _Board:
 
     def _has_room(self, rank: int, stage: int, size: float, extra: float) -> bool:
         """Whether a forward may start, that keeps so much, and `extra` as it is run again."""
-        limit, held = self.limit[rank], self.held[rank] + size
+        task, board = self.task, self.board
+        limit, held = self.limit[rank], board.held[rank] + size
         if held > limit:
             return False
-        own = self.task.stages_of[rank]
-        again = extra or any(self.again[s] < len(self.lean[s]) for s in own)
+        own = task.stages_of[rank]
+        stages = task.stages
+        again = self.again and (extra or any(board.there[KEPT * stages + s] for s in own))
         if len(own) == 1 and not again:
             return True
-        rest = self.task.memory.rest
-        left = limit - held + sum(rest[s] * (self.inputs[s] - self.weights[s]) for s in own)
-        if again and left < self.extra[rank]:
-            return False
-        forwards, sums = self.forwards, self.sums
+        turns, sums = board.turns, self.sums
+        if again:
+            rest = task.memory.rest
+            put_off = [rest[s] * len(board.there[DEFERRED * stages + s]) for s in own]
+            left = limit - held + sum(put_off)
+            if left < self.extra[rank]:
+                return False
         # What is kept of microbatches of which some chunk has not run yet, the youngest first.
-        partial, segments = 0.0, []
+        partial, segments, needs = 0.0, [], self.needs[rank]
         for chunk in range(1, len(own)):
-            newest, oldest = forwards[own[chunk - 1]], forwards[own[chunk]]
+            newest, oldest = turns[own[chunk - 1]], turns[own[chunk]]
             if own[chunk - 1] == stage:
                 newest += 1
             elif own[chunk] == stage:
@@ -211,42 +186,15 @@ class _Board:
             if oldest < newest:
                 kept = 0.0
                 for before in own[:chunk]:
-                    kept += sums[before][min(newest, forwards[before])] - sums[before][oldest]
+                    kept += sums[before][min(newest, turns[before])] - sums[before][oldest]
                 if own[chunk - 1] == stage:
                     kept += size
                 partial += kept
-                segments.append((sum(self.least[s] for s in own[chunk:]), kept))
+                segments.append((needs[chunk], kept))
         # The oldest are finished first, after all that no chunk is missing of.
-        left = limit - sum(self.task.memory.gradient[s] for s in own) - partial
+        left = limit - self.gradients[rank] - partial
         for need, kept in reversed(segments):
             if left < need + self.extra[rank]:
                 return False
             left += kept
         return True
-
-    def _take(self, rank: int, step: int, end: float) -> None:
-        """Begin a step that is over at `end`."""
-        task, wiring = self.task, self.task.wiring
-        kind, stage = divmod(step, task.stages)
-        self.order[rank].append(step)
-        self.held[rank] += task.kept[step]
-        if kind <= LEAN:
-            if kind == LEAN:
-                self.lean[stage].append(self.forwards[stage])
-            self.forwards[stage] += 1
-            self.sums[stage].append(self.sums[stage][-1] + task.kept[step])
-        elif kind == RECOMPUTE:
-            self.again[stage] += 1
-        elif kind == WEIGHT:
-            self.weights[stage] += 1
-        else:
-            self.backwards[stage] += 1
-            if kind == INPUT:
-                self.inputs[stage] += 1
-        queue = wiring.feeds[step]
-        if queue >= 0:
-            channel = wiring.channel[queue]
-            if channel >= 0:
-                end = max(end, self.free[channel])
-                self.free[channel] = end + wiring.holds[queue]
-            self.arrivals[queue].append(end + wiring.takes[queue])

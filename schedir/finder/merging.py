@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 from schedir.finder.evaluating import Run, timed
-from schedir.finder.task import BACKWARD, INPUT, WEIGHT, Order, Task
+from schedir.finder.task import BACKWARD, INPUT, WEIGHT, Task
+from schedir.graph.board import BACK, Order
 
 
 def merged(task: Task, order: Order, run: Run) -> tuple[Order, Run]:
@@ -65,7 +66,7 @@ def _in_turn(task: Task, order: Order) -> Order:
 
 def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
     """By stage, how long the gradient of each microbatch's input lies there until it is used."""
-    stages, takes = task.stages, task.wiring.takes
+    stages, travels = task.stages, task.steps.travels
     starts: list[list[float]] = [[] for _ in range(stages)]
     ends: list[list[float]] = [[] for _ in range(stages)]
     for steps, times in zip(order, run.starts, strict=True):
@@ -73,10 +74,10 @@ def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
             kind, stage = divmod(step, stages)
             if kind in (BACKWARD, INPUT):
                 starts[stage].append(start)
-                ends[stage].append(start + task.durations[step])
+                ends[stage].append(start + task.steps.lasts[step])
     found = [[math.inf] * task.microbatches]
     for stage in range(1, stages):
-        way = takes[stages + stage - 1]
+        way = travels[BACK * stages + stage - 1]
         used = zip(starts[stage - 1], ends[stage], strict=True)
         found.append([start - end - way for start, end in used])
     return found

@@ -17,7 +17,8 @@ from schedir.finder.found import Found
 from schedir.finder.stage_costs import StageCosts
 from schedir.finder.task import Memory, Task
 from schedir.finder.terms import Terms
-from schedir.ir import DEFAULT_CHANNEL, Action, HeldUntil, Schedule
+from schedir.graph.alive import HeldUntil
+from schedir.ir import DEFAULT_CHANNEL, Action, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
 

@@ -16,16 +16,8 @@ import attrs
 
 from schedir.finder.evaluating import Run, score, timed
 from schedir.finder.list_scheduling import ALWAYS, NEVER, Rule, scheduled
-from schedir.finder.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LEAN,
-    RECOMPUTE,
-    WEIGHT,
-    Order,
-    Task,
-)
+from schedir.finder.task import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import Order
 
 _MEMORY = 20  # trials
 _FEW = 3  # microbatches that are due at another time, on average

@@ -16,12 +16,14 @@ from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.bounds import Objective
 from schedir.finder.budget import Budget
-from schedir.finder.evaluating import peak
 from schedir.finder.found import Found
 from schedir.finder.hunting import Candidate, Hunt, within
 from schedir.finder.terms import Terms
 from schedir.finder.writing import schedule_of
-from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Schedule, peak_activations
+from schedir.graph.alive import HeldUntil, peak_activations
+from schedir.graph.board import most_held
+from schedir.graph.compile import graph_of
+from schedir.ir import DEFAULT_CHANNEL, Schedule
 from schedir.simulator import CostModel, Timeline, simulate
 
 _SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
@@ -197,8 +199,8 @@ class _Finished:
         """The most that any rank keeps of what is limited."""
         if self.terms.memory_limit is not None:
             return max(rank.peak_bytes or 0 for rank in self.line.ranks)
-        columns, until = self.line.schedule.columns, self.terms.held_until
-        return max(most for most, _ in peak_activations(columns, until))
+        graph, until = graph_of(self.line.schedule), self.terms.held_until
+        return max(most for most, _ in peak_activations(graph, until))
 
     @property
     def over(self) -> bool:
@@ -212,7 +214,7 @@ class _Finished:
         if limit is None or not terms.counts_boundaries:
             return (0,) * terms.ranks
         rest = terms.task(task.named).memory.limit
-        own = (peak(task, rank, steps) for rank, steps in enumerate(self.candidate.order))
+        own = (most_held(task.steps, steps) for steps in self.candidate.order)
         return tuple(
             max(0, (rank.peak_bytes or 0) - (limit - left) - most)
             for rank, left, most in zip(self.line.ranks, rest, own, strict=True)

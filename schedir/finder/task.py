@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import TypeAlias
 
 import attrs
 
 from schedir.finder.bounds import Objective
 from schedir.finder.stage_costs import StageCosts, by_stage
+from schedir.graph.board import WAYS, Steps, steps_of
 from schedir.ir import Placement
 from schedir.library import Pipeline, wave, wrapped
 from schedir.simulator import CostModel
 
 FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = range(6)
 """Kinds of step: F, an F that is to be run again, B, I, W, R."""
-
-Order: TypeAlias = list[list[int]]
-"""`order[rank]`: the steps of a rank."""
 
 PLACEMENTS: dict[str, Callable[[Pipeline], Placement]] = {
     "wrapped": wrapped,
@@ -52,23 +49,6 @@ class Memory:
     def limited(self) -> bool:
         """Whether there is a limit."""
         return min(self.limit) < math.inf
-
-
-@attrs.frozen(eq=False)
-class Wiring:
-    """What goes between steps. What comes to a stage from before it is in the queue of its number,
-    what comes back to it in that of `stages` more.
-
-    `needs[step]` and `feeds[step]` are queues, -1 for none; what is fed arrives after it `takes` so
-    long, and `holds` its `channel`, one of `channels`, or -1 where none is ever held.
-    """
-
-    needs: list[int]
-    feeds: list[int]
-    takes: list[float]
-    holds: list[float]
-    channel: list[int]
-    channels: int
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -125,60 +105,29 @@ class Task:
         return max(sum(costs.forward[s] + whole[s] for s in held) for held in self.stages_of) or 1
 
     @cached_property
-    def durations(self) -> list[float]:
-        """What each step takes."""
-        costs = self.costs
-        return [
-            *costs.forward,
-            *costs.forward,
-            *costs.backward,
-            *costs.backward_input,
-            *costs.backward_weight,
-            *costs.recompute,
-        ]
-
-    @cached_property
-    def wiring(self) -> Wiring:
-        """What each step waits for, and what it feeds."""
-        stages, costs, none = self.stages, self.costs, [-1] * self.stages
-        first, last = [-1, *range(1, stages)], [*range(stages, 2 * stages - 1), -1]
-        onward, back = [*range(1, stages), -1], [-1, *range(stages, 2 * stages - 1)]
-        channels: dict[tuple[int, int], int] = {}
-        by_queue: list[int] = []
-        for to, of in ((range(stages), -1), (range(stages), 1)):
-            for stage in to:
-                ends = self.placement[(stage + of) % stages], self.placement[stage]
-                by_queue.append(
-                    -1 if len(set(ends)) == 1 else channels.setdefault(ends, len(channels))
-                )
-        takes, holds = [*costs.down, *costs.up], [*costs.down_holds, *costs.up_holds]
-        return Wiring(
-            needs=[*first, *first, *last, *last, *none, *none],
-            feeds=[*onward, *onward, *back, *back, *none, *none],
-            takes=takes,
-            holds=holds,
-            channel=by_queue if any(holds) else [-1] * (2 * stages),
-            channels=len(channels),
+    def steps(self) -> Steps:
+        """What each step takes, waits for, and changes."""
+        costs, memory = self.costs, self.memory
+        return steps_of(
+            self.placement,
+            self.microbatches,
+            {kind: getattr(costs, kind.name.lower()) for kind, _ in WAYS},
+            {
+                "input": list(zip(costs.down, costs.down_holds, strict=True)),
+                "output gradient": list(zip(costs.up, costs.up_holds, strict=True)),
+            },
+            {
+                "saved": memory.full,
+                "kept": memory.lean,
+                "deferred": memory.rest,
+                "gradient": memory.gradient,
+            },
         )
 
     @cached_property
     def steps_after(self) -> list[list[float]]:
         """What the OPTIM_STEPs of each rank take, in their order."""
         return [[self.costs.optim_step[s] for s in held] for held in self.stages_of]
-
-    @cached_property
-    def kept(self) -> list[float]:
-        """By how much each step changes what its rank keeps, but for the first gradients."""
-        m = self.memory
-        freed = [-f for f in m.full]
-        return [
-            *m.full,
-            *m.lean,
-            *freed,
-            *(rest - full for rest, full in zip(m.rest, m.full, strict=True)),
-            *(-rest for rest in m.rest),
-            *(full - lean for full, lean in zip(m.full, m.lean, strict=True)),
-        ]
 
 
 def placed(ranks: int, chunks: int, named: str) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from schedir.finder.task import (
     memory_in_bytes,
     placed,
 )
-from schedir.ir import HELD_UNTIL, HeldUntil, expect_channel
+from schedir.graph.alive import HELD_UNTIL, HeldUntil
+from schedir.ir import expect_channel
 from schedir.library import expect_fewer
 from schedir.simulator import CostModel
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedir.finder.task import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    LEAN,
-    RECOMPUTE,
-    WEIGHT,
-    Order,
-    Task,
-)
-from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Columns, Kind, Schedule, run_again, starts_of
+from schedir.finder.task import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import Order
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Columns, Kind, Schedule, starts_of
 from schedir.passes import append_steps
 
 _KINDS = {
@@ -68,7 +61,9 @@ def order_of(task: Task, schedule: Schedule) -> Order | None:
     ):
         return None
     order: Order = []
-    lean = run_again(columns)
+    lean = np.zeros(len(columns), np.bool_)
+    for touch in graph_of(schedule).touches("kept"):
+        lean[touch.places] |= touch.use.does == "make"
     for begin, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
         own = []
         for place in range(begin, end):

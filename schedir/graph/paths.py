@@ -411,10 +411,11 @@ def queues(graph: Graph, channel: str) -> Ints:
     if channel == "host":
         return columns.rank
     ranks = columns.ranks
+    if channel == "rank":
+        queue = np.where(copies, ranks + columns.rank, -1)
+        return np.where(communicates | groups, columns.rank, queue)
     own = columns.rank * (2 * ranks + graph.schedule.stages + 1)
     queue = np.where(copies, own + 2 * ranks + graph.schedule.stages, -1)
-    if channel == "rank":
-        return np.where(communicates | groups, own, queue)
     if channel == "async":
         return queue
     # Numbered apart on each rank: one number per peer and direction, then one per stage.

@@ -4,11 +4,20 @@ A target is a built-in or installed name, `path.py[:function]`, `module:function
 `.sched` or `.csv` file. The built-in ones are loaded exactly as a user's file is.
 """
 
-from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline, schedule
+from schedir.library.authoring import (
+    Generator,
+    GeneratorFunction,
+    Parameter,
+    Pipeline,
+    equal_groups,
+    mirrored,
+    schedule,
+    slots_in_groups,
+    wave,
+    wrapped,
+)
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
 from schedir.library.generate import Costs
-from schedir.library.groups import equal_groups, slots_in_groups
-from schedir.library.placements import mirrored, wave, wrapped
 from schedir.library.targets import built_in, find, installed, is_list
 
 __all__ = [

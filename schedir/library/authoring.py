@@ -1,10 +1,12 @@
-"""What the author of a schedule imports: the shape to fill, and the decorator that declares."""
+"""What the author of a schedule imports: the shape to fill, the placements that have a name, groups
+of microbatches, and the decorator that declares."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from math import gcd
 from typing import Any, TypeAlias
 
 import attrs
@@ -40,6 +42,72 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending: its model chunks."""
         return self._stages_by_rank.get(rank, ())
+
+
+# Stages by rank, 2 chunks on 4 ranks (mirrored: one stage for each rank):
+#
+#              wrapped    wave     mirrored
+#     rank 0   0  4       0  7     0  3
+#     rank 1   1  5       1  6     1  2
+#     rank 2   2  6       2  5     2  1
+#     rank 3   3  7       3  4     3  0
+
+
+def wrapped(pipe: Pipeline) -> Placement:
+    """Stage s on rank s mod P: after the last rank comes the first one again (the default)."""
+    return tuple((stage % pipe.ranks,) for stage in range(pipe.ranks * pipe.chunks))
+
+
+def wave(pipe: Pipeline) -> Placement:
+    """Down the ranks, and up again, and down: the last rank hands to itself.
+
+    Two chunks are the V of zero bubble's ZBV (Qi et al. 2024, arXiv 2405.15362), more
+    the wave of Hanayo (Liu et al., SC 2023, arXiv 2308.15762).
+    """
+    turned = range(pipe.ranks - 1, -1, -1)
+    return tuple(
+        (rank,)
+        for chunk in range(pipe.chunks)
+        for rank in (turned if chunk % 2 else range(pipe.ranks))
+    )
+
+
+def mirrored(pipe: Pipeline) -> Placement:
+    """Stage s on rank s and on rank P - 1 - s: one pipeline down the ranks, one up (Chimera, Li and
+    Hoefler 2021, arXiv 2107.06925; DualPipe). Every rank has two stages; the middle one of an odd
+    number of ranks has a single one."""
+    last = pipe.ranks - 1
+    return tuple(tuple(sorted({rank, last - rank})) for rank in range(pipe.ranks))
+
+
+def equal_groups(pipe: Pipeline) -> int:
+    """The microbatches of a group where nobody says: of max(1, microbatches // ranks) equal groups;
+    where that does not divide, as many as ranks, the last group being shorter."""
+    rounds = max(1, pipe.microbatches // pipe.ranks)
+    return pipe.ranks if pipe.microbatches % rounds else pipe.microbatches // rounds
+
+
+def slots_in_groups(pipe: Pipeline, group_size: int, apart: int = 1) -> Callable[[int, int], int]:
+    """The slot of (chunk, microbatch), both from 0, on a rank that takes groups of `group_size`
+    microbatches one after the other, within a group chunk by chunk.
+
+    From chunk to chunk of a microbatch it is `apart` slots at least. That may take several groups:
+    then a chunk's slots are moved on after every cycle, lest they be those of an earlier one. The
+    slots of what a short last group lacks stay empty.
+
+    Raises ValueError where `group_size` is no int >= 1.
+    """
+    if type(group_size) is not int or group_size < 1:
+        raise ValueError(f"group_size must be an int >= 1, not {group_size!r}")
+    size = min(group_size, pipe.microbatches)  # beyond, all stays the same
+    stride = -(-apart // size) * size
+    cycle = pipe.chunks // gcd(pipe.chunks, stride // size)
+
+    def slot(chunk: int, microbatch: int) -> int:
+        group, member = divmod(microbatch, size)
+        return (group * pipe.chunks + chunk // cycle) * size + chunk * stride + member
+
+    return slot
 
 
 PlacementFunction: TypeAlias = Callable[..., Sequence[int | Sequence[int]]]
@@ -123,7 +191,4 @@ def schedule(
     `(pipe, *, costs, replicas=None)`.
     """
 
-    def declare(function: GeneratorFunction) -> Generator:
-        return Generator(function, name, tuple(aliases), placement, chunks)
-
-    return declare
+    return partial(Generator, name=name, aliases=tuple(aliases), placement=placement, chunks=chunks)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import attrs
 
-from schedir.ir import Action, Kind
+from schedir.ir import Action, Kind, backward, backward_input, backward_weight, forward
 from schedir.library.authoring import Pipeline
 
 Number: TypeAlias = int
@@ -23,10 +23,18 @@ backward n is n + S."""
 Run: TypeAlias = tuple[Number, int]
 """An action of a block, and the microbatch."""
 
+_LENGTH_AND_CHANGE = {
+    Kind.FORWARD: (1, 1),
+    Kind.BACKWARD: (2, -1),
+    Kind.BACKWARD_INPUT: (1, 0),
+    Kind.BACKWARD_WEIGHT: (1, -1),
+}
+
 
 @attrs.frozen
 class Block:
-    """What becomes of a microbatch, by number: each action, its rank, and the slots that it takes.
+    """What becomes of a microbatch, by number: each action, its rank, how many slots it takes, and
+    how many activations more its rank holds after it.
 
     `starts` are the slots of microbatch 0, in the order of the numbers; the BACKWARD_WEIGHTs have
     none. Microbatch m runs m times `interval` later.
@@ -38,15 +46,8 @@ class Block:
     actions: dict[Number, Action]
     rank: dict[Number, int]
     length: dict[Number, int]
+    change: dict[Number, int]
     starts: list[int]
-
-    def is_forward(self, n: Number) -> bool:
-        """Whether action n makes an activation."""
-        return n < self.stages
-
-    def need_of(self, n: Number) -> Number:
-        """The action that makes the input of action n, which is not the first one."""
-        return n - 1 if n < 2 * self.stages else n - self.stages
 
 
 def block_of(pipe: Pipeline, slots: Mapping[Action, int]) -> Block:
@@ -54,50 +55,40 @@ def block_of(pipe: Pipeline, slots: Mapping[Action, int]) -> Block:
     BACKWARD_WEIGHT. Raises ValueError for one that `repeat_block` refuses."""
     if any(len(ranks) > 1 for ranks in pipe.placement):
         raise ValueError("a block cannot be repeated over a stage on several ranks")
-    stages = pipe.stages
-    actions = {_number(action, stages): action for action in slots}
-    if sorted(actions) != list(range(2 * stages)) or len(actions) != len(slots):
+    stages = range(pipe.stages)
+    way: list[tuple[Action, ...]] = [(forward(s, 0),) for s in stages]
+    way += [(backward(s, 0), backward_input(s, 0)) for s in reversed(stages)]
+    chosen = [[action for action in either if action in slots] for either in way]
+    if len(slots) != len(way) or any(len(actions) != 1 for actions in chosen):
         raise ValueError(
             "a block has the FORWARD and one of BACKWARD and BACKWARD_INPUT of microbatch 0 at "
-            f"each of the {stages} stages, and nothing else"
+            f"each of the {pipe.stages} stages, and nothing else"
         )
-    starts = [slots[actions[n]] for n in range(2 * stages)]
+    actions = {n: action for n, (action,) in enumerate(chosen)}
+    starts = [slots[action] for action in actions.values()]
     for n, action in [*actions.items()]:
         if action.kind is Kind.BACKWARD_INPUT:
-            actions[n + stages] = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
+            actions[n + pipe.stages] = backward_weight(action.stage, 0)
     rank = {n: pipe.placement[action.stage][0] for n, action in actions.items()}
-    length = {n: 2 if action.kind is Kind.BACKWARD else 1 for n, action in actions.items()}
+    length, change = (
+        {n: _LENGTH_AND_CHANGE[action.kind][of] for n, action in actions.items()} for of in (0, 1)
+    )
     work = [0] * pipe.ranks
-    for n, slots_taken in length.items():
-        work[rank[n]] += slots_taken
-    block = Block(pipe.ranks, stages, max(work), actions, rank, length, starts)
-    _check(block)
-    return block
-
-
-def _number(action: Action, stages: int) -> Number:
-    """Where an action stands on the way of its microbatch; -1 for what no block holds."""
-    if action.microbatch == 0 and action.version is None:
-        if action.kind is Kind.FORWARD:
-            return action.stage
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            return 2 * stages - 1 - action.stage
-    return -1
-
-
-def _check(block: Block) -> None:
-    """Raise ValueError for a block that is out of order, or meets itself when it is repeated."""
+    for n, many in length.items():
+        work[rank[n]] += many
+    interval = max(work)
     end = 0
-    taken: dict[tuple[int, int], Number] = {}
-    for n, start in enumerate(block.starts):
-        action, rank = block.actions[n], block.rank[n]
+    taken: dict[tuple[int, int], Action] = {}
+    for n, start in enumerate(starts):
+        action = actions[n]
         if start < end:
             raise ValueError(f"{action} is in slot {start}, but its input is there in slot {end}")
-        end = start + block.length[n]
+        end = start + length[n]
         for slot in range(start, end):
-            other = taken.setdefault((rank, slot % block.interval), n)
-            if other != n:
+            other = taken.setdefault((rank[n], slot % interval), action)
+            if other != action:
                 raise ValueError(
-                    f"{block.actions[other]} and {action} meet on rank {rank}, as microbatches "
-                    f"run {block.interval} slots apart"
+                    f"{other} and {action} meet on rank {rank[n]}, as microbatches run {interval} "
+                    "slots apart"
                 )
+    return Block(pipe.ranks, pipe.stages, interval, actions, rank, length, change, starts)

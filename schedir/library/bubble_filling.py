@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
-from schedir.ir import Kind
-from schedir.library.blocks import Block, Number, Run
+from schedir.graph.board import WAYS, Board, Steps, options, play, steps_of
+from schedir.ir import Action
+from schedir.library.blocks import Block, Run
 
 if TYPE_CHECKING:
     from schedir.simulator import CostModel
@@ -18,93 +17,84 @@ if TYPE_CHECKING:
 
 def weights_put_off(
     block: Block, order: list[list[Run]], limit: int, costs: CostModel | None
-) -> list[list[Run]]:
+) -> tuple[tuple[Action, ...], ...]:
     """The lists with each rank's BACKWARD_WEIGHTs where there is the time for one until its next
     action can run, or where it holds `limit` activations and is to run a FORWARD.
 
     The rest stays in its order until a rank has run its last FORWARD. Then memory no longer
     decides, and its BACKWARD_INPUTs run as soon as they can; a BACKWARD, being longer, would be in
     the way of a more urgent one. Without costs each action takes its slots.
+
+    Raises ValueError for costs of other stages or links.
     """
-    times = _Times.of(block, costs)
-    ahead = [deque(run for run in own if run[0] < 2 * block.stages) for own in order]
-    forwards = [sum(block.is_forward(n) for n, _ in own) for own in order]
-    weights: list[deque[Run]] = [deque() for _ in order]
-    lists: list[list[Run]] = [[] for _ in order]
-    free, live = [0.0] * block.ranks, [0] * block.ranks
-    arrivals = {run: 0.0 for own in order for run in own if run[0] == 0}
+    stages = block.stages
+    number = {
+        n: WAYS.index((action.kind, False)) * stages + action.stage
+        for n, action in block.actions.items()
+    }
+    weight_of = {number[n - stages]: step for n, step in number.items() if n >= 2 * stages}
+    ahead = [deque(number[n] for n, _ in own if n < 2 * stages) for own in order]
+    weights: list[deque[int]] = [deque() for _ in order]
+    steps = _steps(block, sum(map(len, order)) // len(block.actions), costs)
+    board, changes = Board.of(steps), steps.changes
+    forwards = [sum(changes[step] > 0 for step in own) for own in ahead]
 
-    def chosen(rank: int, now: float) -> Run | None:
-        """What a rank that is free runs now; None where it waits for an arrival."""
-        next_arrival = math.inf
-        for n, m in ahead[rank]:
-            if not (block.is_forward(n) and live[rank] == limit):
-                arrival = arrivals.get((n, m), math.inf)
+    def choose(rank: int, now: float) -> tuple[float, int]:
+        """What a rank that is free runs now, or by when something arrives for it."""
+        arrivals = {value * stages + stage: at for at, value, stage in options(board, rank, now)}
+        next_arrival, coming = math.inf, -1
+        for step in ahead[rank]:
+            if board.held[rank] + changes[step] <= limit:
+                arrival = arrivals.get(steps.queue[step], math.inf)
                 if arrival <= now:
-                    ahead[rank].remove((n, m))
-                    return n, m
-                next_arrival = min(next_arrival, arrival)
-            if forwards[rank] or block.actions[n].kind is Kind.BACKWARD:
+                    ahead[rank].remove(step)
+                    forwards[rank] -= changes[step] > 0
+                    if step in weight_of:
+                        weights[rank].append(weight_of[step])
+                    return now, step
+                if arrival < next_arrival:
+                    next_arrival, coming = arrival, step
+            if forwards[rank] or changes[step] < 0:
                 break
-        if weights[rank] and now + times.takes[weights[rank][0][0]] <= next_arrival:
-            return weights[rank].popleft()
-        return None
+        if weights[rank] and now + steps.lasts[weights[rank][0]] <= next_arrival:
+            return now, weights[rank].popleft()
+        return next_arrival, coming
 
-    agenda = [(0.0, rank) for rank in range(block.ranks)]
-    while agenda:
-        now, rank = heappop(agenda)
-        run = chosen(rank, now) if free[rank] <= now else None
-        if run is None:
-            continue
-        n, m = run
-        lists[rank].append(run)
-        free[rank] = now + times.takes[n]
-        heappush(agenda, (free[rank], rank))
-        if n + 1 < 2 * block.stages:
-            arrivals[n + 1, m] = free[rank] + times.travels[n + 1]
-            heappush(agenda, (arrivals[n + 1, m], block.rank[n + 1]))
-        if block.is_forward(n):
-            live[rank] += 1
-            forwards[rank] -= 1
-        elif block.actions[n].kind is Kind.BACKWARD_INPUT:
-            weights[rank].append((n + block.stages, m))
-        else:
-            live[rank] -= 1
-    return lists
+    filled = play(board, choose)
+    if filled is None:
+        raise AssertionError("a block that fits the limit is blocked by it")
+    turns = [count() for _ in steps.queue]
+    return tuple(
+        tuple(Action(WAYS[step // stages][0], step % stages, next(turns[step])) for step in own)
+        for own in filled
+    )
 
 
-@attrs.frozen
-class _Times:
-    """How long each action takes, and how long its input is on its way to the rank."""
-
-    takes: dict[Number, float]
-    travels: dict[Number, float]
-
-    @classmethod
-    def of(cls, block: Block, costs: CostModel | None) -> _Times:
-        """Those of the costs, of transfers that do not wait for each other; or of the slots.
-
-        Raises ValueError for costs of other stages or links.
-        """
-        way = range(1, 2 * block.stages)
+def _steps(block: Block, microbatches: int, costs: CostModel | None) -> Steps:
+    """The block's steps. Transfers do not wait for each other, and an activation is held until its
+    BACKWARD or BACKWARD_WEIGHT."""
+    stages = block.stages
+    lasts = {kind: [0.0] * stages for kind, _ in WAYS}
+    ways: list[tuple[float, float]] = [(0, 0)] * (2 * stages)
+    for n, action in block.actions.items():
+        stage, lasting = action.stage, lasts[action.kind]
         if costs is None:
-            return cls(
-                {n: float(slots) for n, slots in block.length.items()}, dict.fromkeys(way, 0)
-            )
-        takes = {
-            n: _of(getattr(costs, action.kind.name.lower()), action.stage)
-            for n, action in block.actions.items()
-        }
-        return cls(takes, {n: _travel(block, costs, n) for n in way})
-
-
-def _travel(block: Block, costs: CostModel, n: Number) -> float:
-    stages = block.actions[n - 1].stage, block.actions[n].stage
-    link = block.rank[n - 1], block.rank[n]
-    if link[0] == link[1]:
-        return 0
-    size = _of(costs.boundary_bytes, min(stages))
-    return _of(costs.latency, link) + (size / _of(costs.bandwidth, link) if size else 0)
+            lasting[stage] = block.length[n]
+            continue
+        lasting[stage] = _of(getattr(costs, action.kind.name.lower()), stage)
+        link = block.rank.get(n - 1), block.rank[n]
+        if 0 < n < 2 * stages and link[0] != link[1]:
+            size = _of(costs.boundary_bytes, min(stage, block.actions[n - 1].stage))
+            time = _of(costs.latency, link) + (size and size / _of(costs.bandwidth, link))
+            ways[n] = time, 0
+    one = [1] * stages
+    return steps_of(
+        [block.rank[n] for n in range(stages)],
+        microbatches,
+        lasts,
+        {"input": ways[:stages], "output gradient": ways[: stages - 1 : -1]},
+        {"saved": one, "deferred": one},
+    )
 
 
 def _of(value: Any, key: Any) -> float:

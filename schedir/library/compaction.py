@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedir.ir import Action, Ints, Kind
+from schedir.ir import Action, Ints
 from schedir.library.authoring import Pipeline
 from schedir.library.blocks import Block, Number, Run, block_of
 from schedir.library.bubble_filling import weights_put_off
@@ -38,95 +38,68 @@ def repeat_block(
     on several ranks; and for costs of other stages or links.
     """
     one = block_of(pipe, block)
-    program = _Squeezed(one, pipe.microbatches)
-    program.squeeze()
-    return tuple(
-        tuple(Action(one.actions[n].kind, one.actions[n].stage, m) for n, m in runs)
-        for runs in weights_put_off(one, program.order(), program.limit, costs)
-    )
+    order, limit = _squeezed(one, pipe.microbatches)
+    return weights_put_off(one, order, limit, costs)
 
 
-class _Squeezed:
-    """The repeated block, in slots: `slots[n][m]` is the one in which microbatch m runs action n.
+def _squeezed(block: Block, microbatches: int) -> tuple[list[list[Run]], int]:
+    """What each rank runs, in the order of its slots, and the most activations that a rank holds.
 
-    `taken` has a byte for each slot of a rank, not 0 where the rank works; `live` the activations
-    that a rank holds in a slot, of which none may become more than `limit`.
+    `slots[n][m]` is the slot in which microbatch m runs action n, a BACKWARD_WEIGHT at first in the
+    first one that is free. `taken` has a byte for each slot of a rank, not 0 where the rank works;
+    `live` the activations that a rank holds in a slot, of which none may become more than `limit`.
     """
+    rank, length, change = block.rank, block.length, block.change
+    # Whatever is put off to the end finds room there.
+    end = max(block.starts) + (microbatches + 1) * block.interval
+    taken = [bytearray(end) for _ in range(block.ranks)]
+    live: Ints = np.zeros((block.ranks, end), np.int64)
+    slots: dict[Number, list[int]] = {
+        n: [start + m * block.interval for m in range(microbatches)]
+        for n, start in enumerate(block.starts)
+    }
 
-    def __init__(self, block: Block, microbatches: int) -> None:
-        """The block as it is, each BACKWARD_WEIGHT in the first slot that is free."""
-        self.block = block
-        self.slots: dict[Number, list[int]] = {
-            n: [start + m * block.interval for m in range(microbatches)]
-            for n, start in enumerate(block.starts)
-        }
-        # Whatever is put off to the end finds room there.
-        end = max(block.starts) + (microbatches + 1) * block.interval
-        self.taken = [bytearray(end) for _ in range(block.ranks)]
-        for n, slots in self.slots.items():
-            for slot in slots:
-                self._take(n, slot)
-        for n, m in self._runs():
-            if block.actions[n].kind is Kind.BACKWARD_INPUT:
-                weights = n + block.stages
-                slot = self._free(weights, self.slots[n][m] + 1, end)
-                self.slots.setdefault(weights, []).append(slot)
-                self._take(weights, slot)
-        self.live: Ints = np.zeros((block.ranks, end), np.int64)
-        for n, m in self._runs():
-            self._count(n, self.slots[n][m], end)
-        self.limit = int(self.live.max())
+    def runs() -> list[Run]:
+        every = ((n, m) for n in slots for m in range(len(slots[n])))
+        return sorted(every, key=lambda run: slots[run[0]][run[1]])
 
-    def squeeze(self) -> None:
-        """Move every action to the earliest slot that it can have."""
-        for n, m in self._runs():
-            slot = self.slots[n][m]
-            earliest = self._earliest(n, m)
-            if earliest < slot and self.block.is_forward(n):
-                full = self.live[self.block.rank[n], earliest:slot] >= self.limit
-                if full.any():
-                    earliest += len(full) - int(full[::-1].argmax())
-            if earliest < slot:
-                self._take(n, slot, 0)
-                self.slots[n][m] = self._free(n, earliest, slot + self.block.length[n])
-                self._take(n, self.slots[n][m])
-                self._count(n, self.slots[n][m], slot)
+    def take(n: Number, slot: int, byte: bytes = b"\1") -> None:
+        taken[rank[n]][slot : slot + length[n]] = byte * length[n]
 
-    def order(self) -> list[list[Run]]:
-        """What each rank runs, in the order of the slots."""
-        lists: list[list[Run]] = [[] for _ in range(self.block.ranks)]
-        for run in self._runs():
-            lists[self.block.rank[run[0]]].append(run)
-        return lists
+    def take_free(n: Number, low: int, high: int) -> int:
+        slot = taken[rank[n]].find(bytes(length[n]), low, high)
+        take(n, slot)
+        return slot
 
-    def _runs(self) -> list[Run]:
-        """All actions, in the order of the slots that they now have."""
-        return sorted(
-            ((n, m) for n, slots in self.slots.items() for m in range(len(slots))),
-            key=lambda run: self.slots[run[0]][run[1]],
-        )
-
-    def _earliest(self, n: Number, m: int) -> int:
-        """The first slot after the input of action n, and after action n of microbatch m - 1."""
-        block = self.block
-        after_input = 0
-        if n:
-            need = block.need_of(n)
-            after_input = self.slots[need][m] + block.length[need]
-        return max(after_input, self.slots[n][m - 1] + block.length[n] if m else 0)
-
-    def _free(self, n: Number, low: int, high: int) -> int:
-        return self.taken[self.block.rank[n]].find(bytes(self.block.length[n]), low, high)
-
-    def _take(self, n: Number, slot: int, byte: int = 1) -> None:
-        length = self.block.length[n]
-        self.taken[self.block.rank[n]][slot : slot + length] = bytes([byte] * length)
-
-    def _count(self, n: Number, slot: int, until: int) -> None:
+    def count(n: Number, slot: int, until: int) -> None:
         """Count action n in `slot` and no longer, or not yet, in `until`."""
-        block = self.block
-        if block.is_forward(n):
-            self.live[block.rank[n], slot:until] += 1
-        elif block.actions[n].kind is not Kind.BACKWARD_INPUT:
-            after = block.length[n]
-            self.live[block.rank[n], slot + after : until + after] -= 1
+        after = 0 if change[n] > 0 else length[n]  # an activation is held to the end of its last
+        live[rank[n], slot + after : until + after] += change[n]
+
+    listed = runs()
+    for n, m in listed:
+        take(n, slots[n][m])
+    for n, m in listed:
+        if not change[n]:
+            weight = n + block.stages
+            slots.setdefault(weight, []).append(take_free(weight, slots[n][m] + 1, end))
+    for n, m in runs():
+        count(n, slots[n][m], end)
+    limit = int(live.max())
+    for n, m in runs():
+        slot = slots[n][m]
+        need = n - (1 if n < 2 * block.stages else block.stages)
+        after_input = slots[need][m] + length[need] if n else 0
+        earliest = max(after_input, slots[n][m - 1] + length[n] if m else 0)
+        if earliest < slot and change[n] > 0:
+            full = live[rank[n], earliest:slot] >= limit
+            if full.any():
+                earliest += len(full) - int(full[::-1].argmax())
+        if earliest < slot:
+            take(n, slot, b"\0")
+            slots[n][m] = take_free(n, earliest, slot + length[n])
+            count(n, slots[n][m], slot)
+    order: list[list[Run]] = [[] for _ in range(block.ranks)]
+    for n, m in runs():
+        order[rank[n]].append((n, m))
+    return order, limit

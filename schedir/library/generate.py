@@ -15,8 +15,7 @@ import numpy as np
 
 from schedir.errors import LoadError
 from schedir.ir import Action, Columns, Entry, Schedule, Sources, Together, columns_of
-from schedir.library.authoring import Generator, Parameter, Pipeline, takes_any
-from schedir.library.placements import wrapped
+from schedir.library.authoring import Generator, Parameter, Pipeline, takes_any, wrapped
 from schedir.library.user_errors import (
     blamed_line,
     call_user_code,
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
 """Costs, or a function from a number of stages to those of the model cut into so many; None: the
 textbook's."""
+
+_Asked: TypeAlias = Callable[[int], tuple[Pipeline, Callable[[int], Iterable[Entry]]]]
+"""From a number of chunks to the shape, and to the generator as a function of the rank."""
 
 
 def generate(
@@ -49,22 +51,22 @@ def generate(
     """
     own = generator.parameters
     for name, value in parameters.items():
-        if name not in own and not takes_any(own):
+        if name not in own and not generator.takes_any_parameter:
             known = ", ".join(own) or "none"
             raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
         if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
             raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
-    question = _Question(generator, ranks, microbatches, parameters, costs)
-    pipe = question.pipeline(chunks)
-    ask, lines = question.of(pipe), _Lines()
+    asked = partial(_asked, generator, ranks, microbatches, parameters, costs)
+    pipe, list_of = asked(chunks)
+    lines = _Lines()
 
     def entries_of(rank: int) -> list[Entry]:
         try:
-            return _collect(generator, pipe, rank, ask(rank), lines)
+            return _collect(generator, pipe, rank, list_of(rank), lines)
         except LoadError:
             raise
         except (Exception, SystemExit) as error:
-            raise question.failure(pipe, rank, error) from error
+            raise _failure(generator, pipe, rank, error, asked) from error
 
     try:
         columns = columns_of(map(entries_of, range(ranks)))
@@ -72,6 +74,43 @@ def generate(
         return Schedule(generator.name, microbatches, pipe.placement, columns, sources)
     except ValueError as error:
         raise LoadError(f"{generator.name}: {error}") from error
+
+
+def _asked(
+    generator: Generator,
+    ranks: int,
+    microbatches: int,
+    parameters: dict[str, Parameter],
+    costs: Costs,
+    chunks: int,
+) -> tuple[Pipeline, Callable[[int], Iterable[Entry]]]:
+    """The shape, its stages placed as the generator says, and the generator by rank."""
+
+    def own(function: Callable[..., object]) -> dict[str, Any]:
+        """What the function, or the placement, asks for by name."""
+        named = generator.asked_by(function)
+        found: dict[str, Any] = {
+            name: value for name, value in parameters.items() if name in named or takes_any(named)
+        }
+        if "costs" in named:
+            from schedir.simulator import CostModel  # takes a while, and few schedules see any
+
+            found["costs"] = costs(pipe.stages) if callable(costs) else costs or CostModel()
+        return found
+
+    pipe = Pipeline(ranks, microbatches, chunks, placement=())
+    pipe = attrs.evolve(pipe, placement=wrapped(pipe))
+    place, what = generator.placement, f"the placement of {generator.name}"
+    if place is not None:
+        arguments = own(place)
+        chosen = call_user_code(lambda: [*place(pipe, **arguments)], what)
+        try:
+            # A Schedule without actions checks the placement as any other would.
+            placement = Schedule(generator.name, 1, chosen, [()] * ranks).placement
+        except (TypeError, ValueError) as error:
+            raise LoadError(f"{what}: {error}") from error
+        pipe = attrs.evolve(pipe, placement=placement)
+    return pipe, partial(generator.function, pipe, **own(generator.function))
 
 
 def _collect(
@@ -143,74 +182,29 @@ class _Lines:
         return Sources(lines, line_of[columns.entry] if columns.together else line_of)
 
 
-@attrs.frozen
-class _Question:
-    """What is asked of a generator, which may run other numbers of chunks than it is asked to."""
+def _failure(
+    generator: Generator, pipe: Pipeline, rank: int, error: BaseException, asked: _Asked
+) -> LoadError:
+    """What to raise where the generator raised `error`: it may just have no such chunks."""
+    chunks, line = generator.chunks, user_line(error) or blamed_line(None, generator)
+    stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
+    if pipe.chunks == chunks or not _runs(asked, chunks, rank):
+        return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
+    if chunks == 1:
+        stages, instead = "one stage", ", or take one that `schedir list` has with --chunks"
+        if isinstance(error, ValueError) and "too many values to unpack" in str(error):
+            cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
+    return LoadError(
+        f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out{instead} "
+        f"({cause})"
+    )
 
-    generator: Generator
-    ranks: int
-    microbatches: int
-    parameters: dict[str, Parameter]
-    costs: Costs
 
-    def pipeline(self, chunks: int) -> Pipeline:
-        """The shape that is asked for, its stages placed as the generator says."""
-        shape = Pipeline(self.ranks, self.microbatches, chunks, placement=())
-        shape = attrs.evolve(shape, placement=wrapped(shape))
-        name, place = self.generator.name, self.generator.placement
-        if place is None:
-            return shape
-        own = self.arguments(place, shape)
-        chosen = call_user_code(lambda: [*place(shape, **own)], f"the placement of {name}")
-        try:
-            # A Schedule without actions checks the placement as any other would.
-            placement = Schedule(name, 1, chosen, [()] * self.ranks).placement
-        except (TypeError, ValueError) as error:
-            raise LoadError(f"the placement of {name}: {error}") from error
-        return attrs.evolve(shape, placement=placement)
-
-    def arguments(self, function: Callable[..., object], pipe: Pipeline) -> dict[str, Any]:
-        """What the function, or the placement, asks for by name."""
-        asked = self.generator.asked_by(function)
-        found: dict[str, Any] = {
-            name: value
-            for name, value in self.parameters.items()
-            if name in asked or takes_any(asked)
-        }
-        if "costs" in asked:
-            found["costs"] = self.costs(pipe.stages) if callable(self.costs) else self.costs
-            if found["costs"] is None:
-                from schedir.simulator import CostModel  # most schedules ask for none
-
-                found["costs"] = CostModel()
-        return found
-
-    def of(self, pipe: Pipeline) -> Callable[[int], Iterable[Entry]]:
-        """The generator as a function of the rank."""
-        function = self.generator.function
-        return partial(function, pipe, **self.arguments(function, pipe))
-
-    def failure(self, pipe: Pipeline, rank: int, error: BaseException) -> LoadError:
-        """What to raise where the generator raised `error`: it may just have no such chunks."""
-        generator, chunks = self.generator, self.generator.chunks
-        line = user_line(error) or blamed_line(None, generator)
-        if pipe.chunks == chunks or not self._runs_with_own_chunks(rank):
-            return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
-        stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
-        if chunks == 1:
-            stages, instead = "one stage", ", or take one that `schedir list` has with --chunks"
-            if isinstance(error, ValueError) and "too many values to unpack" in str(error):
-                cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
-        return LoadError(
-            f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out"
-            f"{instead} ({cause})"
-        )
-
-    def _runs_with_own_chunks(self, rank: int) -> bool:
-        """Whether the generator gets through such a pipeline of its own number of chunks."""
-        try:
-            own = self.pipeline(self.generator.chunks)
-            deque(islice(self.of(own)(rank), _limit(own)), maxlen=0)
-        except (Exception, SystemExit):
-            return False
-        return True
+def _runs(asked: _Asked, chunks: int, rank: int) -> bool:
+    """Whether the generator gets through such a pipeline of so many chunks."""
+    try:
+        pipe, list_of = asked(chunks)
+        deque(islice(list_of(rank), _limit(pipe)), maxlen=0)
+    except (Exception, SystemExit):
+        return False
+    return True

@@ -34,19 +34,27 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
 
     Raises LoadError where there is none.
     """
-    if isinstance(target, Path):
-        return _from_file(target, None)
-    if not isinstance(target, str):
+    if not isinstance(target, (str, Path)):
         return _as_generator(target, repr(target))
-    location, colon, function = target.rpartition(":")
-    if target.endswith(".py"):
+    location, colon, function = str(target).rpartition(":")
+    if isinstance(target, Path) or target.endswith(".py"):
         return _from_file(Path(target), None)
-    if colon and location.endswith(".py"):
+    if not colon:
+        return _named(target)
+    if location.endswith(".py"):
         return _from_file(Path(location), function)
-    if colon and location.endswith(_LISTS):
+    if location.endswith(_LISTS):
         raise LoadError(f"{location} is a list of actions and has no function {function!r}")
-    if colon:
-        return _from_module(location, function)
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise LoadError(f"{target}: {location!r} is neither a .py file nor a module's name")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: modules beside the user are found
+    module = call_user_code(lambda: importlib.import_module(location), location)
+    return _from_module(module, function, location)
+
+
+def _named(target: str) -> Generator:
+    """The built-in or installed generator of a name."""
     wanted = _plain(target)
     for generator in _shipped(wanted):
         if wanted in _names(generator):
@@ -54,23 +62,18 @@ def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
     entries = {_plain(entry.name): entry for entry in _entry_points()}
     if wanted in entries:
         return _from_entry_point(entries[wanted])
+    if isdir(target):
+        why = "is a directory; a schedule is a name or a file: path.py[:function]"
+        raise LoadError(f"{target} {why}")
+    if isfile(target):
+        raise LoadError(f"{target}: the name of a schedule's file ends in .py, .sched or .csv")
+    meant = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
     from difflib import get_close_matches  # for who mistypes
 
-    names = _built_in_names() | {plain: entry.name for plain, entry in entries.items()}
-    close = get_close_matches(wanted, names, n=1, cutoff=0.5)
-    raise LoadError(_not_found(target, names[close[0]] if close else None))
-
-
-def _not_found(target: str, close: str | None) -> str:
-    """What to say of a target that no schedule is named like, but perhaps one that is `close`."""
-    if isdir(target):
-        return f"{target} is a directory; a schedule is a name or a file: path.py[:function]"
-    if isfile(target):
-        return f"{target}: the name of a schedule's file ends in .py, .sched or .csv"
-    beside = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
-    meant = [*beside, close][0]
-    return (
-        f"no schedule is named {target!r}; {f'did you mean {meant!r}? ' if meant else ''}"
+    names = _built_in_names() | {plain: each.name for plain, each in entries.items()}
+    meant += [names[close] for close in get_close_matches(wanted, names, n=1, cutoff=0.5)]
+    raise LoadError(
+        f"no schedule is named {target!r}; {f'did you mean {meant[0]!r}? ' if meant else ''}"
         "`schedir list` names them all; a file is given as path.py[:function]"
     )
 
@@ -150,31 +153,22 @@ def _from_file(path: Path, function: str | None) -> Generator:
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    loader = spec.loader
+    module, run = importlib.util.module_from_spec(spec), spec.loader.exec_module
     # Registered while it runs, as dataclasses and attrs look their module up there.
-    shadowed = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module
+    shadowed = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module
     try:
-        call_user_code(lambda: loader.exec_module(module), str(path))
+        call_user_code(lambda: run(module), str(path))
     finally:
-        if shadowed is None:
-            del sys.modules[module.__name__]
-        else:
-            sys.modules[module.__name__] = shadowed
-    return _pick(module, function, str(path))
+        del sys.modules[path.stem]
+        if shadowed is not None:
+            sys.modules[path.stem] = shadowed
+    return _from_module(module, function, str(path))
 
 
-def _from_module(name: str, function: str) -> Generator:
-    if not name or not all(part.isidentifier() for part in name.split(".")):
-        raise LoadError(f"{name}:{function}: {name!r} is neither a .py file nor a module's name")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: modules beside the user are found
-    return _pick(call_user_code(lambda: importlib.import_module(name), name), function, name)
-
-
-def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
-    names = [key for key, value in vars(module).items() if isinstance(value, Generator)]
+def _from_module(module: ModuleType, function: str | None, where: str) -> Generator:
+    """The generator of a name in a module, or else the only one that it declares."""
+    names = [name for name, value in vars(module).items() if isinstance(value, Generator)]
     if function is not None:
         found = getattr(module, function, None)
         if found is None:
@@ -182,17 +176,15 @@ def _pick(module: ModuleType, function: str | None, where: str) -> Generator:
             raise LoadError(f"{where} has no function {function!r}{hint}")
         return _as_generator(found, f"{where}:{function}")
     declared = _declared(module)
-    if len(declared) == 1:
-        return declared[0]
-    if declared:
+    if not declared:
         raise LoadError(
-            f"{where} declares several schedules; choose one: "
-            + ", ".join(f"{where}:{name}" for name in names)
+            f"{where} declares no schedule; decorate its function with @schedule(name), "
+            f"or name it: {where}:function"
         )
-    raise LoadError(
-        f"{where} declares no schedule; decorate its function with @schedule(name), "
-        f"or name it: {where}:function"
-    )
+    if len(declared) > 1:
+        choice = ", ".join(f"{where}:{name}" for name in names)
+        raise LoadError(f"{where} declares several schedules; choose one: {choice}")
+    return declared[0]
 
 
 def _declared(module: ModuleType) -> list[Generator]:
@@ -210,8 +202,7 @@ def _as_generator(found: object, where: str) -> Generator:
         return found
     if not callable(found):
         raise LoadError(f"{where} is {describe_value(found)}, not a function that yields actions")
-    name = getattr(found, "__name__", "schedule").strip("<>")
-    return Generator(found, name)
+    return Generator(found, getattr(found, "__name__", "schedule").strip("<>"))
 
 
 def is_list(target: str | Path) -> bool:
@@ -224,10 +215,10 @@ def read_list(path: Path) -> Schedule:
 
     Raises LoadError where it can't be read, ParseError where it is malformed.
     """
+    if not isfile(path):
+        raise _no_file(path)
     parse = loads_torch_csv if path.suffix == ".csv" else loads
     try:
-        if not isfile(path):
-            raise _no_file(path)
         return parse(path.read_bytes(), str(path))
     except OSError as error:
         raise LoadError(f"{path}: {error.strerror}") from error

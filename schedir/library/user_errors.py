@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -46,14 +47,12 @@ def user_line(error: BaseException) -> str:
     """The innermost `file:line` of a traceback that is not schedir's own or the import system's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown_path(error.filename)}:{error.lineno}"
-    place = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if _belongs_to_user(file):
-            place = f"{_shown_path(file)}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
+    lines = [
+        f"{_shown_path(frame.f_code.co_filename)}:{line}"
+        for frame, line in walk_tb(error.__traceback__)
+        if _belongs_to_user(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else ""
 
 
 def source_of(file: str, line: int) -> Source:

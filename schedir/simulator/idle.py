@@ -26,16 +26,28 @@ all that follows from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from functools import cached_property
 
 import attrs
 import numpy as np
 
-from schedir.ir import BACKWARDS, Ints, Kind, Schedule
-from schedir.simulator.gaps import Gaps, gaps_of
-from schedir.simulator.needs import Needs
+from schedir.graph.compile import Transfers
+from schedir.ir import (
+    BACKWARDS,
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    GROUPS,
+    HOMES,
+    Bools,
+    Columns,
+    Ints,
+    Schedule,
+)
+from schedir.simulator.moments import Moments, last_before
 from schedir.simulator.times import Numbers
-from schedir.simulator.work import Work
 
 
 class Cause(StrEnum):
@@ -131,18 +143,18 @@ class IdleColumns:
         return total
 
 
-def idle_columns(schedule: Schedule, work: Work, needs: Needs, makespan: float) -> IdleColumns:
+def idle_columns(schedule: Schedule, work: Work, moments: Moments, makespan: float) -> IdleColumns:
     """The idle time of every rank, taken apart by its causes.
 
     The intervals of a rank, together with its compute, are exactly the time from 0 to the makespan.
     Raises UnsoundError where the lists are too wrong to tell what waits for what.
     """
     forwards = np.bincount(
-        schedule.columns.rank[schedule.columns.where(Kind.FORWARD)], minlength=schedule.ranks
+        schedule.columns.rank[schedule.columns.where(*HOMES)], minlength=schedule.ranks
     )
-    gaps = gaps_of(work, needs)
+    gaps = _gaps_of(work, moments)
     causes = _data_causes(gaps, work, forwards)
-    rows = [*_parts(gaps, causes, work), *_tails(work, needs, makespan)]
+    rows = [*_parts(gaps, causes, work), *_tails(work, moments, makespan)]
     rank, start, end, *rest = map(np.concatenate, zip(*rows, strict=True))
     order = np.lexsort((start, rank))
     order = order[end[order] > start[order]]
@@ -151,7 +163,7 @@ def idle_columns(schedule: Schedule, work: Work, needs: Needs, makespan: float) 
     return IdleColumns(bounds, *times, *(column[order] for column in rest))
 
 
-def _data_causes(gaps: Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
+def _data_causes(gaps: _Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
     """For each gap the cause of its wait for compute, and the place of its root where that is of a
     slower stage."""
     columns, ranks = work.columns, work.columns.ranks
@@ -164,7 +176,7 @@ def _data_causes(gaps: Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
     first, last = np.full(ranks, beyond), np.full(ranks, beyond)
     backwards = columns.where(*BACKWARDS)
     np.minimum.at(first, columns.rank[backwards], columns.heads[columns.entry[backwards]])
-    forward = columns.where(Kind.FORWARD)
+    forward = columns.where(*HOMES)
     last[columns.rank[forward]] = forward  # ascending: the last one stays
     first[first == beyond] = -1
     is_first = gaps.number == work.bounds[rank]
@@ -176,7 +188,7 @@ def _data_causes(gaps: Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
     return cause, np.where(cause == _NUMBER[Cause.SLOWER], root, -1)
 
 
-def _roots(gaps: Gaps, work: Work, forwards: Ints) -> Ints:
+def _roots(gaps: _Gaps, work: Work, forwards: Ints) -> Ints:
     """For each gap the one at the root of its wait for compute."""
     own = np.arange(len(gaps.number))
     number_of = np.full(len(work.columns), -1)
@@ -203,7 +215,7 @@ _Row = tuple[Ints, Numbers, Numbers, Ints, Ints, Ints, Ints, Ints]
 """The rank, start, end, cause, entry, blamed, transfer and root of intervals."""
 
 
-def _parts(gaps: Gaps, data: tuple[Ints, Ints], work: Work) -> list[_Row]:
+def _parts(gaps: _Gaps, data: tuple[Ints, Ints], work: Work) -> list[_Row]:
     """The gaps, each in its parts."""
     rank, entry, none = work.rank[gaps.number], gaps.entry, np.full(len(gaps.entry), -1)
     cause, root = data
@@ -217,14 +229,14 @@ def _parts(gaps: Gaps, data: tuple[Ints, Ints], work: Work) -> list[_Row]:
     ]
 
 
-def _tails(work: Work, needs: Needs, makespan: float) -> list[_Row]:
+def _tails(work: Work, moments: Moments, makespan: float) -> list[_Row]:
     """What is left to each rank after its last compute: a sum that goes on, then nothing."""
     columns, ranks = work.columns, np.arange(work.columns.ranks)
     none = np.full(len(ranks), -1)
     reduce = none.copy()
-    places = columns.where(Kind.REDUCE_GRAD)
+    places = columns.where(*GROUPS)
     reduce[columns.rank[places]] = places  # ascending: the last one stays
-    over = np.where(reduce >= 0, needs.ends[reduce], work.last)
+    over = np.where(reduce >= 0, moments.ends[reduce], work.last)
     over = np.clip(np.where(np.isnan(over), work.last, over), work.last, makespan)
     known, listed = (
         np.bincount(columns.rank[places], minlength=len(ranks))
@@ -242,3 +254,245 @@ def _tails(work: Work, needs: Needs, makespan: float) -> list[_Row]:
         (ranks, work.last, over, summed, none, reduce, reduce, none),
         (ranks, over, end, rest, none, none, none, none),
     ]
+
+
+# The gaps before compute, each with the points in time at which its cause changes.
+
+
+@attrs.frozen(eq=False)
+class _Gaps:
+    """Every gap before an entry of compute. Arrays of shape [gaps].
+
+    `number` is that of the compute in the work, `entry` its place. The gap goes from `start` to
+    `end`, its payload is `posted` after the compute at `post`, its transfer `begins` and `arrives`:
+    these three are in order, and within the gap. `via` is the receive, REDUCE_GRAD or copy, `busy`
+    the send or copy that its channel is busy with first, `sent` the one that it waits for itself;
+    `summed` says where that is a sum, and `unknown` where the times that would tell are not known.
+    """
+
+    number: Ints
+    entry: Ints
+    start: Numbers
+    end: Numbers
+    posted: Numbers
+    begins: Numbers
+    arrives: Numbers
+    post: Ints
+    via: Ints
+    busy: Ints
+    sent: Ints
+    summed: Bools
+    unknown: Bools
+
+
+def _gaps_of(work: Work, moments: Moments) -> _Gaps:
+    """All gaps. Raises UnsoundError where the lists are too wrong to tell what waits for what."""
+    number = np.flatnonzero(work.waits)
+    entry, start, end = work.place[number], work.before[number], work.start[number]
+    columns, transfers = moments.columns, moments.graph.transfers
+    transfer = _binding(moments, entry, end)
+    behind, post, via, sent = (
+        np.append(places, -1)[transfer]  # of no transfer (-1): -1
+        for places in (
+            _sent_before(transfers),
+            _posted_after(moments),
+            transfers.receive,
+            transfers.send,
+        )
+    )
+    # A sum or a copy that comes later, or alone.
+    here = _made_here(moments)[entry]
+    nearer = (here >= 0) & ~(moments.ends[via] >= moments.ends[here])
+    moved = (transfer >= 0) | nearer
+    summed = nearer & columns.is_kind(*GROUPS)[here]
+    behind = np.where(nearer, np.where(summed, -1, last_before(columns, COPIES)[here]), behind)
+    post = np.where(nearer, moments.compute_before[here], post)
+    groups = {place: turn for turn in moments.graph.collectives for place in turn}
+    for gap in np.flatnonzero(summed).tolist():
+        place = int(here[gap])
+        post[gap] = _held_up_by(moments, groups.get(place, (place,)))
+    via, sent = np.where(nearer, here, via), np.where(nearer, here, sent)
+
+    posted = np.where(moved, np.where(post >= 0, moments.ends[post], 0), start)
+    begins = np.where(summed, posted, np.where(moved, moments.begins[via], start))
+    arrives = np.where(moved, moments.ends[via], start)
+    is_busy = (behind >= 0) & (moments.ends[behind] >= begins) & (begins > posted)
+    busy = np.where(is_busy, behind, sent)
+
+    unknown = _unknown_before(work, number) | np.isnan(posted) & np.isnan(begins)
+    posted = np.where(np.isnan(posted), begins, posted)
+    begins = np.where(np.isnan(begins), posted, begins)
+    arrives = np.where(np.isnan(arrives), end, arrives)
+    posted = np.where(unknown, start, np.clip(posted, start, end))
+    begins = np.where(unknown, start, np.clip(begins, posted, end))
+    arrives = np.where(unknown, start, np.clip(arrives, begins, end))
+    return _Gaps(
+        number, entry, start, end, posted, begins, arrives, post, via, busy, sent, summed, unknown
+    )
+
+
+def _binding(moments: Moments, entry: Ints, end: Numbers) -> Ints:
+    """The transfer that each entry of compute waits for, -1 for none: that of its input, or, where
+    it came in a batch, the last of the batch to arrive before the compute starts."""
+    graph, columns = moments.graph, moments.columns
+    receive, arrivals = graph.transfers.receive, graph.arrivals.copy()
+    arrives = np.append(moments.ends[receive], -np.inf)  # of no transfer (-1)
+    seconds = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
+    one, other = arrivals[seconds - 1], arrivals[seconds]
+    later = (other >= 0) & ((one < 0) | (arrives[other] > arrives[one]))
+    arrivals[seconds - 1] = np.where(later, other, one)
+    transfer: Ints = arrivals[entry]
+    mates = _batch_mates(moments) if columns.together else {}
+    for gap in np.flatnonzero(
+        (transfer >= 0) & (arrives[transfer] < end) if mates else []
+    ).tolist():
+        own = np.array(mates.get(int(columns.entry[receive[transfer[gap]]]), ()), np.int64)
+        there = own[arrives[own] <= end[gap]]
+        if len(there):
+            last = there[arrives[there].argmax()]
+            if arrives[last] > arrives[transfer[gap]]:
+                transfer[gap] = last
+    return transfer
+
+
+def _batch_mates(moments: Moments) -> dict[int, list[int]]:
+    """By the number of a batch's entry, the transfers that it is part of."""
+    columns, transfers = moments.columns, moments.graph.transfers
+    shared = columns.shared & columns.is_kind(*COMMUNICATION)
+    mates: dict[int, list[int]] = {}
+    for places in (transfers.send, transfers.receive):
+        inside = np.flatnonzero((places >= 0) & shared[places])
+        entries = columns.entry[places[inside]].tolist()
+        for transfer, entry in zip(inside.tolist(), entries, strict=True):
+            mates.setdefault(entry, []).append(transfer)
+    return mates
+
+
+def _sent_before(transfers: Transfers) -> Ints:
+    """For every transfer, the send before it on its channel, -1 for none."""
+    order, follows = transfers.by_channel
+    before = np.full(len(transfers), -1)
+    before[order[1:][follows[1:]]] = transfers.send[order[:-1][follows[1:]]]
+    return before
+
+
+def _posted_after(moments: Moments) -> Ints:
+    """For every transfer, the compute on its source after which it is posted, -1 for none: what
+    makes its payload, or what else stands between that and its send."""
+    transfers, entry = moments.graph.transfers, moments.columns.entry
+    last, maker = moments.compute_before[transfers.send], transfers.maker
+    is_makers = (last >= 0) & (maker >= 0) & (entry[last] == entry[maker])
+    return np.where((transfers.send < 0) | is_makers, maker, last)
+
+
+def _made_here(moments: Moments) -> Ints:
+    """For every entry, by the place of its first action, the sum or copy of its own rank that it
+    waits for, of several the last; -1 for none."""
+    columns, (user, made) = moments.columns, moments.graph.needs
+    here = np.flatnonzero((made >= 0) & columns.is_kind(*GROUPS, *COPIES)[made])
+    found = np.full(len(columns), -1)
+    np.maximum.at(found, columns.heads[columns.entry[user[here]]], made[here])
+    return found
+
+
+def _held_up_by(moments: Moments, collective: Iterable[int]) -> int:
+    """The compute after which the last of the ranks came to a collective, -1 for none."""
+    before, ends = [int(moments.compute_before[place]) for place in collective], moments.ends
+    known = [place for place in before if ends[place] == ends[place]]
+    return max(known, key=lambda place: float(ends[place]), default=-1)
+
+
+def _unknown_before(work: Work, number: Ints) -> Bools:
+    """Where the rank may have computed in the gap before: the times of compute listed between are
+    not known."""
+    heads, unknown = work.heads, np.ones(len(work.heads) + 1, np.int64)
+    listed = np.searchsorted(heads, work.place)
+    unknown[0], unknown[1 + listed] = 0, 0
+    so_far = np.cumsum(unknown)
+    if not so_far[-1]:
+        return np.zeros(len(number), np.bool_)
+    first = number == work.bounds[work.rank[number]]
+    since = np.where(
+        first,
+        np.searchsorted(heads, work.columns.starts[work.rank[number]]),
+        listed[number - 1],
+    )
+    between: Bools = so_far[listed[number]] > so_far[since]
+    return between
+
+
+# The compute itself.
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(eq=False, slots=False)
+class Work:
+    """All compute whose times are known, rank after rank, by its start; what is covered twice, as
+    where the compute of a rank seems to overlap, counts once.
+
+        time     0    1    2    3    4    5    6
+        rank 0   0F0  0F1            0B0------          gaps: 2..4
+        rank 1        1F0  1B0------                    gaps: 0..1, and the tail 4..6
+
+    Arrays of shape [compute]: `place` is that of the first action of an entry; `start` is when it
+    starts, `before` when all of its rank before it has ended (0 for the first), `until` when it and
+    all before it has. `heads` are the places of all compute, known or not, in list order.
+    """
+
+    columns: Columns
+    heads: Ints
+    place: Ints
+    rank: Ints
+    start: Numbers
+    before: Numbers
+    until: Numbers
+
+    @cached_property
+    def waits(self) -> Bools:
+        """Where there is a gap before."""
+        waits: Bools = self.start > self.before
+        return waits
+
+    @cached_property
+    def bounds(self) -> Ints:
+        """`bounds[rank]` is the number of the rank's first compute; shape [ranks + 1]."""
+        return np.searchsorted(self.rank, np.arange(self.columns.ranks + 1))
+
+    @cached_property
+    def last(self) -> Numbers:
+        """When each rank's last compute ends, 0 where it has none."""
+        last = np.zeros(self.columns.ranks, self.until.dtype)
+        some = np.diff(self.bounds) > 0
+        last[some] = self.until[self.bounds[1:][some] - 1]
+        return last
+
+    @cached_property
+    def busy(self) -> Numbers:
+        """How long each rank computes."""
+        # What follows without a gap counts as one: a rank that never waits is idle for exactly 0.
+        opens = self.waits.copy()
+        opens[self.bounds[:-1][np.diff(self.bounds) > 0]] = True
+        closes = np.append(opens[1:], True)[: len(opens)]
+        busy = np.zeros(self.columns.ranks, self.until.dtype)
+        np.add.at(busy, self.rank[opens], self.until[closes] - self.start[opens])
+        return busy
+
+
+def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
+    """The compute of all ranks, given the times of every place."""
+    # The parts of a pair take the same time.
+    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    place = heads[~np.isnan(ends[heads] - starts[heads])]
+    rank, start = columns.rank[place], starts[place]
+    follows = np.zeros(len(place), np.bool_)
+    follows[1:] = rank[1:] == rank[:-1]
+    if (follows[1:] & (start[1:] < start[:-1])).any():
+        order = np.lexsort((start, rank))
+        place, start = place[order], start[order]
+    until = ends[place]
+    if (follows[1:] & (until[1:] < until[:-1])).any():
+        for own in np.split(until, np.flatnonzero(~follows)[1:]):
+            np.maximum.accumulate(own, out=own)
+    before = np.zeros_like(until)
+    before[1:] = np.where(follows[1:], until[:-1], 0)
+    return Work(columns, heads, place, rank, start, before, until)

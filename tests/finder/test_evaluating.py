@@ -8,15 +8,16 @@ from random import Random
 import pytest
 
 from schedir import CostModel, check, simulate
-from schedir.finder.evaluating import fits, peak, serial, timed
+from schedir.finder.evaluating import fits, serial, timed
 from schedir.finder.hunting import Candidate
 from schedir.finder.improving import rearranged
 from schedir.finder.list_scheduling import scheduled
 from schedir.finder.rescheduling import rescheduled
 from schedir.finder.rules import rule_of, styles, varied
-from schedir.finder.task import Order, Task
+from schedir.finder.task import Task
 from schedir.finder.terms import Terms
 from schedir.finder.writing import order_of, schedule_of
+from schedir.graph.board import Order, most_held
 
 
 def costs_of(random: Random, stages: int) -> CostModel:
@@ -88,7 +89,7 @@ def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
             continue
         for rank, (steps, stats) in enumerate(zip(order, line.ranks, strict=True)):
             kept = terms.memory_limit - task.memory.limit[rank]  # type: ignore[operator]
-            most = peak(task, rank, steps)
+            most = most_held(task.steps, steps)
             assert kept + most == pytest.approx(stats.peak_bytes)
             assert fits(task, rank, steps) == (most <= task.memory.limit[rank])
 
