@@ -28,14 +28,14 @@ from schedir.checker.rules import (
 )
 from schedir.checker.structure import structure
 from schedir.errors import UnsoundError
+from schedir.graph.alive import HeldUntil
+from schedir.graph.compile import graph_of
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     DEFAULT_CHANNEL,
-    HeldUntil,
     Schedule,
     Ties,
-    collective_turns,
     expect_channel,
     expect_schedule,
     ties_of,
@@ -221,7 +221,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
             blocking = list(deadlock(schedule, _WEAKEST, (), ties))
         else:
             # The collectives that the author has placed, and ties, are all that can block still.
-            if ties or any(len(places) > 1 for places in collective_turns(schedule)):
+            if ties or any(len(places) > 1 for places in graph_of(schedule).collectives):
                 blocking = list(deadlock(schedule, _WEAKEST, (), ties))
     yield from blocking
     return None if blocking else complete
