@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -103,7 +104,7 @@ def test_copies_are_fitted_forecast_and_named_where_no_run_has_shown_them() -> N
     plain = schedir.build("1f1b", ranks=2, microbatches=6)
     away = offload(plain, [0])
     costs = CostModel(forward=(2, 1), activation_bytes=(8, 3), host_bandwidth=2, latency=1)
-    seen = CostModel.fit([schedir.simulate(away, costs)] * 6)
+    seen: Any = CostModel.fit([schedir.simulate(away, costs)] * 6)
     assert seen.host_bandwidth == 2
     assert unmeasured(away, seen) == ()
     assert seen.forward == (2, 1)  # no wait for a copy is work

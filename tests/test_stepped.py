@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Schedule, Timeline, Together
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, COMPUTE, COPIES, Entry
 from schedir.passes import offload
 from tests.joined import drawn_joined, joined
@@ -171,7 +172,7 @@ def held_at_most(line: Timeline, rank: int, costs: CostModel) -> list[float]:
         }
         changes.append((span.start, span.index, False, at_start.get(kind, 0), 0))
         changes.append((span.end, span.index, True, *at_end.get(kind, (0, 0))))
-    now, most = [0, 0], [0, 0]
+    now, most = [0.0, 0.0], [0.0, 0.0]
     for *_, device, host in sorted(changes):
         now = [now[0] + device, now[1] + host]
         most = [max(most[0], now[0]), max(most[1], now[1])]
@@ -217,7 +218,7 @@ def test_no_step_is_shorter_than_its_longest_path_or_its_busiest_rank(
     schedule = some_schedule(chance)
     costs = attrs.evolve(some_costs(schedule, chance), overlapped=None)
     line = schedir.simulate(schedule, costs, receives=receives)
-    flow = schedule.dataflow
+    flow = graph_of(schedule)
     paths = []
     for m in range(schedule.microbatches):
         path: Any = 0

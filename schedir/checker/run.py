@@ -12,7 +12,7 @@ import numpy as np
 from schedir.checker.communication import communication, unmatched_reduces
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Location, Report
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding, Trials
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
@@ -27,16 +27,15 @@ from schedir.checker.rules import (
     WEIGHT_BEFORE_INPUT,
 )
 from schedir.checker.structure import structure
-from schedir.checker.trials import Trials
 from schedir.errors import UnsoundError
+from schedir.graph.alive import HeldUntil
+from schedir.graph.compile import graph_of
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     DEFAULT_CHANNEL,
-    HeldUntil,
     Schedule,
     Ties,
-    collective_turns,
     expect_channel,
     expect_schedule,
     ties_of,
@@ -222,7 +221,7 @@ def _compute(schedule: Schedule, terms: _Terms) -> _Search:
             blocking = list(deadlock(schedule, _WEAKEST, (), ties))
         else:
             # The collectives that the author has placed, and ties, are all that can block still.
-            if ties or any(len(places) > 1 for places in collective_turns(schedule)):
+            if ties or any(len(places) > 1 for places in graph_of(schedule).collectives):
                 blocking = list(deadlock(schedule, _WEAKEST, (), ties))
     yield from blocking
     return None if blocking else complete

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from schedir.library.blocks import Block, Number, Run
+from schedir.graph.board import WAYS, Board, Steps, options, play, steps_of
+from schedir.ir import Action
+from schedir.library.blocks import Block, Run
 
 if TYPE_CHECKING:
     from schedir.simulator import CostModel
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 def weights_put_off(
     block: Block, order: list[list[Run]], limit: int, costs: CostModel | None
-) -> list[list[Run]]:
+) -> tuple[tuple[Action, ...], ...]:
     """The lists with each rank's BACKWARD_WEIGHTs where there is the time for one until its next
     action can run, or where it holds `limit` activations and is to run a FORWARD.
 
@@ -25,72 +27,74 @@ def weights_put_off(
 
     Raises ValueError for costs of other stages or links.
     """
-    takes, travels = _times(block, costs)
-    change = block.change
-    ahead = [deque(run for run in own if run[0] < 2 * block.stages) for own in order]
-    forwards = [sum(change[n] > 0 for n, _ in own) for own in order]
-    weights: list[deque[Run]] = [deque() for _ in order]
-    lists: list[list[Run]] = [[] for _ in order]
-    free, live = [0.0] * block.ranks, [0] * block.ranks
-    arrivals = {run: 0.0 for own in order for run in own if run[0] == 0}
-
-    def chosen(rank: int, now: float) -> Run | None:
-        """What a rank that is free runs now; None where it waits for an arrival."""
-        next_arrival = math.inf
-        for run in ahead[rank]:
-            if live[rank] + change[run[0]] <= limit:
-                arrival = arrivals.get(run, math.inf)
-                if arrival <= now:
-                    ahead[rank].remove(run)
-                    return run
-                next_arrival = min(next_arrival, arrival)
-            if forwards[rank] or change[run[0]] < 0:
-                break
-        if weights[rank] and now + takes[weights[rank][0][0]] <= next_arrival:
-            return weights[rank].popleft()
-        return None
-
-    agenda = [(0.0, rank) for rank in range(block.ranks)]
-    while agenda:
-        now, rank = heappop(agenda)
-        run = chosen(rank, now) if free[rank] <= now else None
-        if run is None:
-            continue
-        n, m = run
-        lists[rank].append(run)
-        free[rank] = now + takes[n]
-        heappush(agenda, (free[rank], rank))
-        if n + 1 in travels:
-            arrivals[n + 1, m] = free[rank] + travels[n + 1]
-            heappush(agenda, (arrivals[n + 1, m], block.rank[n + 1]))
-        live[rank] += change[n]
-        forwards[rank] -= change[n] > 0
-        if not change[n]:
-            weights[rank].append((n + block.stages, m))
-    return lists
-
-
-def _times(
-    block: Block, costs: CostModel | None
-) -> tuple[dict[Number, float], dict[Number, float]]:
-    """How long each action takes, and how long its input is on its way to the rank: those of the
-    costs, of transfers that do not wait for each other; or of the slots."""
-    way = range(1, 2 * block.stages)
-    if costs is None:
-        return {**block.length}, dict.fromkeys(way, 0)
-    takes = {
-        n: _of(getattr(costs, action.kind.name.lower()), action.stage)
+    stages = block.stages
+    number = {
+        n: WAYS.index((action.kind, False)) * stages + action.stage
         for n, action in block.actions.items()
     }
-    travels: dict[Number, float] = {}
-    for n in way:
-        link = block.rank[n - 1], block.rank[n]
-        boundary = min(block.actions[n - 1].stage, block.actions[n].stage)
-        travels[n] = 0
-        if link[0] != link[1]:
-            size = _of(costs.boundary_bytes, boundary)
-            travels[n] = _of(costs.latency, link) + (size and size / _of(costs.bandwidth, link))
-    return takes, travels
+    weight_of = {number[n - stages]: step for n, step in number.items() if n >= 2 * stages}
+    ahead = [deque(number[n] for n, _ in own if n < 2 * stages) for own in order]
+    weights: list[deque[int]] = [deque() for _ in order]
+    steps = _steps(block, sum(map(len, order)) // len(block.actions), costs)
+    board, changes = Board.of(steps), steps.changes
+    forwards = [sum(changes[step] > 0 for step in own) for own in ahead]
+
+    def choose(rank: int, now: float) -> tuple[float, int]:
+        """What a rank that is free runs now, or by when something arrives for it."""
+        arrivals = {value * stages + stage: at for at, value, stage in options(board, rank, now)}
+        next_arrival, coming = math.inf, -1
+        for step in ahead[rank]:
+            if board.held[rank] + changes[step] <= limit:
+                arrival = arrivals.get(steps.queue[step], math.inf)
+                if arrival <= now:
+                    ahead[rank].remove(step)
+                    forwards[rank] -= changes[step] > 0
+                    if step in weight_of:
+                        weights[rank].append(weight_of[step])
+                    return now, step
+                if arrival < next_arrival:
+                    next_arrival, coming = arrival, step
+            if forwards[rank] or changes[step] < 0:
+                break
+        if weights[rank] and now + steps.lasts[weights[rank][0]] <= next_arrival:
+            return now, weights[rank].popleft()
+        return next_arrival, coming
+
+    filled = play(board, choose)
+    if filled is None:
+        raise AssertionError("a block that fits the limit is blocked by it")
+    turns = [count() for _ in steps.queue]
+    return tuple(
+        tuple(Action(WAYS[step // stages][0], step % stages, next(turns[step])) for step in own)
+        for own in filled
+    )
+
+
+def _steps(block: Block, microbatches: int, costs: CostModel | None) -> Steps:
+    """The block's steps. Transfers do not wait for each other, and an activation is held until its
+    BACKWARD or BACKWARD_WEIGHT."""
+    stages = block.stages
+    lasts = {kind: [0.0] * stages for kind, _ in WAYS}
+    ways: list[tuple[float, float]] = [(0, 0)] * (2 * stages)
+    for n, action in block.actions.items():
+        stage, lasting = action.stage, lasts[action.kind]
+        if costs is None:
+            lasting[stage] = block.length[n]
+            continue
+        lasting[stage] = _of(getattr(costs, action.kind.name.lower()), stage)
+        link = block.rank.get(n - 1), block.rank[n]
+        if 0 < n < 2 * stages and link[0] != link[1]:
+            size = _of(costs.boundary_bytes, min(stage, block.actions[n - 1].stage))
+            time = _of(costs.latency, link) + (size and size / _of(costs.bandwidth, link))
+            ways[n] = time, 0
+    one = [1] * stages
+    return steps_of(
+        [block.rank[n] for n in range(stages)],
+        microbatches,
+        lasts,
+        {"input": ways[:stages], "output gradient": ways[: stages - 1 : -1]},
+        {"saved": one, "deferred": one},
+    )
 
 
 def _of(value: Any, key: Any) -> float:

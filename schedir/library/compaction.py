@@ -39,11 +39,7 @@ def repeat_block(
     """
     one = block_of(pipe, block)
     order, limit = _squeezed(one, pipe.microbatches)
-    kinds = {n: (action.kind, action.stage) for n, action in one.actions.items()}
-    return tuple(
-        tuple(Action(*kinds[n], m) for n, m in runs)
-        for runs in weights_put_off(one, order, limit, costs)
-    )
+    return weights_put_off(one, order, limit, costs)
 
 
 def _squeezed(block: Block, microbatches: int) -> tuple[list[list[Run]], int]:

@@ -1,0 +1,315 @@
+"""Makes an order better, trial by trial: late acceptance (Burke and Bykov 2017). A trial counts if
+it is no worse than what the search was at so many trials ago.
+
+`rearranged` goes along critical paths. What makes an order last as long as it does is a chain of
+steps, each of which starts when the one before it is there. No other can be quicker that leaves the
+chain as it is, so each trial changes its rank's list around a step of it: moves that step ahead, or
+what is before it back, or makes a backward whole, or splits it, or runs a forward again, or no
+more.
+
+`rescheduled` puts an order together anew, most of it as it was: list scheduling by the times that
+it had. Whatever has started earlier is put first, but for a few microbatches of a kind of step, at
+a stage, a rank, or a whole side of the pipeline, that are made due earlier or later:
+
+    due   W0 3  W1 6  W2 9   ──▶   W0 3  W1 10  W2 13         what else moves, the rule finds out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+
+import attrs
+
+from schedir.finder.list_scheduling import ALWAYS, NEVER, Rule, scheduled
+from schedir.finder.orders import Run, fits, score, timed
+from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import Order
+
+_MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
+_FAR = 0.25  # moves are by 1 + a geometric number of places
+_CHANGED_KIND = 0.2
+_ANYWHERE = 0.2  # how often a change is made off the chain
+_MORE = 1.2  # changes at once are 1 + an exponential of this rate
+
+
+def rearranged(
+    task: Task, order: Order, run: Run, random: Random
+) -> Iterator[tuple[Order, Run] | None]:
+    """One trial after the other: what each has made, None where it is nothing."""
+    at = score(task, run)
+    past = [at] * random.choice(_MEMORIES)
+    chain = critical(task, order, run)
+    trial = 0
+    while True:
+        trial += 1
+        changed = [*order]
+        for _ in range(1 + int(random.expovariate(_MORE))):
+            rank, place = chain[random.randrange(len(chain))]
+            if random.random() < _ANYWHERE:
+                rank = random.randrange(task.ranks)
+                place = random.randrange(len(order[rank]))
+            steps = _changed_list(task, changed[rank], min(place, len(changed[rank]) - 1), random)
+            if steps is not None:
+                changed[rank] = steps
+        fitting = all(
+            now is before or fits(task, rank, now)
+            for rank, (now, before) in enumerate(zip(changed, order, strict=True))
+        )
+        if not fitting or changed == order:
+            yield None
+            continue
+        new = timed(task, changed)
+        if new is None:
+            yield None
+            continue
+        now = score(task, new)
+        if now <= at or now <= past[trial % len(past)]:
+            order, run, at = changed, new, now
+            chain = critical(task, order, run)
+        past[trial % len(past)] = at
+        yield changed, new
+
+
+def critical(task: Task, order: Order, run: Run) -> list[tuple[int, int]]:
+    """The chain of steps (rank, place) that the value consists of, the last one first."""
+    needs, feeds, lasts = task.steps.needs, task.steps.feeds, task.steps.lasts
+    makers: list[list[tuple[int, int]]] = [[] for _ in task.steps.channel]
+    for rank, steps in enumerate(order):
+        for place, step in enumerate(steps):
+            if feeds[step] >= 0:
+                makers[feeds[step]].append((rank, place))
+    turns: list[list[int]] = []
+    used = [0] * len(makers)
+    for steps in order:
+        own = []
+        for step in steps:
+            queue = needs[step]
+            own.append(used[queue] if queue >= 0 else -1)
+            if queue >= 0:
+                used[queue] += 1
+        turns.append(own)
+    lasting = run.ends
+    if task.objective == "span":
+        lasting = [end - own[0] for own, end in zip(run.starts, run.ends, strict=True)]
+    rank = max(range(task.ranks), key=lasting.__getitem__)
+    place = len(order[rank]) - 1
+    chain = []
+    while place >= 0:
+        chain.append((rank, place))
+        start = run.starts[rank][place]
+        if start <= 0:
+            break
+        before = place - 1
+        if before >= 0 and run.starts[rank][before] + lasts[order[rank][before]] >= start:
+            place = before
+        else:
+            queue = needs[order[rank][place]]
+            if queue < 0:
+                break
+            rank, place = makers[queue][turns[rank][place]]
+    return chain
+
+
+def _changed_list(task: Task, steps: list[int], place: int, random: Random) -> list[int] | None:
+    """A rank's list with something else around a place; None where there is nothing to do."""
+    if random.random() < _CHANGED_KIND:
+        return _of_other_kind(task, steps, place, random)
+    far = 1
+    while random.random() > _FAR and far < place:
+        far += 1
+    to = place - far
+    if to < 0:
+        return None
+    found = [*steps]
+    if random.random() < 0.5:
+        found.insert(to, found.pop(place))
+    else:
+        found.insert(place, found.pop(to))
+    return found
+
+
+def _of_other_kind(task: Task, steps: list[int], place: int, random: Random) -> list[int] | None:
+    stages = task.stages
+    kind, stage = divmod(steps[place], stages)
+    found = [*steps]
+    if kind == BACKWARD:
+        if not task.split:
+            return None
+        found[place] = INPUT * stages + stage
+        found.insert(place + 1 + int(random.expovariate(0.5)), WEIGHT * stages + stage)
+    elif kind in (INPUT, WEIGHT):
+        other = (INPUT + WEIGHT - kind) * stages + stage
+        if kind == INPUT:
+            if other not in found[place:]:
+                return None
+            found.pop(found.index(other, place))
+            found[place] = BACKWARD * stages + stage
+        else:
+            ahead = place - 1
+            while ahead >= 0 and found[ahead] != other:
+                ahead -= 1
+            if ahead < 0:
+                return None
+            found[ahead] = BACKWARD * stages + stage
+            found.pop(place)
+    elif task.recompute and kind in (FORWARD, LEAN, RECOMPUTE):
+        return _run_again(task, found, place, random)
+    else:
+        return None
+    return found
+
+
+def _run_again(task: Task, found: list[int], place: int, random: Random) -> list[int] | None:
+    """The list with a forward run again that was not, or no more."""
+    stages = task.stages
+    kind, stage = divmod(found[place], stages)
+    forwards, backwards = (FORWARD, LEAN), (BACKWARD, INPUT)
+    # Of which microbatch it is, and how many of those before it are run again.
+    if kind == RECOMPUTE:
+        turn = found[:place].count(found[place])
+        lean = [n for n, step in enumerate(found) if step == LEAN * stages + stage]
+        found[lean[turn]] = stage
+        found.pop(place)
+        return found
+    turn = sum(step % stages == stage and step // stages in forwards for step in found[:place])
+    if kind == LEAN:
+        again = found[:place].count(found[place])
+        runs = [n for n, step in enumerate(found) if step == RECOMPUTE * stages + stage]
+        found[place] = stage
+        found.pop(runs[again])
+        return found
+    back = [
+        n for n, step in enumerate(found) if step % stages == stage and step // stages in backwards
+    ]
+    found[place] = LEAN * stages + stage
+    found.insert(
+        max(place + 1, back[turn] - int(random.expovariate(1))), RECOMPUTE * stages + stage
+    )
+    return found
+
+
+_MEMORY = 20  # trials
+_FEW = 3  # microbatches that are due at another time, on average
+
+
+def rescheduled(
+    task: Task, order: Order, run: Run, random: Random
+) -> Iterator[tuple[Order, Run] | None]:
+    """One trial after the other: what each has made, None where it is nothing."""
+    at = score(task, run)
+    past = [at] * _MEMORY
+    rule = as_it_was(task, order, run)
+    trial = 0
+    while True:
+        trial += 1
+        other = _changed_rule(task, rule, random)
+        new = scheduled(task, other)
+        ran = None if new is None else timed(task, new)
+        if new is None or ran is None:
+            yield None
+            continue
+        now = score(task, ran)
+        if now <= at or now <= past[trial % _MEMORY]:
+            at = now
+            rule = attrs.evolve(
+                as_it_was(task, new, ran),
+                patience=other.patience,
+                eager=other.eager,
+                late=other.late,
+            )
+        past[trial % _MEMORY] = at
+        yield new, ran
+
+
+def as_it_was(task: Task, order: Order, run: Run) -> Rule:
+    """The rule whose keys are the times of an order."""
+    stages, many = task.stages, task.microbatches
+    rows: list[list[float]] = [[] for _ in range(6 * stages)]
+    split: list[list[bool]] = [[] for _ in range(stages)]
+    again: list[list[int]] = [[] for _ in range(stages)]
+    for steps, starts in zip(order, run.starts, strict=True):
+        for step, start in zip(steps, starts, strict=True):
+            kind, stage = divmod(step, stages)
+            if kind <= LEAN:
+                rows[stage].append(start)
+                again[stage].append(ALWAYS if kind == LEAN else NEVER)
+            elif kind in (BACKWARD, INPUT):
+                rows[BACKWARD * stages + stage].append(start)
+                split[stage].append(kind == INPUT)
+            elif kind == WEIGHT:
+                rows[step].append(start)
+    for stage in range(stages):
+        rows[LEAN * stages + stage] = rows[stage]
+        for kind in (INPUT, RECOMPUTE):
+            rows[kind * stages + stage] = rows[BACKWARD * stages + stage]
+        # Of those that are whole now, last.
+        due = rows[WEIGHT * stages + stage]
+        due += [math.inf] * (many - len(due))
+    return Rule(rows, 0.3, 1.0, 0.3, [math.inf] * task.ranks, split, again)
+
+
+def _changed_rule(task: Task, rule: Rule, random: Random) -> Rule:
+    """The rule with a few steps due at other times."""
+    stages, ranks, many = task.stages, task.ranks, task.microbatches
+    keys = [*rule.keys]
+    for _ in range(1 + int(random.expovariate(1))):
+        kind = random.choice((FORWARD, BACKWARD, WEIGHT))
+        rank = random.randrange(ranks)
+        where = random.choice(
+            (
+                [random.choice(task.stages_of[rank])],
+                [random.choice(task.stages_of[rank])],
+                task.stages_of[rank],
+                [s for s in range(stages) if task.placement[s] <= rank],
+                [s for s in range(stages) if task.placement[s] >= rank],
+            )
+        )
+        first = random.randrange(many)
+        until = first + 1 + int(random.expovariate(1 / _FEW))
+        later = random.gauss(0, 1) * task.period * random.choice((0.3, 1, 3))
+        for stage in where:
+            row = [*keys[kind * stages + stage]]
+            row[first:until] = [due + later for due in row[first:until]]
+            for same in _SAME[kind]:
+                keys[same * stages + stage] = row
+    return attrs.evolve(
+        rule,
+        keys=keys,
+        patience=_near(rule.patience, random),
+        eager=_near(rule.eager, random),
+        late=_near(rule.late, random),
+        split=_flipped(rule.split, random) if task.split else rule.split,
+        again=_flipped_again(rule.again, random) if task.recompute else rule.again,
+    )
+
+
+_SAME = {
+    FORWARD: (FORWARD, LEAN),
+    BACKWARD: (BACKWARD, INPUT, RECOMPUTE),
+    WEIGHT: (WEIGHT,),
+}
+
+
+def _near(patience: float, random: Random) -> float:
+    return min(1.0, max(0.0, patience + random.gauss(0, 0.1)))
+
+
+def _flipped(table: list[list[bool]], random: Random) -> list[list[bool]]:
+    """The table, now and then with a few microbatches of a stage the other way."""
+    if random.random() < 0.7:
+        return table
+    stage, found = random.randrange(len(table)), [*table]
+    row = [*table[stage]]
+    first = random.randrange(len(row))
+    until = first + 1 + int(random.expovariate(1 / _FEW))
+    value = not row[first]
+    row[first:until] = [value] * len(row[first:until])
+    found[stage] = row
+    return found
+
+
+def _flipped_again(table: list[list[int]], random: Random) -> list[list[int]]:
+    flipped = _flipped([[way != NEVER for way in row] for row in table], random)
+    return [[ALWAYS if way else NEVER for way in row] for row in flipped]
