@@ -33,7 +33,6 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.graph.compile import Transfers
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -41,6 +40,7 @@ from schedir.ir import (
     COPIES,
     GROUPS,
     HOMES,
+    KINDS,
     Bools,
     Columns,
     Ints,
@@ -289,91 +289,81 @@ def _gaps_of(work: Work, moments: Moments) -> _Gaps:
     """All gaps. Raises UnsoundError where the lists are too wrong to tell what waits for what."""
     number = np.flatnonzero(work.waits)
     entry, start, end = work.place[number], work.before[number], work.start[number]
-    columns, transfers = moments.columns, moments.graph.transfers
-    transfer = _binding(moments, entry, end)
-    behind, post, via, sent = (
-        np.append(places, -1)[transfer]  # of no transfer (-1): -1
-        for places in (
-            _sent_before(transfers),
-            _posted_after(moments),
-            transfers.receive,
-            transfers.send,
+    columns, graph, ends = moments.columns, moments.graph, moments.ends
+    via = _waited_for(moments, entry, end)
+    moved, group, compute, copy = (
+        (via >= 0) & columns.is_kind(*kinds)[via] for kinds in (KINDS, GROUPS, COMPUTE, COPIES)
+    )
+    sent, behind, post = np.full((3, len(columns) + 1), -1)
+    send, receive = graph.transfers.send, graph.transfers.receive
+    order, follows = graph.transfers.by_channel
+    sent[receive], post[receive] = send, _posted_after(moments)
+    behind[receive[order[1:][follows[1:]]]] = send[order[:-1][follows[1:]]]
+    sent, behind, post = (
+        np.where(copy, copies, places[via])
+        for places, copies in (
+            (sent, via),
+            (behind, last_before(columns, COPIES)[via]),
+            (post, moments.compute_before[via]),
         )
     )
-    # A sum or a copy that comes later, or alone.
-    here = _made_here(moments)[entry]
-    nearer = (here >= 0) & ~(moments.ends[via] >= moments.ends[here])
-    moved = (transfer >= 0) | nearer
-    summed = nearer & columns.is_kind(*GROUPS)[here]
-    behind = np.where(nearer, np.where(summed, -1, last_before(columns, COPIES)[here]), behind)
-    post = np.where(nearer, moments.compute_before[here], post)
-    groups = {place: turn for turn in moments.graph.collectives for place in turn}
-    for gap in np.flatnonzero(summed).tolist():
-        place = int(here[gap])
-        post[gap] = _held_up_by(moments, groups.get(place, (place,)))
-    via, sent = np.where(nearer, here, via), np.where(nearer, here, sent)
+    met = {place: turn for turn in graph.collectives for place in turn} if group.any() else {}
+    for gap in np.flatnonzero(group).tolist():
+        place = int(via[gap])
+        sent[gap], post[gap] = place, _held_up_by(moments, met.get(place, (place,)))
+    post = np.where(compute, via, post)  # in lists without communication
 
-    posted = np.where(moved, np.where(post >= 0, moments.ends[post], 0), start)
-    begins = np.where(summed, posted, np.where(moved, moments.begins[via], start))
-    arrives = np.where(moved, moments.ends[via], start)
-    is_busy = (behind >= 0) & (moments.ends[behind] >= begins) & (begins > posted)
-    busy = np.where(is_busy, behind, sent)
-
+    posted = np.where(moved, np.where(post >= 0, ends[post], 0), start)
+    begins = np.where(moved, np.where(group | compute, posted, moments.begins[via]), start)
+    arrives = np.where(moved, np.where(compute, np.nan, ends[via]), start)
+    is_busy = (behind >= 0) & (ends[behind] >= begins) & (begins > posted)
     unknown = _unknown_before(work, number) | np.isnan(posted) & np.isnan(begins)
     posted = np.where(np.isnan(posted), begins, posted)
     begins = np.where(np.isnan(begins), posted, begins)
     arrives = np.where(np.isnan(arrives), end, arrives)
     posted = np.where(unknown, start, np.clip(posted, start, end))
     begins = np.where(unknown, start, np.clip(begins, posted, end))
-    arrives = np.where(unknown, start, np.clip(arrives, begins, end))
     return _Gaps(
-        number, entry, start, end, posted, begins, arrives, post, via, busy, sent, summed, unknown
+        number=number,
+        entry=entry,
+        start=start,
+        end=end,
+        posted=posted,
+        begins=begins,
+        arrives=np.where(unknown, start, np.clip(arrives, begins, end)),
+        post=post,
+        via=np.where(compute, -1, via),
+        busy=np.where(is_busy, behind, sent),
+        sent=sent,
+        summed=group,
+        unknown=unknown,
     )
 
 
-def _binding(moments: Moments, entry: Ints, end: Numbers) -> Ints:
-    """The transfer that each entry of compute waits for, -1 for none: that of its input, or, where
-    it came in a batch, the last of the batch to arrive before the compute starts."""
-    graph, columns = moments.graph, moments.columns
-    receive, arrivals = graph.transfers.receive, graph.arrivals.copy()
-    arrives = np.append(moments.ends[receive], -np.inf)  # of no transfer (-1)
-    seconds = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
-    one, other = arrivals[seconds - 1], arrivals[seconds]
-    later = (other >= 0) & ((one < 0) | (arrives[other] > arrives[one]))
-    arrivals[seconds - 1] = np.where(later, other, one)
-    transfer: Ints = arrivals[entry]
-    mates = _batch_mates(moments) if columns.together else {}
-    for gap in np.flatnonzero(
-        (transfer >= 0) & (arrives[transfer] < end) if mates else []
-    ).tolist():
-        own = np.array(mates.get(int(columns.entry[receive[transfer[gap]]]), ()), np.int64)
-        there = own[arrives[own] <= end[gap]]
-        if len(there):
-            last = there[arrives[there].argmax()]
-            if arrives[last] > arrives[transfer[gap]]:
-                transfer[gap] = last
-    return transfer
-
-
-def _batch_mates(moments: Moments) -> dict[int, list[int]]:
-    """By the number of a batch's entry, the transfers that it is part of."""
-    columns, transfers = moments.columns, moments.graph.transfers
-    shared = columns.shared & columns.is_kind(*COMMUNICATION)
-    mates: dict[int, list[int]] = {}
-    for places in (transfers.send, transfers.receive):
-        inside = np.flatnonzero((places >= 0) & shared[places])
-        entries = columns.entry[places[inside]].tolist()
-        for transfer, entry in zip(inside.tolist(), entries, strict=True):
-            mates.setdefault(entry, []).append(transfer)
-    return mates
-
-
-def _sent_before(transfers: Transfers) -> Ints:
-    """For every transfer, the send before it on its channel, -1 for none."""
-    order, follows = transfers.by_channel
-    before = np.full(len(transfers), -1)
-    before[order[1:][follows[1:]]] = transfers.send[order[:-1][follows[1:]]]
-    return before
+def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
+    """What each entry of compute that `start`s then waits for: of the receives, sums and copies
+    that it needs the one that is over last, or, where that came in a batch, another part of it that
+    is over later, and before the start. -1 for nothing."""
+    columns, (user, made) = moments.columns, moments.graph.needs
+    began = np.full(len(columns), np.nan)
+    began[entry] = start
+    wanted = (made >= 0) & (began[columns.heads[columns.entry[user]]] >= 0)
+    user, made = user[wanted], made[wanted]
+    batched = columns.is_kind(*COMMUNICATION)[made]
+    first = np.where(batched, columns.heads[columns.entry[made]], made)
+    many = np.where(batched, columns.last[made] - first, 0) + 1
+    via = np.repeat(first - np.cumsum(many) + many, many) + np.arange(many.sum())
+    user, made = np.repeat(user, many), np.repeat(made, many)
+    head, own = columns.heads[columns.entry[user]], via == made
+    end, latest = moments.ends[via], began[head]
+    # What seems late, or is not known, explains all of a gap.
+    over = np.where(own, np.fmin(end, latest), np.where(end <= latest, end, -np.inf))
+    order = np.lexsort((-np.arange(len(user)), -user, own, np.nan_to_num(over), head))
+    shown, found = np.arange(len(columns)), np.full(len(columns), -1)
+    listed = moments.graph.transfers.matched
+    shown[moments.graph.transfers.send[listed]] = moments.graph.transfers.receive[listed]
+    found[head[order]] = shown[via[order]]  # the last one stays
+    return found[entry]
 
 
 def _posted_after(moments: Moments) -> Ints:
@@ -383,16 +373,6 @@ def _posted_after(moments: Moments) -> Ints:
     last, maker = moments.compute_before[transfers.send], transfers.maker
     is_makers = (last >= 0) & (maker >= 0) & (entry[last] == entry[maker])
     return np.where((transfers.send < 0) | is_makers, maker, last)
-
-
-def _made_here(moments: Moments) -> Ints:
-    """For every entry, by the place of its first action, the sum or copy of its own rank that it
-    waits for, of several the last; -1 for none."""
-    columns, (user, made) = moments.columns, moments.graph.needs
-    here = np.flatnonzero((made >= 0) & columns.is_kind(*GROUPS, *COPIES)[made])
-    found = np.full(len(columns), -1)
-    np.maximum.at(found, columns.heads[columns.entry[user[here]]], made[here])
-    return found
 
 
 def _held_up_by(moments: Moments, collective: Iterable[int]) -> int:
@@ -405,20 +385,12 @@ def _held_up_by(moments: Moments, collective: Iterable[int]) -> int:
 def _unknown_before(work: Work, number: Ints) -> Bools:
     """Where the rank may have computed in the gap before: the times of compute listed between are
     not known."""
-    heads, unknown = work.heads, np.ones(len(work.heads) + 1, np.int64)
-    listed = np.searchsorted(heads, work.place)
-    unknown[0], unknown[1 + listed] = 0, 0
-    so_far = np.cumsum(unknown)
-    if not so_far[-1]:
-        return np.zeros(len(number), np.bool_)
+    so_far = np.append(0, np.cumsum(~np.isin(work.heads, work.place)))
+    listed = np.searchsorted(work.heads, work.place)
     first = number == work.bounds[work.rank[number]]
-    since = np.where(
-        first,
-        np.searchsorted(heads, work.columns.starts[work.rank[number]]),
-        listed[number - 1],
-    )
-    between: Bools = so_far[listed[number]] > so_far[since]
-    return between
+    begins = np.searchsorted(work.heads, work.columns.starts[work.rank[number]])
+    unknown: Bools = so_far[listed[number]] > so_far[np.where(first, begins, listed[number - 1])]
+    return unknown
 
 
 # The compute itself.
