@@ -29,6 +29,7 @@ from typing import TypeAlias
 import attrs
 
 from schedir import Action, Kind, Schedule
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS, Entry, Ties, flat
 
 Meeting: TypeAlias = tuple[Hashable, int, int]
@@ -154,7 +155,7 @@ class Host:
                 self._received[action.kind, action.stage, action.microbatch] = posted
 
     def _channel(self, action: Action) -> tuple[int, int]:
-        peer = self._schedule.dataflow.peer(action)
+        peer = graph_of(self._schedule).peer(action)
         assert peer is not None
         return (self._rank, peer) if action.kind in SENDS else (peer, self._rank)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
 from schedir.simulator import Measured
 from tests.built_in import NAMES
@@ -170,7 +171,7 @@ def dependencies(
     line: Timeline, costs: CostModel, listed_receives: bool
 ) -> dict[int, dict[int, float]]:
     """By place, what it waits for, and how long after that starts. A transfer is at its receive."""
-    columns, runs = line.schedule.columns, line.schedule.dataflow.runs
+    columns, runs = line.schedule.columns, graph_of(line.schedule).runs
     durations = (line.ends - line.starts).tolist()
     actions = [columns.action(place) for place in range(len(columns))]
     where = {(int(columns.rank[p]), action): p for p, action in reversed([*enumerate(actions)])}
@@ -221,7 +222,7 @@ def dependencies(
 
 def holds(line: Timeline, costs: CostModel, receive: int) -> float:
     """How long the transfer of a receive occupies its channel."""
-    columns, runs = line.schedule.columns, line.schedule.dataflow.runs
+    columns, runs = line.schedule.columns, graph_of(line.schedule).runs
     action = columns.action(receive)
     send = action.counterpart
     assert send is not None

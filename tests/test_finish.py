@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CHANNELS, Action, Kind, Schedule, Together, UnsoundError
+from schedir.graph.alive import peak_activations
+from schedir.graph.compile import graph_of
 from schedir.graph.paths import TEXTBOOK, finish, waits
 from schedir.ir import (
     COMMUNICATION,
@@ -25,7 +27,6 @@ from schedir.ir import (
     Entry,
     flat,
     loads_torch_csv,
-    peak_activations,
 )
 from schedir.passes import forward_only, insert_communication, strip_communication
 from tests.joined import drawn_joined, joined
@@ -44,7 +45,7 @@ def finished(
     waiting, columns, transfers = (
         waits(schedule, "edge"),
         schedule.columns,
-        schedule.dataflow.transfers,
+        graph_of(schedule).transfers,
     )
     takes = waiting.summed(TEXTBOOK[columns.kind])[waiting.node]
     takes[columns.is_kind(*GROUPS)] = collective
@@ -87,7 +88,7 @@ def naive(
     def channel(rank: int, action: Action) -> object:
         if action.kind is Kind.REDUCE_GRAD:
             return action.stage
-        peer = schedule.dataflow.peer(action)
+        peer = graph_of(schedule).peer(action)
         return (rank, peer) if action.kind in SENDS else (peer, rank)
 
     def over(rank: int, index: int) -> float:
@@ -106,7 +107,7 @@ def naive(
         _, action, turn = key
         if action.kind is Kind.REDUCE_GRAD:
             return [(r, action, turn) for r in schedule.placement[action.stage]]
-        partner, peer = action.counterpart, schedule.dataflow.peer(action)
+        partner, peer = action.counterpart, graph_of(schedule).peer(action)
         assert partner is not None
         assert peer is not None
         return [key, (peer, partner, turn)]
@@ -338,7 +339,7 @@ def test_times_equal_a_naive_fixed_point(
     never = naive(schedule, 1, 1) is None  # what waits for itself shows where all takes time
     found = finished(schedule, transfer, collective, latency)
     assert never == any(end < 0 for _, end in found.values())
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     for send, user in zip(transfers.send.tolist(), transfers.user.tolist(), strict=True):
         sent, used = (found[f"{columns.rank[p]} {columns.action(p)}"] for p in (send, user))
         assert used[1] < 0 or sent[1] >= 0
@@ -351,7 +352,7 @@ def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:
     complete = insert_communication(strip_communication(read))
     assert complete.columns.together
     assert max(end for _, end in finished(complete).values()) == 66
-    assert [most for most, _ in peak_activations(complete.columns)] == [9, 9, 9, 9]
+    assert [most for most, _ in peak_activations(graph_of(complete))] == [9, 9, 9, 9]
 
 
 # Communication around pairs.

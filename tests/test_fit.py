@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, LoadError, SchedirError, Timeline
+from schedir.graph.compile import graph_of
 from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
 from schedir.simulator.observing import durations_of
@@ -207,7 +208,7 @@ def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
     schedule = schedir.build("fill-drain", ranks=2, microbatches=2)
     costs = CostModel(forward=0.1, bandwidth=1, boundary_bytes=1)
     line = schedir.simulate(schedule, costs)
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     starts = line.starts.copy()
     second = int(np.argmax(starts[transfers.send] * ~transfers.is_gradient))
     assert starts[transfers.send[second]] == pytest.approx(1.1)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import schedir
 from schedir import Band, CostModel, Kind, SchedirError, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.simulator import Measured, load_timelines
 from tests.built_in import NAMES
@@ -309,7 +310,7 @@ def test_what_queues_is_forecast_as_it_was(bandwidth: float) -> None:
     """Boundaries of unequal sizes have a bandwidth, and what is behind another one waits for it. A
     trace has a transfer begin when both ends have posted it, its channel free or not."""
     schedule = schedir.build("fill-drain", ranks=3, microbatches=6)
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
     costs = CostModel(forward=0.1, latency=0.05, bandwidth=bandwidth, boundary_bytes=(8, 20))
     chance = np.random.default_rng(1)
     lines = []
@@ -369,7 +370,7 @@ def contended_run(name: str, seed: int, steps: int) -> list[Timeline]:
     pauses of hundreds of times what a transfer takes, and slow steps."""
     schedule = schedir.build(name, ranks=3, microbatches=4)
     chance = np.random.default_rng(seed)
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
     latency = {(a, b): 10.0 ** -chance.integers(1, 4) for a in range(3) for b in range(3) if a != b}
     costs = CostModel(latency=latency)
     usual = schedir.simulate(schedule, costs)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, flat
 from schedir.simulator import Cause, Measured
 from tests.built_in import NAMES
@@ -248,7 +249,7 @@ def test_every_moment_of_a_simulated_gap_equals_brute_force(seed: int) -> None:
     """Asked at each moment alone: has what makes the payload, and all before its send, ended?"""
     line = drawn_timeline(random.Random(seed), batches=False)
     spans = {(r, str(s.action)): s for r, own in enumerate(line.spans) for s in own}
-    ranks = line.schedule.dataflow.runs
+    ranks = graph_of(line.schedule).runs
     columns = line.schedule.columns
     waits = (Cause.WARMUP, Cause.SLOWER, Cause.DRAIN, Cause.DATA)
     for own in line.idle:

@@ -14,7 +14,7 @@ import schedir
 from schedir import CostModel, Schedule, Together, together
 from schedir.checker import CHANNELS, AsSent, Batch, Move, Reorder, changed, clean_channels
 from schedir.checker.communication import communication
-from schedir.checker.waits import waits
+from schedir.graph.paths import waits
 from schedir.ir import backward, forward, recv_act, recv_grad, send_act, send_grad
 from tests.joined import drawn_joined, joined
 from tests.literals import listed

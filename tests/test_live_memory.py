@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, Schedule
-from schedir.ir import READS_WEIGHTS, flat, peak_activations
+from schedir.graph.alive import peak_activations
+from schedir.graph.compile import graph_of
+from schedir.ir import READS_WEIGHTS, flat
 from schedir.simulator import Sizes
 from tests.built_in import NAMES
 from tests.command_line import runner
@@ -47,7 +49,7 @@ class Walk:
     def __init__(self, schedule: Schedule, sizes: Sizes, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.sizes = attrs.asdict(sizes)
-        self.runs = schedule.dataflow.runs
+        self.runs = graph_of(schedule).runs
         self.held: dict[object, float] = {}
         self.seen: list[float] = []
         self.live: list[int] = []
@@ -192,7 +194,7 @@ def copies_of(actions: tuple[Action, ...], stage: int) -> int:
 
 def arrived(schedule: Schedule, rank: int, a: Action) -> list[object]:
     """What the rank has sent and knows to have arrived when it uses the input of an action."""
-    runs = schedule.dataflow.runs
+    runs = graph_of(schedule).runs
     receives = {Kind.FORWARD: Kind.RECV_ACT, Kind.BACKWARD: Kind.RECV_GRAD}
     receives[Kind.BACKWARD_INPUT] = Kind.RECV_GRAD
     receive = receives.get(a.kind) and Action(receives[a.kind], a.stage, a.microbatch)
@@ -229,8 +231,8 @@ def test_peaks_equal_a_walk_over_the_list(seed: int) -> None:
         assert amounts[-1] == sum(walk.held.values())
         assert (times[0], amounts[0]) == (0, walk.seen[0])
         assert line.ranks[rank].peak_activations == max(walk.live)
-        columns = line.schedule.columns
-        assert [peak_activations(columns, until)[rank][0] for until in ("W", "I")] == [
+        graph = graph_of(line.schedule)
+        assert [peak_activations(graph, until)[rank][0] for until in ("W", "I")] == [
             max(walk.live),
             max(walk.live_until_i),
         ]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, SchedirError, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
 from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
@@ -135,7 +136,7 @@ def test_every_action_is_a_slice_at_its_time(
         assert event["ts"] == pytest.approx(span.start * factor, abs=1 / 16)
         assert event["ts"] + event["dur"] == pytest.approx(span.end * factor, abs=1 / 16)
     check_tracks(events)
-    check_arrows(events, len(line.schedule.dataflow.transfers))
+    check_arrows(events, len(graph_of(line.schedule).transfers))
 
 
 def test_ranks_are_processes_with_a_thread_for_each_peer_and_direction() -> None:
@@ -250,7 +251,7 @@ def test_two_timelines_have_processes_side_by_side() -> None:
         f"rank {rank} {which}" for rank in range(3) for which in ("predicted", "measured, step 7")
     ]
     check_tracks(events)
-    check_arrows(events, 2 * len(line.schedule.dataflow.transfers))
+    check_arrows(events, 2 * len(graph_of(line.schedule).transfers))
     last = {which: max(e["ts"] + e["dur"] for e in slices(events) if (e["pid"] > 9) == which)
             for which in (False, True)}  # fmt: skip
     assert last == {False: line.makespan * 1e6, True: line.makespan * 1e3}

@@ -25,6 +25,7 @@ from schedir import (
     UnsoundError,
 )
 from schedir.checker import CHANNELS, prove
+from schedir.graph.compile import graph_of
 from schedir.ir import dumps_torch_csv, parse_action
 from schedir.passes import forward_only, insert_reductions, strip_communication
 from schedir.render import timeline_json, timeline_text
@@ -86,7 +87,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Schedule], object], tuple[type[Exception], 
     "strip_communication": (strip_communication, ()),
     "insert_reductions": (insert_reductions, ()),
     "forward_only": (forward_only, ()),
-    "dataflow": (lambda s: s.dataflow.transfers, (UnsoundError,)),
+    "dataflow": (lambda s: graph_of(s).transfers, (UnsoundError,)),
 }
 
 

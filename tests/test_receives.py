@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CHANNELS, Action, Kind, Schedule
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, RECEIVES, Entry, flat
 from tests.joined import drawn_joined
 from tests.literals import listed as literal
@@ -46,7 +47,7 @@ def keeps_order(channel: str, schedule: Schedule, first: Action, receive: Action
         return channel == "rank"
     if first.kind not in COMMUNICATION:
         return False
-    peer = schedule.dataflow.peer
+    peer = graph_of(schedule).peer
     return channel == "rank" or (channel == "pair" and peer(first) == peer(receive))
 
 
@@ -140,7 +141,7 @@ def holds(channel: str, schedule: Schedule, first: Entry, receive: Action) -> bo
     if len(parts) > 1 and any(part.kind in RECEIVES for part in parts):
         return True  # the receives of a rank keep their order
     if channel == "edge":
-        peer = schedule.dataflow.peer
+        peer = graph_of(schedule).peer
         return any(p.kind in RECEIVES and peer(p) == peer(receive) for p in parts)
     return any(keeps_order(channel, schedule, part, receive) for part in parts)
 

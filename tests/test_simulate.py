@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, Timeline
-from schedir.ir import COMPUTE, columns_of, weight_versions
+from schedir.graph.alive import weight_versions
+from schedir.ir import COMPUTE, columns_of
 from schedir.render.timeline import timeline_text
 from tests.built_in import NAMES
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Schedule, Timeline, Together
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, COMPUTE, Entry
 from tests.joined import drawn_joined, joined
 from tests.stepped import Stepped, cost_of, of_link, of_stage
@@ -138,7 +139,7 @@ def test_no_step_is_shorter_than_its_longest_path_or_its_busiest_rank(
     schedule = some_schedule(chance)
     costs = attrs.evolve(some_costs(schedule, chance), overlapped=None)
     line = schedir.simulate(schedule, costs, receives=receives)
-    flow = schedule.dataflow
+    flow = graph_of(schedule)
     paths = []
     for m in range(schedule.microbatches):
         path: Any = 0

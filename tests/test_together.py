@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, Kind, ParseError, Schedule, Together, backward, forward, together
-from schedir.ir import (
-    Entry,
-    dumps_torch_csv,
-    flat,
-    loads_torch_csv,
-    parse_action,
-    peak_activations,
-    starts_of,
-    weight_versions,
-)
+from schedir.graph.alive import peak_activations, weight_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import Entry, dumps_torch_csv, flat, loads_torch_csv, parse_action, starts_of
 from schedir.library import load
 from schedir.passes import (
     forward_only,
@@ -322,12 +315,12 @@ def test_passes_keep_pairs_and_take_forwards_out_of_them() -> None:
 
 def test_a_pair_holds_both_its_activations_in_either_order() -> None:
     for pair in ("(0F1;0B0)", "(0B0;0F1)"):
-        columns = listed(2, "0", f"0F0 {pair} 0B1").columns
-        ((peak, place),) = peak_activations(columns)
-        assert (peak, str(columns.action(place))) == (2, "0F1")
-    assert peak_activations(listed(2, "0", "0F0 0B0 0F1 0B1").columns) == [(1, 0)]
-    apart = listed(3, "0 0", "0F0 (0B0;0F1) 0B1", "").columns
-    assert peak_activations(apart) == [(2, 2), (0, 0)]
+        graph = graph_of(listed(2, "0", f"0F0 {pair} 0B1"))
+        ((peak, place),) = peak_activations(graph)
+        assert (peak, str(graph.columns.action(place))) == (2, "0F1")
+    assert peak_activations(graph_of(listed(2, "0", "0F0 0B0 0F1 0B1"))) == [(1, 0)]
+    apart = listed(2, "0 0", "0F0 (0B0;0F1) 0B1", "")
+    assert peak_activations(graph_of(apart)) == [(2, 2), (0, 0)]
 
 
 def test_versions_are_those_of_the_parts_one_after_the_other() -> None:
@@ -335,4 +328,4 @@ def test_versions_are_those_of_the_parts_one_after_the_other() -> None:
     schedule = listed(4, "0", lists)
     apart = Schedule("apart", 4, schedule.placement, schedule.flat)
     assert weight_versions(schedule.columns, 0) == weight_versions(apart.columns, 0)
-    assert (schedule.dataflow.reads == apart.dataflow.reads).all()
+    assert (graph_of(schedule).reads == graph_of(apart).reads).all()

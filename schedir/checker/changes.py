@@ -6,7 +6,7 @@ A change's text is the help that a user reads: who follows it to the letter make
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, zip_longest
 from typing import Literal, TypeAlias
@@ -14,8 +14,21 @@ from typing import Literal, TypeAlias
 import attrs
 import numpy as np
 
-from schedir.ir import KIND_INDEX, Action, Ints, Schedule
-from schedir.ir.schedule import Sources
+from schedir.graph.compile import graph_of
+from schedir.ir import (
+    BACKWARDS,
+    KIND_INDEX,
+    RECEIVES,
+    SENDS,
+    VALUES,
+    Action,
+    Columns,
+    Ints,
+    Kind,
+    Schedule,
+    Sources,
+)
+from schedir.ir.kinds import uses_of
 from schedir.passes import batch_communication, strip_communication
 
 Side = Literal["before", "after"]
@@ -231,7 +244,7 @@ def _written(schedule: Schedule, change: Write) -> Schedule:
 
 
 def _as_sent(schedule: Schedule, change: AsSent) -> Schedule:
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     order, _ = transfers.by_channel
     own = (transfers.source[order] == change.source) & (transfers.target[order] == change.target)
     receives = transfers.receive[order[own]]
@@ -385,3 +398,112 @@ def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
     if len(places) <= _MOST_REORDERED and not parts.any():
         rank, _ = columns.position(int(places[0]))
         yield Reorder(rank, tuple(columns.position(place)[1] for place in places.tolist()))
+
+
+# Where an action belongs: after what it uses, before what uses it, in the order of its kind.
+
+Listed: TypeAlias = Callable[[Kind, int, int], int]
+"""The place of a kind of action of a (stage, microbatch), -1 where the lists have none."""
+
+
+def _uses(kind: Kind) -> Iterator[tuple[Kind, int]]:
+    for use in kind.meaning.uses:
+        value = VALUES[use.value]
+        if use.does != "make" and value.per == "microbatch":
+            made = (use.value, 0), *((value.link,) if value.link else ())
+            for name, further in made:
+                yield from ((maker, further) for maker in Kind if uses_of(maker, "make", name))
+
+
+_USES = {kind: frozenset(_uses(kind)) for kind in Kind}
+"""By kind, what makes what it uses on its own rank: of which kind, and how many stages further
+on."""
+_USERS = {
+    used: [(kind, -further) for kind, uses in _USES.items() for by, further in uses if by is used]
+    for used in Kind
+}
+
+
+def added(schedule: Schedule, action: Action, rank: int, listed: Listed) -> Add:
+    """A missing action in the list of a rank: next to what it communicates for, or after compute of
+    its kind for the microbatch before, where that is after what it uses and before its use."""
+    return next(additions(schedule, action, rank, listed))
+
+
+def additions(
+    schedule: Schedule,
+    action: Action,
+    rank: int,
+    listed: Listed,
+    least: int = 0,
+    most: int | None = None,
+) -> Iterator[Add]:
+    """A missing action in the list of a rank, between the places `least` and `most` if it can be:
+    where it most likely belongs, then everywhere else between what it uses and its use."""
+    start, end = (int(each) for each in schedule.columns.starts[[rank, rank + 1]])
+
+    def found(kinds: Iterable[tuple[Kind, int]], microbatch: int) -> Iterator[int]:
+        for kind, further in kinds:
+            place = listed(kind, action.stage + further, microbatch)
+            if start <= place < end:
+                yield place
+
+    microbatch = action.microbatch or 0
+    first = max([start, least, *(1 + p for p in found(_USES[action.kind], microbatch))])
+    last = min([end if most is None else most, *found(_USERS[action.kind], microbatch)])
+    if action.kind in SENDS:
+        likely = first
+    elif action.kind in RECEIVES:
+        likely = last
+    else:
+        own = BACKWARDS if action.kind in BACKWARDS else (action.kind,)
+        before = [1 + p for p in found(((kind, 0) for kind in own), microbatch - 1)]
+        after = found(((kind, 0) for kind in own), microbatch + 1)
+        likely = max(before) if before else min(after, default=last if last < end else first)
+        likely = max(first, min(likely, last))
+    for place in (likely, *range(last, first - 1, -1)):
+        yield at_gap(schedule, action, rank, place, ahead=place == last)
+
+
+def is_misplaced(schedule: Schedule, place: int, listed: Listed) -> bool:
+    """Whether what stands at a place comes before what it uses on its rank, or after its use."""
+    columns = schedule.columns
+    action, rank = columns.action(place), columns.rank[place]
+
+    def of_rank(kinds: Iterable[tuple[Kind, int]]) -> Iterator[int]:
+        for kind, further in kinds:
+            other = listed(kind, action.stage + further, action.microbatch or 0)
+            if other >= 0 and columns.rank[other] == rank:
+                yield other
+
+    late = any(used > place for used in of_rank(_USES[action.kind]))
+    return late or any(user < place for user in of_rank(_USERS[action.kind]))
+
+
+def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: bool) -> Add:
+    """An action added before what stands at a place: ahead of the entry of that, or behind the
+    entry before it."""
+    columns = schedule.columns
+    start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
+    if start == end:
+        return Add(action, rank, "after", None)
+    if place == start or (ahead and place < end):
+        return beside(schedule, action, "before", place)
+    return beside(schedule, action, "after", place - 1)
+
+
+def taken_to(
+    schedule: Schedule, place: int, rank: int, listed: Listed, *, there: bool
+) -> Edit | Several:
+    """What stands at a place taken to another rank, or just taken out where that one has it."""
+    out = removal(schedule, place)
+    if there:
+        return out
+    return several((out, added(schedule, out.action, rank, listed)))
+
+
+def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:
+    """The last place of these kinds of a stage on a rank, -1 where there is none."""
+    own = slice(columns.starts[rank], columns.starts[rank + 1])
+    found = (columns.is_kind(*kinds)[own] & (columns.stage[own] == stage)).nonzero()[0]
+    return int(columns.starts[rank] + found[-1]) if len(found) else -1

@@ -15,84 +15,66 @@ from schedir.checker.changes import (
     AsSent,
     Change,
     Several,
+    additions,
     ahead,
+    at_gap,
     back,
     beside,
     in_turn,
+    last_of_stage,
     moved_beside,
     removal,
     reorder,
+    taken_to,
 )
 from schedir.checker.diagnostics import locate
-from schedir.checker.faults import Faults, Finding
-from schedir.checker.places import additions, at_gap, last_of_stage, taken_to
-from schedir.ir import (
-    COMMUNICATION,
-    COMPLETES_GRADIENTS,
-    Action,
-    Ints,
-    Kind,
-    Schedule,
-    Transfers,
-    reduces_by_stage,
-)
+from schedir.checker.fixes import Faults, Finding
+from schedir.checker.values import Wrong, keys, values, wrong
+from schedir.graph.compile import Graph, Transfers, graph_of
+from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, STEPS, Action, Ints, Schedule
 
 _ROWS_AROUND = 2
 
 
 def communication(schedule: Schedule) -> Iterator[Faults]:
     """What is wrong with the sends and receives. Expects a sound structure."""
-    transfers = schedule.dataflow.transfers
-    yield _no_peer(schedule)
-    yield _without_receive(schedule, transfers)
-    yield _sent_early(schedule, transfers)
+    graph = graph_of(schedule)
+    transfers = graph.transfers
+    yield Faults(
+        rule=rules.NO_PEER,
+        keys=keys(schedule, graph.lone),
+        findings=(_alone(graph, place) for place in graph.lone.tolist()),
+    )
+    for told in wrong(schedule, of_transfers=True):
+        receives = told.rule is rules.MISSING_RECEIVE
+        yield _without_receive(graph, told) if receives else values(schedule, told)
     yield from _unmatched(schedule, transfers)
-    yield _mis_paired(schedule, transfers)
+    yield from _mis_paired(schedule, transfers)
     yield from unmatched_reduces(schedule)
 
 
-def _no_peer(schedule: Schedule) -> Faults:
-    """Each send and receive stands on the rank that runs its stage, its peer on another one."""
-    columns, flow = schedule.columns, schedule.dataflow
-    places = columns.where(*COMMUNICATION)
-    rank, peer = columns.rank[places], flow.peers[places]
-    runs = flow.runs[columns.stage[places], columns.microbatch[places]]
-    alone = places[(peer < 0) | (peer == rank) | (runs != rank)]
-    pair = columns.stage[alone] * schedule.microbatches + columns.microbatch[alone]
-    return Faults(
-        rule=rules.NO_PEER,
-        keys=columns.kind[alone] * schedule.stages * schedule.microbatches + pair,
-        findings=(_alone(schedule, place) for place in alone.tolist()),
-    )
-
-
-def _alone(schedule: Schedule, place: int) -> Finding:
-    flow, columns = schedule.dataflow, schedule.columns
-    peer, action = int(flow.peers[place]), columns.action(place)
-    runs = int(flow.runs[action.stage, action.microbatch])
+def _alone(graph: Graph, place: int) -> Finding:
+    schedule, columns = graph.schedule, graph.columns
+    peer, action = int(graph.peers[place]), columns.action(place)
+    runs = int(graph.runs[action.stage, action.microbatch])
     reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
     return Finding(
         rules.NO_PEER.at(schedule, place, reason=reason),
         otherwise=taken_to(
-            schedule, place, runs, flow.listed, there=reason == "end" or peer == runs
+            schedule, place, runs, graph.listed, there=reason == "end" or peer == runs
         ),
     )
 
 
-def _without_receive(schedule: Schedule, transfers: Transfers) -> Faults:
+def _without_receive(graph: Graph, told: Wrong) -> Faults:
     """A receive stands before the compute that uses it."""
-    numbers = np.flatnonzero((transfers.receive < 0) | (transfers.receive > transfers.user))
-    numbers = numbers[np.argsort(transfers.user[numbers])]
-    channels = _Channels(schedule, transfers)
-    return Faults(
-        rule=rules.MISSING_RECEIVE,
-        keys=numbers,
-        findings=(_used_too_early(schedule, channels, number) for number in numbers.tolist()),
-    )
+    numbers, channels = graph.arrivals[told.places], _Channels(graph.schedule, graph.transfers)
+    findings = (_used_too_early(channels, number) for number in numbers.tolist())
+    return Faults(rule=told.rule, keys=numbers, findings=findings)
 
 
-def _used_too_early(schedule: Schedule, channels: _Channels, number: int) -> Finding:
-    transfers = channels.transfers
+def _used_too_early(channels: _Channels, number: int) -> Finding:
+    schedule, transfers = channels.schedule, channels.transfers
     user, receive = int(transfers.user[number]), int(transfers.receive[number])
     action = _receive(transfers, number)
     if receive < 0:
@@ -109,32 +91,8 @@ def _used_too_early(schedule: Schedule, channels: _Channels, number: int) -> Fin
     )
 
 
-def _sent_early(schedule: Schedule, transfers: Transfers) -> Faults:
-    """A send stands after the compute that makes its payload."""
-    numbers = np.flatnonzero((transfers.send >= 0) & (transfers.send < transfers.maker))
-    numbers = numbers[np.argsort(transfers.send[numbers])]
-    return Faults(
-        rule=rules.SEND_BEFORE_COMPUTE,
-        keys=numbers,
-        findings=(
-            _nothing_to_send(schedule, int(transfers.send[number]), int(transfers.maker[number]))
-            for number in numbers.tolist()
-        ),
-    )
-
-
-def _nothing_to_send(schedule: Schedule, send: int, maker: int) -> Finding:
-    slides = (back(schedule, send, maker), ahead(schedule, maker, send))
-    return Finding(
-        rules.SEND_BEFORE_COMPUTE.at(schedule, send, maker),
-        in_turn(slides),
-        moved_beside(schedule, send, "after", maker),
-        of_communication=True,
-    )
-
-
 def _receive(transfers: Transfers, number: int) -> Action:
-    kind = Kind.RECV_GRAD if transfers.is_gradient[number] else Kind.RECV_ACT
+    kind = KINDS[transfers.kind[number]]
     return Action(kind, int(transfers.stage[number]), int(transfers.microbatch[number]))
 
 
@@ -183,7 +141,7 @@ class _Channels:
                 least = int(lacked[before[0]]) + 1
             if len(after) and self._channel(after[0]) == self._channel(number):
                 most = int(lacked[after[0]])
-        listed = self.schedule.dataflow.listed
+        listed = graph_of(self.schedule).listed
         return additions(self.schedule, action, rank, listed, least, most)
 
     def _channel(self, number: int) -> tuple[int, int]:
@@ -239,18 +197,21 @@ def _without_other_end(
         )
 
 
-def _mis_paired(schedule: Schedule, transfers: Transfers) -> Faults:
+def _mis_paired(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """The sends and receives of a channel stand in the same order.
 
     What is unmatched would shift all after it, so only what has both ends is compared.
     """
-    order, _ = transfers.by_channel
+    order, follows = transfers.by_channel
+    receives = transfers.receive[order]
+    if not (follows[1:] & (receives[1:] < receives[:-1])).any():
+        return
     source, target = transfers.source[order], transfers.target[order]
     # The same transfers channel by channel, in the order of the receives.
-    received = order[np.lexsort((transfers.receive[order], target, source))]
+    received = order[np.lexsort((receives, target, source))]
     wrong = np.flatnonzero(order != received)
     keys, extents = np.unique(source[wrong] * schedule.ranks + target[wrong], return_counts=True)
-    return Faults(
+    yield Faults(
         rule=rules.MIS_PAIRED,
         keys=keys,
         extents=extents,
@@ -324,8 +285,8 @@ def _pairing(
 
 
 def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
-    """A replicated stage has the same number of REDUCE_GRADs on each of its ranks."""
-    for stage, by_rank in reduces_by_stage(schedule).items():
+    """A replicated stage has the same number of collectives on each of its ranks."""
+    for stage, by_rank in graph_of(schedule).collectives_of.items():
         least = min(by_rank, key=lambda rank: len(by_rank[rank]))
         for rank, places in by_rank.items():
             more = places[len(by_rank[least]) :]
@@ -342,22 +303,22 @@ def _without_counterpart(
     schedule: Schedule, places: list[int], more: list[int], least: int
 ) -> Iterator[Finding]:
     """It is taken out, or one of the others on its rank is; or the other rank gets one."""
-    columns, turns = schedule.columns, schedule.dataflow.steps_before
-    is_step = columns.is_kind(Kind.OPTIM_STEP)
+    columns, turns = schedule.columns, graph_of(schedule).turn
+    is_step = columns.is_kind(*STEPS)
     for place in more:
         action, rank = columns.action(place), columns.rank[place]
         of_round = (columns.stage == action.stage) & (turns == turns[place])
         own = of_round & (columns.rank == rank)
-        reduces = int((own & columns.is_kind(Kind.REDUCE_GRAD)).sum())
+        likes = int((own & columns.is_kind(action.kind)).sum())
         there = np.flatnonzero(of_round & is_step & (columns.rank == least))
         out = (removal(schedule, each) for each in (place, *places))
         otherwise: Change
         if len(there):
             otherwise = beside(schedule, action, "before", int(there[0]))
-        elif is_step.any() and (reduces > 1 or not (own & is_step).any()):
+        elif is_step.any() and (likes > 1 or not (own & is_step).any()):
             otherwise = removal(schedule, place)
         else:  # all that a step has, which the other rank lacks as well
-            otherwise = _at_the_end(schedule, least, action, steps=bool((own & is_step).any()))
+            otherwise = _at_the_end(schedule, least, action, (own & is_step).nonzero()[0])
         yield Finding(
             rules.UNMATCHED.at(schedule, place, missing=action, peer=least),
             chain((otherwise,), out),
@@ -365,20 +326,15 @@ def _without_counterpart(
         )
 
 
-def _at_the_end(schedule: Schedule, rank: int, action: Action, *, steps: bool) -> Change:
-    """A REDUCE_GRAD after all that a rank has of its stage, or at the end of its list; with an
-    OPTIM_STEP after it, or without."""
+def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:
+    """A collective after all that a rank has of its stage, or at the end of its list; with a step
+    after it, where there are any of the `steps` like which that is."""
     columns = schedule.columns
-    kinds = (*COMPLETES_GRADIENTS, *((Kind.REDUCE_GRAD, Kind.OPTIM_STEP) if steps else ()))
+    kinds = (*COMPLETES_GRADIENTS, *((*GROUPS, *STEPS) if len(steps) else ()))
     last = last_of_stage(columns, action.stage, rank, *kinds)
     place = last + 1 if last >= 0 else int(columns.starts[rank + 1])
     add = at_gap(schedule, action, rank, place, ahead=False)
-    if not steps:
+    if not len(steps):
         return add
-    behind = Add(
-        Action(Kind.OPTIM_STEP, action.stage),
-        rank,
-        "after",
-        0 if add.target is None else add.target + 1,
-    )
-    return Several((add, behind))
+    step, index = columns.action(int(steps[0])), 0 if add.target is None else add.target + 1
+    return Several((add, Add(step, rank, "after", index)))

@@ -10,30 +10,21 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.checker.cycles import Wait, shortest_cycle
 from schedir.checker.diagnostics import Excerpt, in_short
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding
 from schedir.checker.rules import MEETS, WAIT_CYCLE
-from schedir.checker.waits import (
-    AFTER,
-    PART,
-    QUEUED,
-    REASONS,
-    Waits,
-    host_order,
-    stuck,
-    waits,
-)
+from schedir.graph.compile import graph_of
+from schedir.graph.cycles import Wait, shortest_cycle
+from schedir.graph.paths import AFTER, PART, QUEUED, REASONS, Waits, waits
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COMPUTE,
+    GROUPS,
     RECEIVES,
     SENDS,
-    Bools,
     Columns,
     Ints,
-    Kind,
     Schedule,
     Ties,
 )
@@ -47,38 +38,31 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
 
     Expects matched communication.
     """
-    if not ties and host_order(schedule):
-        return CHANNELS
     # Each enforces a part of what the one before does.
     alike = _alike(schedule, ties)
     for strictest, channel in enumerate(CHANNELS):
-        known = alike and channel in _AS_HOST + _AS_EDGE
-        if not known and _has_no_cycle(schedule, channel, ties):
+        known = alike and channel in _AS_ANOTHER
+        if not known and runs(schedule, channel, ties):
             return CHANNELS[strictest:]
     return ()
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """Whether the schedule runs to its end under a channel model."""
-    if not ties and host_order(schedule):
-        return True
     if _alike(schedule, ties):
-        channel = "edge" if channel in _AS_EDGE else channel
-        if channel in _AS_HOST:
-            return False
-    return _has_no_cycle(schedule, channel, ties)
+        channel = _AS_ANOTHER.get(channel, channel)
+    return not waits(schedule, channel, ties).blocks
 
 
 def blocked(schedule: Schedule, channel: str, ties: Ties = ()) -> int:
     """How many entries and exchanges can never run under a channel model."""
-    return int(stuck(waits(schedule, channel, ties)).sum())
+    return int(waits(schedule, channel, ties).stuck.sum())
 
 
 # Two models may block as another one does. What `host` has compute wait for, `rank` has the
 # communication after it wait for, and compute only matters to that. What `edge` has a transfer wait
 # for, the one before it on its channel, waits for nothing that it doesn't wait for itself.
-_AS_HOST = ("host", "rank")
-_AS_EDGE = ("async",)
+_AS_ANOTHER = {"rank": "host", "async": "edge"}
 
 
 def _alike(schedule: Schedule, ties: Ties) -> bool:
@@ -86,10 +70,6 @@ def _alike(schedule: Schedule, ties: Ties) -> bool:
     receives are needed by whoever needs another part."""
     columns = schedule.columns
     return not (ties or (columns.joined & columns.is_kind(*COMMUNICATION)).any())
-
-
-def _has_no_cycle(schedule: Schedule, channel: str, ties: Ties) -> bool:
-    return not stuck(waits(schedule, channel, ties)).any()
 
 
 def deadlock(
@@ -109,25 +89,23 @@ def deadlock(
     # What blocks under every model does so for the reasons that the weakest has, too: these are the
     # ones to see to first.
     waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
-    never = stuck(waiting)
-    if never.any():
+    if waiting.blocks:
         yield Faults(
             rule=WAIT_CYCLE,
             keys=np.zeros(1, np.int64),
-            findings=_shortest(schedule, waiting, never, (channel, clean), ties, given),
+            findings=_shortest(schedule, waiting, (channel, clean), ties, given),
         )
 
 
 def _shortest(
     schedule: Schedule,
     waiting: Waits,
-    never: Bools,
     judged: tuple[str, tuple[str, ...]],
     ties: Ties,
     given: Schedule | None,
 ) -> Iterator[Finding]:
     """The shortest wait cycle."""
-    cycle = shortest_cycle(waiting, never)
+    cycle = shortest_cycle(waiting)
     rows = _shortened(_rows(schedule.columns, cycle))
     communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
@@ -211,7 +189,7 @@ def _breaking(
     # To move compute is to change the schedule, and not how it is posted.
     yield from in_turn(list(slides(compute=False)))
     yield from in_turn(list(slides(compute=True)))
-    sums = columns.is_kind(Kind.REDUCE_GRAD)
+    sums = columns.is_kind(*GROUPS)
     for later, *_, earlier in passages:
         if sums[later] and sums[earlier]:
             yield from reorder(given, kept[[later, earlier]])
@@ -238,7 +216,7 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
 def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
     """The places between which a send or receive can be moved: on the right side of its compute,
     and in the order of its channel."""
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     sends = bool(schedule.columns.is_kind(*SENDS)[place])
     own = transfers.send if sends else transfers.receive
     (number,) = np.flatnonzero(own == place).tolist() or (None,)

@@ -1,6 +1,11 @@
 """S5xx: what is right, but slower than it need be.
 
 Judged at the textbook costs (F = 1, B = 2, I = W = 1, transfers free), as they were simulated.
+
+A send may stand right after the compute that makes its payload, and after the send before it on its
+channel: what is computed in between, the rank at the other end may have to wait for. Which send
+costs most is found by running the list with each moved. What is part of a batch is posted with
+that, and neither late nor early by itself.
 """
 
 from __future__ import annotations
@@ -11,97 +16,230 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import back
-from schedir.checker.faults import Faults, fault
-from schedir.checker.late import Posting, late_receives, late_sends, posting
-from schedir.checker.waits import QUEUED, Waits, finish, previous_of_queue, waits
-from schedir.ir import (
-    RECEIVES,
+from schedir.checker.changes import Move, ahead, back
+from schedir.checker.fixes import Faults, Finding, fault
+from schedir.graph.compile import Graph, graph_of
+from schedir.graph.paths import (
+    AFTER,
+    QUEUED,
     TEXTBOOK,
-    Ints,
-    Kind,
-    Schedule,
-    Time,
-    plan,
+    compute_before,
+    finish,
+    previous_of_queue,
+    textbook,
+    waits,
 )
+from schedir.ir import COMPUTE, RECEIVES, SENDS, Columns, Ints, Schedule
 from schedir.passes import split_batches
+
+# The list is run again for each late send that may cost something, while this many actions last.
+_MOST_RUN = 1_000_000
+_OVERHEAD = 2500
 
 
 def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
     """What makes a right, complete schedule slower than it need be."""
-    # Where posts never block, a batch is its parts; it may not run as the clock runs one.
-    planned = plan(split_batches(schedule) if channel == "async" else schedule)
-    posted = posting(schedule, planned)
-    yield from late_sends(schedule, posted)
+    posted = _posting(schedule, channel)
+    yield from _late_sends(posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        queued = _queued(schedule, channel, posted)
-        yield from late_receives(schedule, posted, queued.late)
-        yield from _early_receives(schedule, queued, max(posted.listed.ends, default=0))
+        done = _done(schedule.columns, textbook(schedule, channel))
+        yield from _late_receives(posted, _held_up(posted, channel, done))
+        yield from _early_receives(schedule, channel, int(done.max()), int(posted.listed.max()))
     else:
-        yield from late_receives(schedule, posted)
-    yield from _needless_splits(schedule)
-    yield from _group_size(schedule, max(posted.prompt.ends, default=0))
+        yield from _late_receives(posted)
+    yield from _needless_splits(posted.graph)
+    yield from _group_size(posted.graph, int(posted.prompt.max()))
 
 
 @attrs.frozen(eq=False)
-class _Queued:
-    """How a schedule runs under a channel model that orders more than each channel.
+class _Posting:
+    """When a complete schedule runs: as it is listed, and where no send is late.
 
-    `late` says, by transfer, how much later its receive is posted than its send could go; `held`
-    what waits for what, and when each node is done. There is none where nothing is held up.
+    By transfer, the place of the compute after which its send is posted: as `sent`, or at best, on
+    its own (`alone`: it stands after the place `after` then) or with all others (`together`). By
+    place, the compute `before` it, -1 for none, and when it is over, as `listed` or if all sends
+    are `prompt`; one more entry, for the beginning, is 0. `clock` is the schedule as it is run.
     """
 
-    channel: str
-    late: Ints
-    held: tuple[Waits, Ints] | None
+    graph: Graph
+    clock: Schedule
+    before: Ints
+    sent: Ints
+    after: Ints
+    alone: Ints
+    together: Ints
+    listed: Ints
+    prompt: Ints
 
 
-def _queued(schedule: Schedule, channel: str, posted: Posting) -> _Queued:
-    """Run the schedule under a channel model; that takes long only where it holds something up."""
-    columns, planned, transfers = schedule.columns, posted.planned, schedule.dataflow.transfers
-    previous = previous_of_queue(schedule, channel)
-    later = np.flatnonzero(previous >= 0)
-    done = _as_listed(schedule, posted)
-    held = None
-    # What a batch holds up is only known of the whole.
-    if columns.together or (done[previous[later]] > done[later]).any():
-        waiting = waits(schedule, channel)
-        by_node = finish(waiting, waiting.summed(TEXTBOOK[columns.kind]).tolist())
-        held = waiting, np.array(by_node, np.int64)
-        done = held[1][waiting.node]
-    if columns.together:  # what waits for a part waits for all of its entry
-        done = np.maximum.reduceat(done, columns.heads)[columns.entry]
-    # A last entry for the -1 of what comes before all compute, or first in its queue.
-    done = np.append(done, 0)
-    compute = np.append(planned.compute, -1)
-    before_send, before_receive = (
-        compute[planned.last_before[ends]] for ends in (transfers.send, transfers.receive)
-    )
-    ready = np.maximum(done[before_send], done[previous[transfers.send]])
-    return _Queued(channel, done[before_receive] - ready, held)
+def _done(columns: Columns, begins: Ints) -> Ints:
+    """When each place is over, and what is over at the beginning, given when all begin."""
+    takes = TEXTBOOK[columns.kind]
+    if columns.together:
+        takes = np.add.reduceat(takes, columns.heads)[columns.entry]
+    return np.append(begins[: len(columns)] + takes, 0)
 
 
-def _as_listed(schedule: Schedule, posted: Posting) -> Ints:
-    """When each place is done where nothing but its own channel holds it up."""
-    planned, transfers = posted.planned, schedule.dataflow.transfers
-    begins = np.array(posted.listed.begins, np.int64)
-    done = np.zeros(len(schedule.columns), np.int64)
-    done[planned.compute] = np.array(posted.listed.ends, np.int64)[planned.last]
-    done[transfers.send] = done[transfers.receive] = begins[: len(transfers)]
-    for places, begin in zip(planned.collectives, begins[len(transfers) :].tolist(), strict=False):
-        done[list(places)] = begin
-    return done
+def _posting(schedule: Schedule, channel: str) -> _Posting:
+    """Run the schedule, and once more if sends are late."""
+    graph, columns = graph_of(schedule), schedule.columns
+    # Where posts never block, a batch is its parts; it may not run as one does.
+    clock = split_batches(schedule) if channel == "async" else schedule
+    transfers, before = graph.transfers, compute_before(columns)
+    order, follows = transfers.by_channel
+    sent = before[transfers.send]
+    maker = np.where(columns.shared[transfers.send], sent, columns.last[transfers.maker])
+    second = np.flatnonzero(follows)
+    previous, second = order[second - 1], order[second]
+    after, alone = transfers.maker.copy(), maker.copy()
+    after[second] = np.maximum(after[second], transfers.send[previous])
+    alone[second] = np.maximum(alone[second], sent[previous])
+    # No send passes another one of its channel: the latest maker so far, channel by channel.
+    ahead_of = np.cumsum(~follows) * len(columns)
+    together = maker.copy()
+    together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
+    listed = _done(columns, textbook(clock))
+    posted = _Posting(graph, clock, before, sent, after, alone, together, listed, listed)
+    if (sent > together).any():
+        posted = attrs.evolve(posted, prompt=_run(posted, together))
+    return posted
 
 
-def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iterator[Faults]:
-    """The receive that holds up most, where the step takes longer for what is held up."""
-    if queued.held is None:
-        return
-    waiting, done = queued.held
-    makespan = float(done.max(initial=0))
+def _run(posted: _Posting, sent: Ints) -> Ints:
+    """When each place is over, its sends posted after these."""
+    after = posted.before.copy()
+    after[posted.graph.transfers.send] = sent
+    waiting = waits(posted.clock, "edge", posted=after)
+    columns = posted.clock.columns
+    return _done(columns, finish(waiting, waiting.summed(TEXTBOOK[columns.kind])))
+
+
+def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Faults]:
+    """One finding for all, at the receive that is posted the latest after its send.
+
+    Where sends are late, a receive in step with them may come before its send or long after it:
+    so they are judged as if no send were. `most` says, by transfer, how late a receive is at most
+    where a channel model holds up sends: it is not late for what could not go yet.
+    """
+    schedule, columns = posted.graph.schedule, posted.graph.columns
+    transfers, before = posted.graph.transfers, posted.before
+    late = posted.prompt[before[transfers.receive]] - posted.prompt[posted.together]
+    if most is not None:
+        late = np.minimum(late, most)
+    at_once = before[transfers.receive] == before[transfers.user]
+    found = np.flatnonzero((late > 0) & at_once & ~columns.shared[transfers.receive])
+    if len(found):
+        found = found[np.argsort(-late[found], kind="stable")]
+        receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
+        finding = rules.LATE_RECEIVE.at(
+            schedule, receive, user, late=float(late[found[0]]), receives=len(found)
+        )
+        moves = ahead(schedule, receive, int(before[receive]), "post").moves()
+        yield Faults(
+            rule=rules.LATE_RECEIVE, keys=found, findings=[Finding(finding, moves)], many=1
+        )
+
+
+def _late_sends(posted: _Posting) -> Iterator[Faults]:
+    """One finding for all, at the send whose move regains the most."""
+    makespan, possible = posted.listed.max(), posted.prompt.max()
     if makespan <= possible:
         return
+    schedule, transfers = posted.graph.schedule, posted.graph.transfers
+    critical = _critical(posted)
+    many = max(1, _MOST_RUN // (len(schedule.columns) + _OVERHEAD))
+    regained = dict.fromkeys(critical, 0.0)
+    for transfer in critical[:many]:
+        sent = posted.sent.copy()
+        sent[transfer] = posted.alone[transfer]
+        regained[transfer] = float(makespan - _run(posted, sent).max())
+    worst = max(regained, key=lambda transfer: regained[transfer])
+    others = np.flatnonzero(posted.sent > posted.together)
+    finding = rules.LATE_SEND.at(
+        schedule,
+        transfers.send[worst],
+        posted.after[worst],
+        sends=len(others),
+        makespan=float(makespan),
+        alone=float(makespan - regained[worst]),
+        possible=float(possible),
+    )
+    yield Faults(
+        rule=rules.LATE_SEND,
+        keys=np.concatenate(([worst], others[others != worst])),
+        findings=[Finding(finding, _sooner(posted, worst) if regained[worst] else ())],
+        many=1,
+    )
+
+
+def _critical(posted: _Posting) -> list[int]:
+    """The late sends on a critical path, those that come latest first: one at least, where sends
+    that are late make the step longer. A move regains something only if it is that of one of
+    them."""
+    columns, transfers, listed = posted.graph.columns, posted.graph.transfers, posted.listed
+    waiting, begins = waits(posted.clock, "edge"), textbook(posted.clock)
+    ends = begins + waiting.summed(TEXTBOOK[columns.kind])
+    tight = np.flatnonzero(ends[waiting.awaited] == begins[waiting.waiter])
+    # Of the waits of each node that are over as it begins, those for compute first.
+    later, why = waiting.later[tight], waiting.why[tight]
+    keys = later, ~columns.is_kind(*SENDS)[later], why, waiting.waiter[tight]
+    tight = tight[np.lexsort(keys)]
+    waiters = waiting.waiter[tight]
+    of_send = np.full(len(columns), -1)
+    of_send[transfers.send] = np.arange(len(transfers))
+    order, follows = transfers.by_channel
+    before = np.full(len(transfers), -1)
+    before[order[1:][follows[1:]]] = order[:-1][follows[1:]]
+    computes = columns.where(*COMPUTE)
+    node = int(waiting.node[computes[listed[computes].argmax()]])
+    found: dict[int, int] = {}
+    while begins[node]:
+        wait = int(tight[np.searchsorted(waiters, node)])
+        transfer = int(of_send[waiting.later[wait]]) if waiting.why[wait] == AFTER else -1
+        if transfer >= 0 and posted.sent[transfer] > posted.together[transfer]:
+            while posted.sent[transfer] == posted.alone[transfer]:
+                transfer = int(before[transfer])  # late for the one before on its channel
+            found.setdefault(transfer, int(begins[node] - listed[posted.alone[transfer]]))
+        node = int(waiting.awaited[wait])
+    return sorted(found, key=lambda transfer: -found[transfer])
+
+
+def _sooner(posted: _Posting, transfer: int) -> Iterator[Move]:
+    """To right after what it has to follow, or after other communication there."""
+    columns, after = posted.graph.columns, int(posted.after[transfer])
+    send = int(posted.graph.transfers.send[transfer])
+    rank, index = columns.position(send)
+    # The compute after the last one that it has to follow.
+    computes = columns.where(*COMPUTE)
+    until = int(computes[np.searchsorted(computes, posted.alone[transfer], side="right")])
+    targets = dict.fromkeys(
+        columns.position(target)[1] for target in range(after, min(until, send))
+    )
+    for target in targets:
+        yield Move(rank, index, "after", target, "post")
+
+
+def _held_up(posted: _Posting, channel: str, done: Ints) -> Ints:
+    """By transfer, how much later its receive is posted than its send could go under a channel
+    model, under which each place is `done` then."""
+    columns, transfers = posted.graph.columns, posted.graph.transfers
+    if columns.together:  # what waits for a part waits for all of its entry
+        done = np.append(np.maximum.reduceat(done[:-1], columns.heads)[columns.entry], 0)
+    previous = previous_of_queue(posted.graph, channel)[transfers.send]
+    ready = np.maximum(done[posted.before[transfers.send]], done[previous])
+    late: Ints = done[posted.before[transfers.receive]] - ready
+    return late
+
+
+def _early_receives(
+    schedule: Schedule, channel: str, makespan: int, possible: int
+) -> Iterator[Faults]:
+    """The receive that holds up most, where the step takes longer for what is held up."""
+    if makespan <= possible:
+        return
+    columns, waiting = schedule.columns, waits(schedule, channel)
+    done = textbook(schedule, channel) + waiting.summed(TEXTBOOK[columns.kind])
     # Of all that each node waits for, what is done last, and how much later than all the rest.
     node, ends = waiting.waiter, done[waiting.awaited]
     order = np.lexsort((ends, node))
@@ -110,8 +248,8 @@ def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iter
     rest_ends = np.where(node[order[rest]] == node[order[last]], ends[order[rest]], 0)
     held = np.where(rest == last, 0, ends[order[last]] - rest_ends)
     edge = order[last]
-    blamed = schedule.columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
-    blamed &= ~schedule.columns.shared[waiting.earlier[edge]] & (waiting.why[edge] == QUEUED)
+    blamed = columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
+    blamed &= ~columns.shared[waiting.earlier[edge]] & (waiting.why[edge] == QUEUED)
     held = np.where(blamed, held, 0)
     worst = int(held.argmax())
     if held[worst] > 0:
@@ -121,47 +259,44 @@ def _early_receives(schedule: Schedule, queued: _Queued, possible: Time) -> Iter
                 schedule,
                 receive,
                 other,
-                channel=queued.channel,
+                channel=channel,
                 held=float(held[worst]),
-                makespan=makespan,
+                makespan=float(makespan),
                 possible=float(possible),
             ),
             back(schedule, receive, other, "post").moves(),
         )
 
 
-def _needless_splits(schedule: Schedule) -> Iterator[Faults]:
+def _needless_splits(graph: Graph) -> Iterator[Faults]:
     """An I and its W side by side; what stands between them may be the reason for the split."""
-    split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    first, second = map(schedule.dataflow.of, split)
+    first, second = graph.where("make", "deferred"), graph.where("end", "deferred")
     pairs = np.sort(first[(first >= 0) & (second == first + 1)])
     # That of an overlapped pair is one with the forward beside it.
-    pairs = pairs[~schedule.columns.shared[pairs]].tolist()
+    pairs = pairs[~graph.columns.shared[pairs]].tolist()
     if pairs:
-        yield fault(
-            rules.NEEDLESS_SPLIT.at(schedule, *(at for p in pairs for at in (p, p + 1))),
-            extent=len(pairs),
-        )
+        places = (at for pair in pairs for at in (pair, pair + 1))
+        yield fault(rules.NEEDLESS_SPLIT.at(graph.schedule, *places), extent=len(pairs))
 
 
-def _group_size(schedule: Schedule, makespan: Time) -> Iterator[Faults]:
+def _group_size(graph: Graph, makespan: int) -> Iterator[Faults]:
     """Interleaved 1F1B takes 3 · (V · M + P − 1) chunks' forwards in groups of P microbatches."""
-    if schedule.columns.is_kind(Kind.RECOMPUTE).any():
-        return  # which takes longer for another reason
+    schedule = graph.schedule
+    if (graph.where("end", "kept") >= 0).any():
+        return  # a recomputation takes longer for another reason
     ranks, microbatches = schedule.ranks, schedule.microbatches
     chunks = schedule.stages // ranks
     looped = schedule.placement == tuple((stage % ranks,) for stage in range(ranks * chunks))
     if not looped or chunks < 2 or ranks < 2 or microbatches % ranks:
         return
     # The group is what the first rank runs of its first chunk before its second.
-    forward = schedule.dataflow.of(Kind.FORWARD)
-    group = int((forward[0] < forward[ranks].min()).sum())
+    group = int((graph.home[0] < graph.home[ranks].min()).sum())
     possible = 3 * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
             rules.GROUP_SIZE.at(
                 schedule,
-                forward[ranks].min(),
+                graph.home[ranks].min(),
                 group=group,
                 ranks=ranks,
                 makespan=makespan,

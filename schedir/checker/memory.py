@@ -9,17 +9,11 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Write, rewriting, several
-from schedir.checker.faults import Faults, Finding, fault
-from schedir.ir import (
-    HELD_UNTIL,
-    HeldUntil,
-    Ints,
-    Kind,
-    Schedule,
-    Ties,
-    peak_activations,
-    weight_versions,
-)
+from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.values import keys
+from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import HOMES, NAMES_VERSION, Ints, Schedule, Ties
 
 
 @attrs.frozen
@@ -49,7 +43,7 @@ class Limits:
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with versions and activations. Expects a sound structure."""
     yield _versions_exist(schedule)
-    yield _run_again_alike(schedule)
+    yield from _named_alike(schedule)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(schedule, ties)) or _versions_agree(schedule)
     if limits.max_delay is not None:
@@ -57,7 +51,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
-        peaks = peak_activations(schedule.columns, limits.held_until)
+        peaks = peak_activations(graph_of(schedule), limits.held_until)
         for rank, (peak, index) in enumerate(peaks):
             if peak > limits.max_activations:
                 place = int(schedule.columns.starts[rank]) + index
@@ -75,11 +69,11 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
 
 
 def _versions_exist(schedule: Schedule) -> Faults:
-    columns, newest = schedule.columns, schedule.dataflow.steps_before
-    missing = np.flatnonzero((columns.version > newest) & columns.is_kind(Kind.FORWARD))
+    columns, newest = schedule.columns, graph_of(schedule).turn
+    missing = np.flatnonzero((columns.version > newest) & columns.is_kind(*HOMES))
     return Faults(
         rule=rules.VERSION_NOT_AVAILABLE,
-        keys=columns.stage[missing] * schedule.microbatches + columns.microbatch[missing],
+        keys=keys(schedule, missing),
         findings=(
             Finding(
                 rules.VERSION_NOT_AVAILABLE.at(schedule, place, newest=int(newest[place])),
@@ -96,33 +90,33 @@ def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
     return rewriting(schedule, place, action)
 
 
-def _run_again_alike(schedule: Schedule) -> Faults:
-    """Every RECOMPUTE that names a version names that of its FORWARD."""
-    flow, named = schedule.dataflow, schedule.columns.version
-    again = flow.of(Kind.RECOMPUTE)
-    differ = (again >= 0) & (named[again] >= 0) & (named[again] != flow.reads)
-    numbers = np.flatnonzero(differ)
-    numbers = numbers[np.argsort(again.ravel()[numbers])]
-    forward, reads = flow.of(Kind.FORWARD).ravel(), flow.reads.ravel()
-    return Faults(
-        rule=rules.RECOMPUTE_AT_ANOTHER_VERSION,
-        keys=numbers,
-        findings=(
-            Finding(
-                rules.RECOMPUTE_AT_ANOTHER_VERSION.at(
-                    schedule, again.ravel()[n], forward[n], version=int(reads[n])
-                ),
-                otherwise=_reading(schedule, int(again.ravel()[n]), None),
-            )
-            for n in numbers.tolist()
-        ),
-    )
+def _named_alike(schedule: Schedule) -> Iterator[Faults]:
+    """What runs again and names a version names that of its forward."""
+    graph, columns = graph_of(schedule), schedule.columns
+    again = columns.where(*NAMES_VERSION - HOMES)
+    again = again[columns.version[again] >= 0]
+    if len(again):
+        pair = columns.stage[again], columns.microbatch[again]
+        home, reads = graph.home[pair], graph.reads[pair]
+        wrong = np.flatnonzero(columns.version[again] != reads)
+        rows = zip(again[wrong].tolist(), home[wrong].tolist(), reads[wrong].tolist(), strict=True)
+        yield Faults(
+            rule=rules.RECOMPUTE_AT_ANOTHER_VERSION,
+            keys=keys(schedule, again[wrong]),
+            findings=(
+                Finding(
+                    rules.RECOMPUTE_AT_ANOTHER_VERSION.at(schedule, place, other, version=version),
+                    otherwise=_reading(schedule, place, None),
+                )
+                for place, other, version in rows
+            ),
+        )
 
 
 def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
     """One note for the whole schedule: where its stages run a microbatch at different versions."""
-    flow = schedule.dataflow
-    if not flow.reads.any():
+    graph = graph_of(schedule)
+    if not graph.reads.any():
         return
     known = _applied_in_versions(schedule)
     differ = known != known[-1]
@@ -130,14 +124,14 @@ def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
     if len(microbatches):
         first = int(microbatches[0])
         stage = int(np.flatnonzero(differ[:, first])[0])
-        forward = flow.of(Kind.FORWARD)[:, first]
+        forward = graph.home[:, first]
         yield fault(
             rules.VERSIONS_DISAGREE.at(
                 schedule,
                 forward[stage],
                 forward[-1],
-                version=int(flow.reads[stage, first]),
-                other_version=int(flow.reads[-1, first]),
+                version=int(graph.reads[stage, first]),
+                other_version=int(graph.reads[-1, first]),
                 differing=len(microbatches),
                 microbatches=schedule.microbatches,
             ),
@@ -150,25 +144,25 @@ def _applied_in_versions(schedule: Schedule) -> Ints:
 
     Stages that step at different rates have other numbers for the same version of the model.
     """
-    flow = schedule.dataflow
-    turns = flow.steps_before[flow.weight_gradients]
-    seen = np.zeros((schedule.stages, int(max(turns.max(), flow.reads.max())) + 2), np.int64)
+    graph = graph_of(schedule)
+    turns = graph.turn[graph.weight_gradients]
+    seen = np.zeros((schedule.stages, int(max(turns.max(), graph.reads.max())) + 2), np.int64)
     np.add.at(seen, (np.arange(schedule.stages)[:, None], turns + 1), 1)
-    applied: Ints = np.take_along_axis(seen.cumsum(axis=1), flow.reads, axis=1)
+    applied: Ints = np.take_along_axis(seen.cumsum(axis=1), graph.reads, axis=1)
     return applied
 
 
 def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
     """The stages of a tie read one version of what they share; one finding for each tie."""
-    flow = schedule.dataflow
+    graph = graph_of(schedule)
     for number, tie in enumerate(ties):
-        reads = flow.reads[list(tie)]
+        reads = graph.reads[list(tie)]
         differ = reads != reads[0]
         microbatches = np.flatnonzero(differ.any(axis=0))
         if len(microbatches):
             first = int(microbatches[0])
             other = int(np.flatnonzero(differ[:, first])[0])
-            forward = flow.of(Kind.FORWARD)[:, first]
+            forward = graph.home[:, first]
             # The oldest exists on all of them.
             oldest = int(reads[:, first].min())
             newer = [
@@ -193,20 +187,20 @@ def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
 def delays(schedule: Schedule) -> Ints:
     """The updates between the version that each gradient is computed at and the one that it is
     applied to, shape [stages, microbatches]. Expects a sound structure."""
-    flow = schedule.dataflow
-    return flow.steps_before[flow.weight_gradients] - flow.reads
+    graph = graph_of(schedule)
+    return graph.turn[graph.weight_gradients] - graph.reads
 
 
 def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     """The worst delay of every stage that is above the limit."""
-    flow, delay = schedule.dataflow, delays(schedule)
-    gradient = flow.weight_gradients
+    graph, delay = graph_of(schedule), delays(schedule)
+    gradient = graph.weight_gradients
     for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
         worst = int(delay[stage].argmax())
         yield fault(
             rules.DELAY_ABOVE_LIMIT.at(
                 schedule,
-                flow.of(Kind.FORWARD)[stage, worst],
+                graph.home[stage, worst],
                 gradient[stage, worst],
                 delay=int(delay[stage, worst]),
                 limit=limit,

@@ -1,12 +1,15 @@
-"""S2xx: each rank's compute is in an order that makes sense, and each gradient is applied once."""
+"""S2xx: what a rank computes is in an order that makes sense, each gradient summed and applied
+once."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TypeAlias
+from typing import Any
 
+import attrs
 import numpy as np
 
 from schedir.checker import rules
@@ -14,132 +17,268 @@ from schedir.checker.changes import (
     Add,
     Change,
     Edit,
+    Move,
+    Side,
     ahead,
     anywhere,
     back,
     beside,
     in_turn,
+    last_of_stage,
     moved_beside,
     removal,
     several,
 )
-from schedir.checker.diagnostics import Rule
-from schedir.checker.faults import Faults, Finding, fault
-from schedir.checker.places import last_of_stage
-from schedir.checker.reductions import reductions
-from schedir.ir import COMPLETES_GRADIENTS, Action, Ints, Kind, Schedule, Ties
+from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.values import values, wrong
+from schedir.graph.compile import Graph, graph_of
+from schedir.ir import COMPLETES_GRADIENTS, STEPS, Action, Bools, Ints, Kind, Schedule, Ties
+from schedir.ir.kinds import uses_of
 
-# What a stage has on a rank, but for what it computes first: the last of it is an OPTIM_STEP.
-_ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
+(_STEP,) = STEPS
+(_SUM,) = (kind for kind in Kind if uses_of(kind, "make", "sum"))
+# What a stage has on a rank, but for what it computes first: the last of it is a step.
+_ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with the order of compute on each rank. Expects a sound structure."""
-    yield from _compute_order(schedule)
-    columns = schedule.columns
-    steps = columns.where(Kind.OPTIM_STEP)
-    reduces = columns.where(Kind.REDUCE_GRAD)
-    if len(reduces) or any(len(held) > 1 for held in schedule.placement):
-        yield from reductions(schedule)
-    if len(steps):
-        yield from _applied_once(schedule, steps, ties)
+    yield from (values(schedule, told) for told in wrong(schedule))
+    graph = graph_of(schedule)
+    if schedule.columns.is_kind(_SUM).any() or len(schedule.holdings) > schedule.stages:
+        yield from _summed_once(graph)
+    if len(graph.steps):
+        yield from _applied_once(graph, ties)
 
 
 def without_steps(schedule: Schedule) -> Iterator[Faults]:
     """A schedule that is right, but leaves the update to its caller."""
-    if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
-        last = int(schedule.dataflow.weight_gradients.max())
-        yield fault(rules.NO_STEP.at(schedule, last))
+    graph = graph_of(schedule)
+    if not len(graph.steps):
+        yield fault(rules.NO_STEP.at(schedule, int(graph.weight_gradients.max())))
 
 
-def _compute_order(schedule: Schedule) -> Iterator[Faults]:
-    """Every action stands after what it uses of its own rank."""
-    flow = schedule.dataflow
-    forward, gradient = flow.of(Kind.FORWARD), flow.gradients
-    weight, again = flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.RECOMPUTE)
-    rank = schedule.columns.rank
-    for number, (rule, actions, used) in enumerate(
-        (
-            (rules.INPUT_NOT_READY, forward[1:], forward[:-1]),
-            (rules.INPUT_NOT_READY, gradient[:-1], gradient[1:]),
-            (rules.BACKWARD_BEFORE_FORWARD, gradient, forward),
-            (rules.BACKWARD_BEFORE_FORWARD, weight, forward),
-            (rules.WEIGHT_BEFORE_INPUT, weight, flow.of(Kind.BACKWARD_INPUT)),
-            (rules.RECOMPUTE_BEFORE_FORWARD, again, forward),
-            (rules.BACKWARD_BEFORE_RECOMPUTE, gradient, again),
-        )
+# Sums of gradients: once, of all that a round of steps applies.
+
+
+@attrs.frozen(eq=False)
+class _Sums:
+    """The sums of a schedule, by place, ascending.
+
+    Each belongs to a round, which lasts from one step of its stage on its rank to the next; of the
+    gradients of its round `late` are computed after it, `last` is the place of the last one, and
+    `new` says whether any of them is before it and after the sum before. By round, `many` says how
+    many sums it has, and `whole` whether one of these is after all of its gradients.
+    """
+
+    graph: Graph
+    places: Ints
+    round: Ints
+    late: Ints
+    last: Ints
+    new: Bools
+    many: Ints
+    whole: Bools
+
+    def at(self, place: int) -> int:
+        """The number of the sum at a place."""
+        return bisect(self.places, place) - 1
+
+
+def _round(graph: Graph, places: Ints) -> Ints:
+    """The number of the round that each of the places is in."""
+    rounds: Ints = graph.first_round[graph.holding[places]] + graph.turn[places]
+    return rounds
+
+
+def _summed_once(graph: Graph) -> Iterator[Faults]:
+    """Between two steps the gradients come first, then their sum, which all replicas make."""
+    columns = graph.columns
+    rounds, size = int(graph.first_round[-1]), len(columns)
+    gradients, places = graph.weight_gradients.ravel(), columns.where(_SUM)
+    # The gradients, round by round.
+    listed = np.sort(_round(graph, gradients) * size + gradients)
+    number = _round(graph, places)
+    begin, here, end = (np.searchsorted(listed, number * size + at) for at in (0, places, size))
+    order = np.lexsort((places, number))
+    before = np.append(0, here[order][:-1])
+    fresh = np.empty(len(places), np.bool_)
+    fresh[order] = here[order] > np.maximum(before, begin[order])
+    sums = _Sums(
+        graph,
+        places,
+        number,
+        end - here,
+        np.append(listed, 0)[end - 1] % size,
+        fresh,
+        np.bincount(number, minlength=rounds),
+        np.bincount(number[end == here], minlength=rounds) > 0,
+    )
+    yield from _without_sum(sums, listed)
+    early = np.flatnonzero(sums.late)
+    yield Faults(
+        rule=rules.REDUCE_BEFORE_GRADIENTS,
+        keys=graph.holding[places[early]],
+        extents=sums.late[early],
+        findings=(_summed_early(sums, number) for number in early.tolist()),
+    )
+    across: list[tuple[int, ...]] = []
+    empty: list[tuple[int, ...]] = []
+    for meeting in graph.collectives:
+        own = np.searchsorted(places, meeting)
+        if len({*graph.turn[[*meeting]].tolist()}) > 1:
+            across.append(meeting)
+        elif not sums.new[own].any():
+            empty.append(meeting)
+    for rule, found, finding in (
+        (rules.REDUCE_ACROSS_STEPS, across, _across),
+        (rules.EMPTY_REDUCE, empty, _empty_sum),
     ):
-        early = (actions >= 0) & (used > actions) & (rank[actions] == rank[used])
-        pairs = np.flatnonzero(early)
-        if len(pairs):
-            early_places, used_places = actions.ravel()[pairs], used.ravel()[pairs]
-            order = np.argsort(early_places)
-            yield Faults(
-                rule=rule,
-                keys=number * forward.size + pairs[order],
-                findings=_too_early(schedule, rule, early_places[order], used_places[order]),
-            )
-
-
-def _too_early(schedule: Schedule, rule: Rule, early: Ints, used: Ints) -> Iterator[Finding]:
-    for place, later in zip(early.tolist(), used.tolist(), strict=True):
-        slides = (back(schedule, place, later), ahead(schedule, later, place))
-        yield Finding(
-            rule.at(schedule, place, later),
-            in_turn(slides),
-            moved_beside(schedule, place, "after", later),
+        firsts = np.array([meeting[0] for meeting in found], np.int64)
+        yield Faults(
+            rule=rule,
+            keys=columns.stage[firsts],
+            findings=map(finding, [sums] * len(found), found),
         )
 
 
-def _applied_once(schedule: Schedule, steps: Ints, ties: Ties) -> Iterator[Faults]:
-    """Every gradient has an OPTIM_STEP after it, and every OPTIM_STEP has gradients."""
-    turn, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients
-    places = np.sort(gradients.ravel())
-    # One number for each stage on each rank; by it, how many steps that has.
-    holding = _holdings(schedule)
-    many = np.bincount(holding[steps], minlength=len(schedule.holdings))
-    late = places[turn[places] >= many[holding[places]]]
+def _without_sum(sums: _Sums, listed: Ints) -> Iterator[Faults]:
+    """The rounds that have no sum, though their stage lives on several ranks; or though a stage on
+    one rank has, over a data-parallel group that the schedule does not show."""
+    graph, size = sums.graph, len(sums.graph.columns)
+    holding = np.repeat(np.arange(len(graph.steps_of)), graph.steps_of + 1)
+    held = np.array([len(held) for held in graph.schedule.placement])
+    replicated = held[np.array(graph.schedule.holdings)[holding, 0]] > 1
+    computed = np.zeros(len(holding), np.bool_)
+    computed[listed // size] = True
+    needed = replicated | bool((computed & ~replicated & (sums.many > 0)).any())
+    lacks = needed & (sums.many == 0)
+    side: Side = "before"
+    where = graph.steps[lacks[_round(graph, graph.steps)]]
+    if not len(graph.steps):
+        # Gradients after the last step are never applied, which is another finding.
+        side = "after"
+        lacking = np.flatnonzero(lacks & computed)
+        where = np.sort(listed[np.searchsorted(listed, (lacking + 1) * size) - 1] % size)
+    yield Faults(
+        rule=rules.STEP_WITHOUT_REDUCE,
+        keys=graph.holding[where],
+        findings=(_unsummed(graph.schedule, place, side) for place in where.tolist()),
+    )
+
+
+def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
+    stage = int(schedule.columns.stage[place])
+    add = beside(schedule, Action(_SUM, stage), side, place)
+    return Finding(
+        rules.STEP_WITHOUT_REDUCE.at(schedule, place, held=schedule.placement[stage]),
+        chain(_summing(schedule, place), (add,)),
+        add,
+    )
+
+
+def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
+    """What brings a sum before a step: moves of the step, or of the sum next to it."""
+    columns = schedule.columns
+    own = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
+    sums = np.flatnonzero(own & columns.is_kind(_SUM)).tolist()
+    next_to = bisect(sums, place)
+    if sums:
+        yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
+
+
+def _summed_early(sums: _Sums, number: int) -> Finding:
+    schedule, place = sums.graph.schedule, int(sums.places[number])
+    last, late = int(sums.last[number]), int(sums.late[number])
+    finding = rules.REDUCE_BEFORE_GRADIENTS.at(schedule, place, last, late=late)
+    if sums.whole[sums.round[number]]:  # the early one is one too many
+        alone = removal(schedule, place)
+        return Finding(finding, (alone, several(_everywhere(sums.graph, place))), alone)
+    slides = [back(schedule, place, last)]
+    if late == 1:
+        slides.append(ahead(schedule, last, place))
+    return Finding(finding, in_turn(slides), moved_beside(schedule, place, "after", last))
+
+
+def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
+    """A sum, and those that it meets on other ranks, taken out."""
+    by_rank = graph.collectives_of[int(graph.columns.stage[place])]
+    turn = by_rank[int(graph.columns.rank[place])].index(place)
+    yield from (removal(graph.schedule, own[turn]) for own in by_rank.values() if turn < len(own))
+
+
+def _empty_sum(sums: _Sums, places: tuple[int, ...]) -> Finding:
+    schedule = sums.graph.schedule
+    out = several(removal(schedule, place) for place in places)
+    return Finding(
+        rules.EMPTY_REDUCE.at(schedule, *places), chain((out,), anywhere(schedule, places)), out
+    )
+
+
+def _across(sums: _Sums, places: tuple[int, ...]) -> Finding:
+    """Where some ranks have one sum more in an earlier round than others, that goes, or the others
+    get one."""
+    schedule = sums.graph.schedule
+    turns = sums.graph.turn[[*places]].tolist()
+    first = min(turns)
+    behind = [place for place, turn in zip(places, turns, strict=True) if turn == first]
+    further = [place for place, turn in zip(places, turns, strict=True) if turn > first]
+    changes: list[Change] = []
+    if all(sums.many[sums.round[sums.at(place)]] > 1 for place in behind):
+        changes.append(several(removal(schedule, place) for place in behind))
+    changes.append(several(_one_more_sum(sums.graph, place, first) for place in further))
+    moves: Iterable[Change] = anywhere(schedule, places)
+    return Finding(
+        rules.REDUCE_ACROSS_STEPS.at(schedule, *places, steps=tuple(turns)),
+        chain(changes, moves),
+        changes[0],
+    )
+
+
+def _one_more_sum(graph: Graph, place: int, turn: int) -> Edit:
+    """One more sum on the rank of a later one, before the step of a round."""
+    step = _steps_of(graph, int(graph.holding[place]))[turn]
+    return beside(graph.schedule, graph.columns.action(place), "before", step)
+
+
+# Steps: each gradient has one, and each has gradients.
+
+
+def _applied_once(graph: Graph, ties: Ties) -> Iterator[Faults]:
+    """Every gradient has a step after it, and every step has gradients."""
+    gradients = graph.weight_gradients.ravel()
+    late = np.sort(gradients[graph.turn[gradients] >= graph.steps_of[graph.holding[gradients]]])
     if len(late):
-        yield from _never_applied(schedule, steps, late, holding, many)
-    yield _empty_steps(schedule, steps, places, holding, many)
-    yield from _equally_often(schedule, steps, holding, many)
+        yield from _never_applied(graph, late)
+    yield _empty_steps(graph, gradients)
+    yield from _equally_often(graph)
     if not len(late):  # which this would only echo
-        yield from _tied_groups(schedule, ties)
+        yield from _tied_groups(graph, ties)
 
 
-def _holdings(schedule: Schedule) -> Ints:
-    """For every place, the number of its stage on its rank: 0, 1, … by stage, then rank."""
-    keys = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-    return np.searchsorted(keys, schedule.columns.stage * schedule.ranks + schedule.columns.rank)
+def _steps_of(graph: Graph, holding: int) -> list[int]:
+    """The places of the steps of a stage on a rank."""
+    places: list[int] = graph.steps[graph.holding[graph.steps] == holding].tolist()
+    return places
 
 
-def _usual(schedule: Schedule, many: Ints, number: int) -> int | None:
-    """How many OPTIM_STEPs most of the other stages have, and the replicas of this one; None where
-    there are none."""
-    others = np.delete(many, number).tolist()
-    return max(others, key=lambda steps: (others.count(steps), steps), default=None)
+def _usual(graph: Graph, holding: int) -> int:
+    """How many steps most of the other stages have, and the replicas of this one."""
+    others = np.delete(graph.steps_of, holding).tolist()
+    return max(others, key=lambda steps: (others.count(steps), steps), default=0)
 
 
-def _never_applied(
-    schedule: Schedule, steps: Ints, late: Ints, holding: Ints, many: Ints
-) -> Iterator[Faults]:
-    """The stages, on each of their ranks, with gradients after their last OPTIM_STEP."""
-    numbers, extents = np.unique(holding[late], return_counts=True)
-    stepping = np.isin(numbers, holding[steps])
-    late_of = {number: late[holding[late] == number].tolist() for number in numbers.tolist()}
-    last_of = {number: int(steps[holding[steps] == number][-1]) for number in numbers[stepping]}
+def _never_applied(graph: Graph, late: Ints) -> Iterator[Faults]:
+    """The stages, on each of their ranks, with gradients after their last step."""
+    numbers, extents = np.unique(graph.holding[late], return_counts=True)
+    stepping = graph.steps_of[numbers] > 0
+    late_of = {number: late[graph.holding[late] == number].tolist() for number in numbers.tolist()}
     yield Faults(
         rule=rules.STEP_BEFORE_GRADIENTS,
         keys=numbers[stepping],
         extents=extents[stepping],
         findings=(
-            _step_too_early(
-                schedule,
-                last_of[number],
-                late_of[number],
-                lacks=many[number] < (_usual(schedule, many, number) or 0),
-            )
-            for number in numbers[stepping].tolist()
+            _step_too_early(graph, number, late_of[number]) for number in numbers[stepping].tolist()
         ),
     )
     yield Faults(
@@ -148,22 +287,23 @@ def _never_applied(
         extents=extents[~stepping],
         findings=(
             Finding(
-                rules.GRADIENT_NEVER_APPLIED.at(schedule, *late_of[number]),
-                otherwise=_one_more_step(schedule, *schedule.holdings[number]),
+                rules.GRADIENT_NEVER_APPLIED.at(graph.schedule, *late_of[number]),
+                otherwise=_one_more_step(graph.schedule, *graph.schedule.holdings[number]),
             )
             for number in numbers[~stepping].tolist()
         ),
     )
 
 
-def _step_too_early(schedule: Schedule, last: int, gradients: list[int], *, lacks: bool) -> Finding:
-    """The finding for a stage on a rank; `lacks` says that it has fewer steps than others."""
-    columns = schedule.columns
+def _step_too_early(graph: Graph, number: int, gradients: list[int]) -> Finding:
+    """The finding for a stage on a rank."""
+    schedule, last = graph.schedule, _steps_of(graph, number)[-1]
     slides = [back(schedule, last, gradients[-1])]
     if len(gradients) == 1:
         slides.append(ahead(schedule, gradients[0], last))
     moves: Iterable[Change] = in_turn(slides)
-    add = _one_more_step(schedule, int(columns.stage[last]), int(columns.rank[last]))
+    add = _one_more_step(schedule, *schedule.holdings[number])
+    lacks = graph.steps_of[number] < _usual(graph, number)
     return Finding(
         rules.STEP_BEFORE_GRADIENTS.at(schedule, last, *gradients, late=len(gradients)),
         chain((add,), moves) if lacks else moves,
@@ -172,9 +312,9 @@ def _step_too_early(schedule: Schedule, last: int, gradients: list[int], *, lack
 
 
 def _one_more_step(schedule: Schedule, stage: int, rank: int) -> Add:
-    """An OPTIM_STEP after all that a stage has to apply on a rank, and has summed."""
+    """A step after all that a stage has to apply on a rank, and has summed."""
     last = last_of_stage(schedule.columns, stage, rank, *_ENDS_WITH_A_STEP)
-    step = Action(Kind.OPTIM_STEP, stage)
+    step = Action(_STEP, stage)
     if last < 0:
         return Add(step, rank, "after", _last_index(schedule, rank))
     return beside(schedule, step, "after", last)
@@ -187,58 +327,56 @@ def _last_index(schedule: Schedule, rank: int) -> int | None:
     return columns.position(int(columns.starts[rank + 1]) - 1)[1]
 
 
-def _empty_steps(
-    schedule: Schedule, steps: Ints, gradients: Ints, holding: Ints, many: Ints
-) -> Faults:
-    columns, turn = schedule.columns, schedule.dataflow.steps_before
-    # A replica may have run none of the step's microbatches; REDUCE_GRAD gives it the sum.
-    replicated = np.array([len(held) > 1 for held in schedule.placement])
-    reduces = columns.where(Kind.REDUCE_GRAD)
-    filling = np.concatenate((gradients, reduces[replicated[columns.stage[reduces]]]))
-    round_ = holding * len(columns) + turn
-    empty = steps[~np.isin(round_[steps], round_[filling])]
+def _empty_steps(graph: Graph, gradients: Ints) -> Faults:
+    # A replica may have run none of the step's microbatches; a collective gives it the sum.
+    sums = graph.columns.where(_SUM)
+    replicated = np.array([len(held) > 1 for held in graph.schedule.placement])
+    filling = np.concatenate((gradients, sums[replicated[graph.columns.stage[sums]]]))
+    filled = np.bincount(_round(graph, filling), minlength=int(graph.first_round[-1]))
+    empty = graph.steps[filled[_round(graph, graph.steps)] == 0]
     return Faults(
         rule=rules.EMPTY_STEP,
-        keys=holding[empty],
-        findings=(_empty(schedule, place, holding, many) for place in empty.tolist()),
+        keys=graph.holding[empty],
+        findings=(_empty(graph, place) for place in empty.tolist()),
     )
 
 
-def _empty(schedule: Schedule, place: int, holding: Ints, many: Ints) -> Finding:
+def _empty(graph: Graph, place: int) -> Finding:
     """It is taken out, unless its stage would have none or fewer than others then: it gets
     something to apply instead."""
-    columns, number = schedule.columns, int(holding[place])
-    usual = _usual(schedule, many, number)
+    schedule, columns, number = graph.schedule, graph.columns, int(graph.holding[place])
     out, moves = removal(schedule, place), anywhere(schedule, [place])
     finding = rules.EMPTY_STEP.at(schedule, place)
-    if many[number] > (usual or 1):
+    if graph.steps_of[number] > (_usual(graph, number) or 1):
         return Finding(finding, chain((out,), moves), out)
     stage, rank = schedule.holdings[number]
     otherwise: Change = out
-    turns, gradients = schedule.dataflow.steps_before, schedule.dataflow.weight_gradients[stage]
-    if not (turns[gradients] == turns[place]).any():  # nor has it anything on other ranks
-        steps = columns.is_kind(Kind.OPTIM_STEP) & (columns.stage == stage)
-        steps &= turns == turns[place]
-        otherwise = several(removal(schedule, step) for step in np.flatnonzero(steps).tolist())
+    turns = graph.turn
+    if not (turns[graph.weight_gradients[stage]] == turns[place]).any():  # nor on other ranks
+        own = graph.steps[columns.stage[graph.steps] == stage]
+        otherwise = several(
+            removal(schedule, step) for step in own[turns[own] == turns[place]].tolist()
+        )
     elif len(schedule.placement[stage]) > 1:
         last = last_of_stage(columns, stage, rank, *_ENDS_WITH_A_STEP)
-        if columns.is_kind(Kind.REDUCE_GRAD)[last] and last > place:
+        if columns.is_kind(_SUM)[last] and last > place:
             otherwise = moved_beside(schedule, place, "after", last)
         else:
-            otherwise = beside(schedule, Action(Kind.REDUCE_GRAD, stage), "before", place)
+            otherwise = beside(schedule, Action(_SUM, stage), "before", place)
     return Finding(finding, chain(moves, (otherwise, out)), otherwise)
 
 
-def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -> Iterator[Faults]:
-    """The replicas of a stage have the same number of OPTIM_STEPs."""
-    first = 0  # the number of the stage on its first rank
-    usual = Counter(many.tolist())
+def _equally_often(graph: Graph) -> Iterator[Faults]:
+    """The replicas of a stage have the same number of steps."""
+    schedule, many = graph.schedule, graph.steps_of.tolist()
+    usual = Counter(many)
+    number = {holding: number for number, holding in enumerate(schedule.holdings)}
     for stage, held in enumerate(schedule.placement):
-        has = dict(zip(held, many[first : first + len(held)].tolist(), strict=True))
-        least = min(held, key=lambda rank: (has[rank], rank))
-        for number, rank in enumerate(held, first):
+        has = {rank: many[number[stage, rank]] for rank in held} if len(held) > 1 else {}
+        least = min(has, key=lambda rank: (has[rank], rank), default=-1)
+        for rank in has:
             if has[rank] > has[least]:
-                own = steps[holding[steps] == number].tolist()
+                own = _steps_of(graph, number[stage, rank])
                 add = _one_more_step(schedule, stage, least)
                 out = several(removal(schedule, step) for step in own[has[least] :])
                 lacks = usual[has[least]] <= usual[has[rank]]
@@ -255,69 +393,60 @@ def _equally_often(schedule: Schedule, steps: Ints, holding: Ints, many: Ints) -
                     ),
                     chain((likely, other), single),
                     otherwise=likely,
-                    key=number,
+                    key=number[stage, rank],
                     extent=has[rank] - has[least],
                 )
-        first += len(held)
 
 
-def _tied_groups(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
-    """The stages of a tie apply the same microbatches in their k-th OPTIM_STEPs."""
-    turns = _turns(schedule)
+def _tied_groups(graph: Graph, ties: Ties) -> Iterator[Faults]:
+    """The stages of a tie apply the same microbatches in their k-th steps."""
+    turns = _turns(graph)
     for number, tie in enumerate(ties):
         for stage in tie[1:]:
             if (turns[stage] != turns[tie[0]]).any():
-                step, places, microbatches = _first_difference(schedule, stage, tie[0])
-                finding = rules.UNEVEN_STEPS.at(
-                    schedule,
-                    *places,
-                    step=step,
-                    applied=microbatches[0],
-                    expected=microbatches[1],
-                )
-                key = number * schedule.stages + stage
-                extent = int((turns[stage] != turns[tie[0]]).sum())
+                places, facts = _first_difference(graph, stage, tie[0])
                 grouped = [
                     change
                     for one, other in ((stage, tie[0]), (tie[0], stage))
-                    if (change := _grouped_as(schedule, one, turns[other]))
+                    if (change := _grouped_as(graph, one, turns[other]))
                 ]
-                merged = _merged(schedule, (stage, tie[0]), step, microbatches)
+                merged = _merged(graph, (stage, tie[0]), **facts)
                 yield fault(
-                    finding,
-                    chain(grouped, anywhere(schedule, places), (merged,)),
+                    rules.UNEVEN_STEPS.at(graph.schedule, *places, **facts),
+                    chain(grouped, anywhere(graph.schedule, places), (merged,)),
                     otherwise=merged,
-                    key=key,
-                    extent=extent,
+                    key=number * graph.schedule.stages + stage,
+                    extent=int((turns[stage] != turns[tie[0]]).sum()),
                 )
 
 
 def _merged(
-    schedule: Schedule, stages: tuple[int, int], step: int, microbatches: _TwoSets
+    graph: Graph,
+    stages: tuple[int, int],
+    step: int,
+    applied: tuple[int, ...],
+    expected: tuple[int, ...],
 ) -> Change:
-    """One of two stages, or both, without the OPTIM_STEP of a number, so that the next one applies
-    its gradients: the one that applies a part of the other's."""
-    columns, turns = schedule.columns, schedule.dataflow.steps_before
-    steps = columns.where(Kind.OPTIM_STEP)
-    one, other = map(set, microbatches)
+    """One of two stages, or both, without the step of a number, so that the next one applies its
+    gradients: the one that applies a part of the other's."""
+    one, other = {*applied}, {*expected}
     merged = stages[:1] if one < other else stages[1:] if other < one else stages
     edits = []
     for stage in merged:
-        own = steps[columns.stage[steps] == stage]
-        if turns[own].max() > step:
-            edits += [removal(schedule, place) for place in own[turns[own] == step].tolist()]
+        own = graph.steps[graph.columns.stage[graph.steps] == stage]
+        if graph.turn[own].max() > step:
+            own = own[graph.turn[own] == step]
+            edits += [removal(graph.schedule, place) for place in own.tolist()]
     return several(edits)
 
 
-def _grouped_as(schedule: Schedule, stage: int, turns: Ints) -> Change | None:
-    """The OPTIM_STEPs of a stage after the same microbatches as another one's, of which `turns`
-    says by microbatch which one applies it; None where the order of its gradients allows none, or
-    where they are summed before."""
-    columns, flow = schedule.columns, schedule.dataflow
-    own = columns.stage == stage
-    if (own & columns.is_kind(Kind.REDUCE_GRAD)).any() or len(schedule.placement[stage]) > 1:
+def _grouped_as(graph: Graph, stage: int, turns: Ints) -> Change | None:
+    """The steps of a stage after the same microbatches as another one's, of which `turns` says by
+    microbatch which one applies it; None where the order of its gradients allows none, or where
+    they are summed before."""
+    schedule, gradients = graph.schedule, graph.weight_gradients[stage]
+    if stage in graph.collectives_of or len(schedule.placement[stage]) > 1:
         return None
-    gradients = flow.weight_gradients[stage]
     order = np.argsort(gradients)
     wanted = turns[order]
     if (np.diff(wanted) < 0).any():
@@ -325,13 +454,13 @@ def _grouped_as(schedule: Schedule, stage: int, turns: Ints) -> Change | None:
     # A step comes after the last gradient that it applies, and before the first of the next one.
     ends = np.flatnonzero(np.append(np.diff(wanted) > 0, True))
     after = gradients[order][ends].tolist()
-    before = [*gradients[order][ends[:-1] + 1].tolist(), len(columns)]
-    steps = np.flatnonzero(own & columns.is_kind(Kind.OPTIM_STEP)).tolist()
+    before = [*gradients[order][ends[:-1] + 1].tolist(), len(graph.columns)]
+    steps = graph.steps[graph.columns.stage[graph.steps] == stage].tolist()
     edits: list[Edit] = []
     for low, high in zip(after, before, strict=True):
         right = next((step for step in steps if low < step < high), None)
         if right is None:
-            edits.append(beside(schedule, Action(Kind.OPTIM_STEP, stage), "after", low))
+            edits.append(beside(schedule, Action(_STEP, stage), "after", low))
         else:
             steps.remove(right)
     edits += (removal(schedule, step) for step in steps)
@@ -341,46 +470,31 @@ def _grouped_as(schedule: Schedule, stage: int, turns: Ints) -> Change | None:
 def different_rates(schedule: Schedule) -> Iterator[Faults]:
     """One note for a schedule that is right, but whose stages don't step after the same
     microbatches."""
-    if not schedule.columns.is_kind(Kind.OPTIM_STEP).any():
-        return
-    turns = _turns(schedule)
+    graph = graph_of(schedule)
+    turns = _turns(graph)
     stages = np.flatnonzero((turns != turns[-1]).any(axis=1))
     if len(stages):
-        step, places, microbatches = _first_difference(
-            schedule, int(stages[0]), schedule.stages - 1
-        )
+        places, facts = _first_difference(graph, int(stages[0]), schedule.stages - 1)
+        differing = len(stages)
         yield fault(
             rules.DIFFERENT_RATES.at(
-                schedule,
-                *places,
-                step=step,
-                applied=microbatches[0],
-                expected=microbatches[1],
-                differing=len(stages),
-                stages=schedule.stages,
+                schedule, *places, **facts, differing=differing, stages=schedule.stages
             ),
-            extent=len(stages),
+            extent=differing,
         )
 
 
-def _turns(schedule: Schedule) -> Ints:
-    """Which OPTIM_STEP of its stage applies each gradient, shape [stages, microbatches]."""
-    return schedule.dataflow.steps_before[schedule.dataflow.weight_gradients]
+def _turns(graph: Graph) -> Ints:
+    """Which step of its stage applies each gradient, shape [stages, microbatches]."""
+    return graph.turn[graph.weight_gradients]
 
 
-_TwoSets: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _first_difference(
-    schedule: Schedule, stage: int, other: int
-) -> tuple[int, tuple[int, int], _TwoSets]:
-    """The first OPTIM_STEP for which two stages do not have the same microbatches; those after it
-    differ as a consequence. Its number, its places in both stages, and their microbatches."""
-    columns, turns, turn = schedule.columns, _turns(schedule), schedule.dataflow.steps_before
-    both = turns[[stage, other]]
+def _first_difference(graph: Graph, stage: int, other: int) -> tuple[list[int], dict[str, Any]]:
+    """The first step for which two stages do not have the same microbatches; those after it differ
+    as a consequence. Its places in both stages, its number, and their microbatches."""
+    both = _turns(graph)[[stage, other]]
     step = int(both.min(axis=0)[both[0] != both[1]].min())
-    steps = columns.where(Kind.OPTIM_STEP)
-    steps = steps[turn[steps] == step]
-    one, two = (int(steps[columns.stage[steps] == s][0]) for s in (stage, other))
+    steps = graph.steps[graph.turn[graph.steps] == step]
+    places = [int(steps[graph.columns.stage[steps] == of][0]) for of in (stage, other)]
     applied, expected = (tuple(np.flatnonzero(own == step).tolist()) for own in both)
-    return step, (one, two), (applied, expected)
+    return places, {"step": step, "applied": applied, "expected": expected}

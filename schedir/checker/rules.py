@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import attrs
 
 from schedir.checker.diagnostics import Diagnostic, Location, Rule, joined, ranges
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, SENDS, Action, Kind
+from schedir.ir import BACKWARDS, CHANNELS_IN_WORDS, COPIES, DEFAULT_CHANNEL, SENDS, Action, Kind
 
 
 def _example(microbatches: int, placement: str, *lists: str) -> str:
@@ -99,8 +99,10 @@ MIXED_BACKWARD = Rule(
 
 
 def _split(finding: Diagnostic) -> str:
-    action = finding.action
-    how = "once more" if action.kind is Kind.RECOMPUTE else "backward"
+    action, copies = finding.action, finding.action.kind in COPIES
+    how = "backward" if action.kind in BACKWARDS else "once more"
+    if copies:
+        how = f"has the {action.kind.meaning.word}"
     return (
         f"stage {action.stage} runs microbatch {action.microbatch} forward on rank "
         f"{finding.other.rank}, but {how} on rank {finding.rank}"
@@ -108,8 +110,8 @@ def _split(finding: Diagnostic) -> str:
 
 
 def _split_parts(finding: Diagnostic) -> tuple[str, ...]:
-    again = finding.action.kind is Kind.RECOMPUTE
-    return f"the {'recomputation' if again else 'backward'}", "its forward"
+    kind = finding.action.kind
+    return f"the {'backward' if kind in BACKWARDS else kind.meaning.word}", "its forward"
 
 
 SPLIT_MICROBATCH = Rule(
@@ -365,6 +367,37 @@ DIFFERENT_RATES = Rule(
         "than the loss stage",
     ),
     advice="give both stages their OPTIM_STEPs after the same microbatches, unless it is meant",
+)
+
+USED_TOO_EARLY = Rule(
+    code="S217",
+    name="used-too-early",
+    meaning="An action is listed before another one of its rank that makes what it uses.",
+    why="A rank runs its list in order, so that is not there yet.",
+    fix="Move the action after the one that makes what it uses.",
+    example=_example(1, "0", "0F0 0OFFLOAD0 0B0 0RELOAD0"),
+    message="{action} is listed before {other.action}, which makes its {word}",
+    labels=_NEEDS_LATER,
+)
+
+
+def _not_alive(finding: Diagnostic) -> str:
+    word, label = finding.facts["word"], finding.facts["label"]
+    if label == "twice":
+        return f"{finding.action} makes the {word} while there is one"
+    end = f"after {finding.other.action} has ended it" if label == "gone" else "that nobody makes"
+    return f"{finding.action} uses the {word} {end}"
+
+
+USED_AFTER_ITS_END = Rule(
+    code="S218",
+    name="used-after-its-end",
+    meaning="An action uses what another one has ended, or nobody makes; or it makes what is there "
+    "already.",
+    why="Nothing is there to be used, or one of two is lost.",
+    fix="List the action where what it uses is alive, or add what makes it.",
+    example=_example(1, "0", "0F0 0B0 0OFFLOAD0"),
+    message=_not_alive,
 )
 
 # S3xx: each send meets its receive, compute has its input, and nobody waits for ever.
@@ -699,6 +732,16 @@ RECOMPUTE_AT_ANOTHER_VERSION = Rule(
     example=_example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP"),
     message="{action} reads version {action.version}, but {other.action} reads version {version}",
     labels=("reads one version", "reads another"),
+)
+
+NEVER_ENDED = Rule(
+    code="S409",
+    name="never-ended",
+    meaning="An action makes what no other one ends.",
+    why="It would stay in memory to the end of the step.",
+    fix="Add the action that ends it, or leave out the one that makes it.",
+    example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
+    message="nobody ends the {word} that {action} makes",
 )
 
 # S5xx: what is right, but slower than it need be.

@@ -12,7 +12,7 @@ import numpy as np
 from schedir.checker.communication import communication, unmatched_reduces
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Location, Report
-from schedir.checker.faults import Faults, Finding
+from schedir.checker.fixes import Faults, Finding, Trials
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
@@ -27,7 +27,6 @@ from schedir.checker.rules import (
     WEIGHT_BEFORE_INPUT,
 )
 from schedir.checker.structure import structure
-from schedir.checker.trials import Trials
 from schedir.errors import UnsoundError
 from schedir.ir import (
     CHANNELS,

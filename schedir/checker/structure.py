@@ -3,30 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import merge
+from itertools import chain, combinations, product
 
 import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Change, beside, removal, several
+from schedir.checker.changes import (
+    Change,
+    added,
+    beside,
+    is_misplaced,
+    last_of_stage,
+    removal,
+    several,
+    taken_to,
+)
 from schedir.checker.diagnostics import Diagnostic, Location, Rule, locations
-from schedir.checker.faults import Faults, Finding
-from schedir.checker.places import added, is_misplaced, last_of_stage, taken_to
+from schedir.checker.fixes import Faults, Finding
+from schedir.errors import UnsoundError
+from schedir.graph.compile import first_places, graph_of
 from schedir.ir import (
     COMPLETES_GRADIENTS,
+    COMPUTE,
+    COPIES,
+    GROUPS,
+    HOMES,
     KIND_INDEX,
     KINDS,
     Action,
+    Bools,
     Ints,
     Kind,
     Schedule,
-    first_places,
 )
+from schedir.ir.kinds import STAGE_WIDE, uses_of
 
-_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_KEPT = (Kind.FORWARD, Kind.BACKWARD, *_SPLIT)
 _ORDERLESS = np.zeros(0, np.int64)
+
+
+def _way(kind: Kind) -> tuple[Kind, ...]:
+    alone = [kind]
+    for use in uses_of(kind, "end"):
+        makers = [maker for maker in Kind if uses_of(maker, "make", use.value)]
+        alone += makers if len(makers) == 1 else []
+    return tuple(each for each in Kind if each in alone)
+
+
+_WAYS = [_way(kind) for kind in Kind if kind in COMPLETES_GRADIENTS]
+"""What a stage may run to a microbatch's goal, with what alone makes what that ends: a B, or an I
+and its W."""
+_PARTS = (*HOMES, *chain.from_iterable(_WAYS))
+_BESIDE = [kind for kind in Kind if kind in COMPUTE | COPIES and kind not in HOMES | STAGE_WIDE]
+"""What stands on the rank of its forward."""
 
 
 @attrs.frozen(eq=False)
@@ -38,6 +69,11 @@ class _Table:
     numbers: Ints
     places: Ints
 
+    def of(self, kind: Kind) -> Ints:
+        """The first places of a kind, by row."""
+        places: Ints = self.places[KIND_INDEX[kind]]
+        return places
+
     def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
         """The place of an action, -1 where there is none."""
         schedule = self.schedule
@@ -47,7 +83,7 @@ class _Table:
         row = int(np.searchsorted(self.numbers, number))
         if row == len(self.numbers) or self.numbers[row] != number:
             return -1
-        return int(self.places[KIND_INDEX[kind], row])
+        return int(self.of(kind)[row])
 
     def home(self, stage: int, microbatch: int) -> int | None:
         """The rank that has most of a stage's work on a microbatch, of those that hold the stage;
@@ -55,7 +91,7 @@ class _Table:
         ranks = self.schedule.columns.rank
         found = [
             int(ranks[place])
-            for kind in (Kind.FORWARD, *KINDS)
+            for kind in (*HOMES, *KINDS)
             if (place := self.listed(kind, stage, microbatch)) >= 0
         ]
         held = [rank for rank in found if rank in self.schedule.placement[stage]]
@@ -99,23 +135,25 @@ def _each(places: Ints, rule: Rule, finding: Callable[[int], Finding]) -> Faults
 def _table(schedule: Schedule, places: Ints) -> tuple[Ints, _Table]:
     """The row of each of the places, and the table."""
     columns = schedule.columns
-    pairs = schedule.stages * schedule.microbatches
     pair = columns.stage[places] * schedule.microbatches + columns.microbatch[places]
-    numbers = np.arange(min(pairs, len(columns)))
-    if pairs > len(columns):  # too few actions: the pairs that occur are numbered anew
+    try:
+        table = graph_of(schedule).places.reshape(len(KINDS), -1)
+    except UnsoundError:  # the pairs that occur are numbered anew
         numbers, pair = np.unique(pair, return_inverse=True)
-    first = first_places(columns.kind[places], pair, places, len(numbers))
-    return pair, _Table(schedule, numbers, first)
+        first = first_places(columns.kind[places], pair, places, len(numbers))
+        return pair, _Table(schedule, numbers, first)
+    return pair, _Table(schedule, np.arange(table.shape[1]), table)
 
 
 def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
     """Each action stands on a rank that holds its stage."""
     columns = schedule.columns
-    held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-    holding = columns.stage[places] * schedule.ranks + columns.rank[places]
-    at = np.searchsorted(held, holding)  # they ascend
+    first = np.array([held[0] for held in schedule.placement])
+    apart = places[first[columns.stage[places]] != columns.rank[places]]
+    held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
+    holding = columns.stage[apart] * schedule.ranks + columns.rank[apart]
     return _each(
-        places[held[np.minimum(at, len(held) - 1)] != holding],
+        apart[~np.isin(holding, held)],
         rules.WRONG_RANK,
         lambda place: Finding(
             rules.WRONG_RANK.at(schedule, place, held=schedule.placement[columns.stage[place]]),
@@ -140,22 +178,22 @@ def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:
 
 
 def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
-    """A REDUCE_GRAD or OPTIM_STEP that is taken to a rank of its stage that has none after its
-    gradients, or taken out."""
+    """What is of a whole stage taken to a rank of that which has none after its gradients, or taken
+    out."""
     columns, out = schedule.columns, removal(schedule, place)
     stage, kind = out.action.stage, out.action.kind
     for rank in schedule.placement[stage]:
         gradient = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS)
-        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, Kind.REDUCE_GRAD)
+        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, *GROUPS)
         if gradient >= 0 and last_of_stage(columns, stage, rank, kind) < gradient:
-            target = gradient if kind is Kind.REDUCE_GRAD else after
+            target = gradient if kind in GROUPS else after
             return several((out, beside(schedule, out.action, "after", target)))
     return out
 
 
 def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> Iterator[Faults]:
-    """Each (stage, microbatch) has one F and one B, or I and W, and at most one R, all on the same
-    rank."""
+    """Each (stage, microbatch) has one forward, reaches its goal in one way, and has all else at
+    most once, on the same rank."""
     columns = schedule.columns
     first = table.places[columns.kind[places], rows]
     again = first != places
@@ -167,27 +205,33 @@ def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> I
         lambda place, other: removal(schedule, _spare(schedule, place, other, table)),
     )
     yield _missing(schedule, table)
-    forward, backward, *split = (table.places[KIND_INDEX[kind]] for kind in _KEPT)
-    whole = np.logical_and.reduce([half >= 0 for half in split])
-    to_go = set(backward[whole & (backward >= 0)].tolist())
-    for half in split:
-        both = (half >= 0) & (backward >= 0)
-        yield _pairs(
-            schedule,
-            rules.MIXED_BACKWARD,
-            half[both],
-            backward[both],
-            lambda place, other: removal(schedule, other if other in to_go else place),
-        )
-    for some in (backward, *split, table.places[KIND_INDEX[Kind.RECOMPUTE]]):
-        apart = (some >= 0) & (forward >= 0) & (columns.rank[some] != columns.rank[forward])
+    for whole, way in combinations(_WAYS, 2):
+        complete = np.logical_and.reduce([table.of(part) >= 0 for part in way])
+        for part, other in product(way, whole):
+            both = (table.of(part) >= 0) & (table.of(other) >= 0)
+            to_go = {*table.of(other)[both & complete].tolist()}
+            yield _pairs(
+                schedule,
+                rules.MIXED_BACKWARD,
+                table.of(part)[both],
+                table.of(other)[both],
+                partial(_one_way, schedule, to_go),
+            )
+    home = np.maximum.reduce([table.of(kind) for kind in HOMES])
+    for kind in _BESIDE:
+        some = table.of(kind)
+        apart = (some >= 0) & (home >= 0) & (columns.rank[some] != columns.rank[home])
         yield _pairs(
             schedule,
             rules.SPLIT_MICROBATCH,
             some[apart],
-            forward[apart],
+            home[apart],
             lambda place, other: _brought_together(schedule, place, other, table),
         )
+
+
+def _one_way(schedule: Schedule, to_go: set[int], place: int, other: int) -> Change:
+    return removal(schedule, other if other in to_go else place)
 
 
 def _spare(schedule: Schedule, again: int, first: int, table: _Table) -> int:
@@ -229,14 +273,14 @@ def _pairs(
 
 
 def _missing(schedule: Schedule, table: _Table) -> Faults:
-    """Every F, and every B, or I and W. Of the (stage, microbatch) pairs, the table has those of
-    which there is something: a file that claims a billion of them need not have them all."""
+    """Every forward, and what leads to every goal. Of the (stage, microbatch) pairs, the table has
+    those of which there is something: a file that claims a billion of them need not have them
+    all."""
     numbers = table.numbers
-    forward, backward, *split = (table.places[KIND_INDEX[kind]] for kind in _KEPT)
-    halves = sum((half >= 0).astype(np.int64) for half in split)
-    lacks = (backward < 0) & (halves < 2)
-    rows = np.flatnonzero((forward < 0) | lacks)
+    lacks = _lacks(table)
+    rows = np.flatnonzero(np.logical_or.reduce([*lacks.values()]))
     absent = schedule.stages * schedule.microbatches - len(numbers)
+    nothing = [next(iter(HOMES)), *_WAYS[0]]
 
     def findings() -> Iterator[Finding]:
         row_of = dict(zip(numbers[rows].tolist(), rows.tolist(), strict=True))
@@ -244,16 +288,38 @@ def _missing(schedule: Schedule, table: _Table) -> Faults:
         for number in merge(row_of, _absent(numbers, end) if absent else ()):
             stage, microbatch = divmod(number, schedule.microbatches)
             row = row_of.get(number)
-            places = {
-                kind: -1 if row is None else int(table.places[KIND_INDEX[kind], row])
-                for kind in _KEPT
-            }
-            for finding in _pair(schedule, stage, microbatch, places):
-                add = added(schedule, finding.action, finding.rank, table.listed)
-                yield Finding(finding, otherwise=add)
+            missing, listed = nothing, []
+            if row is not None:
+                missing = [kind for kind, lacking in lacks.items() if lacking[row]]
+                listed = [place for kind in _PARTS if (place := int(table.of(kind)[row])) >= 0]
+            related = locations(schedule, listed)
+            # On the rank of what is there of its microbatch, else of its stage.
+            rank = related[0].rank if related else schedule.placement[stage][0]
+            for kind in missing:
+                action = Action(kind, stage, microbatch)
+                where = Location(rank, None, action)
+                yield Finding(
+                    Diagnostic(rules.MISSING_ACTION, (where, *related)),
+                    otherwise=added(schedule, action, rank, table.listed),
+                )
 
-    many = int((forward < 0).sum() + lacks.sum()) + 2 * absent
+    many = sum(int(lacking.sum()) for lacking in lacks.values()) + len(nothing) * absent
     return Faults(rule=rules.MISSING_ACTION, keys=_ORDERLESS, findings=findings(), many=many)
+
+
+def _lacks(table: _Table) -> dict[Kind, Bools]:
+    """By kind, which rows of the table lack it: the forward, or the rest of the first way to the
+    goal that is begun."""
+    home = np.maximum.reduce([table.of(kind) for kind in HOMES])
+    lacks = dict.fromkeys([*HOMES][:1], home < 0)
+    listed = [np.stack([table.of(kind) >= 0 for kind in way]) for way in _WAYS]
+    left = ~np.logical_or.reduce([own.all(axis=0) for own in listed])
+    begun = np.stack([own.any(axis=0) for own in listed])
+    first = np.where(begun.any(axis=0), begun.argmax(axis=0), 0)
+    for number, (way, own) in enumerate(zip(_WAYS, listed, strict=True)):
+        for kind, there in zip(way, own, strict=True):
+            lacks[kind] = left & (first == number) & ~there
+    return lacks
 
 
 def _absent(numbers: Ints, end: int) -> Iterator[int]:
@@ -262,19 +328,3 @@ def _absent(numbers: Ints, end: int) -> Iterator[int]:
     for number in [*numbers.tolist(), end]:
         yield from range(following, number)
         following = number + 1
-
-
-def _pair(
-    schedule: Schedule, stage: int, microbatch: int, places: dict[Kind, int]
-) -> Iterator[Diagnostic]:
-    """What one stage's work on one microbatch lacks; `places` has what it has, -1 for nothing."""
-    missing = [Kind.FORWARD] if places[Kind.FORWARD] < 0 else []
-    if places[Kind.BACKWARD] < 0:
-        absent = [kind for kind in _SPLIT if places[kind] < 0]
-        missing += absent if len(absent) < 2 else [Kind.BACKWARD]
-    for kind in missing:
-        related = locations(schedule, (place for place in places.values() if place >= 0))
-        # On the rank of what is there of its microbatch, else of its stage.
-        rank = related[0].rank if related else schedule.placement[stage][0]
-        where = Location(rank, None, Action(kind, stage, microbatch))
-        yield Diagnostic(rules.MISSING_ACTION, (where, *related))

@@ -27,7 +27,8 @@ from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.searching import Found
 from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
-from schedir.ir import DEFAULT_CHANNEL, Action, HeldUntil, Kind, Schedule
+from schedir.graph.alive import HeldUntil
+from schedir.ir import DEFAULT_CHANNEL, Action, Kind, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import BACK, WAYS, Order, follow, most_held
-from schedir.ir import COMPUTE, KIND_INDEX, Columns, Kind, Schedule, run_again, starts_of
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, KIND_INDEX, Columns, Kind, Schedule, starts_of
 from schedir.passes import append_steps
 
 _EVENLY = 0.05
@@ -181,7 +182,9 @@ def order_of(task: Task, schedule: Schedule) -> Order | None:
     ):
         return None
     order: Order = []
-    lean = run_again(columns)
+    lean = np.zeros(len(columns), np.bool_)
+    for touch in graph_of(schedule).touches("kept"):
+        lean[touch.places] |= touch.use.does == "make"
     for begin, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
         own = []
         for place in range(begin, end):

@@ -18,8 +18,10 @@ from schedir.finder.bounds import lower_bound
 from schedir.finder.candidates import Budget, Candidate, Search, within
 from schedir.finder.orders import schedule_of
 from schedir.finder.terms import Objective, Task, Terms
+from schedir.graph.alive import HeldUntil, peak_activations
 from schedir.graph.board import most_held
-from schedir.ir import DEFAULT_CHANNEL, HeldUntil, Kind, Schedule, peak_activations
+from schedir.graph.compile import graph_of
+from schedir.ir import DEFAULT_CHANNEL, Kind, Schedule
 from schedir.simulator import CostModel, Timeline, simulate
 
 _SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
@@ -210,8 +212,8 @@ class _Finished:
         """The most that any rank keeps of what is limited."""
         if self.terms.memory_limit is not None:
             return max(rank.peak_bytes or 0 for rank in self.line.ranks)
-        columns, until = self.line.schedule.columns, self.terms.held_until
-        return max(most for most, _ in peak_activations(columns, until))
+        graph, until = graph_of(self.line.schedule), self.terms.held_until
+        return max(most for most, _ in peak_activations(graph, until))
 
     @property
     def over(self) -> bool:

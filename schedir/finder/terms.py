@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from schedir.errors import SchedirError
+from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
-from schedir.ir import HELD_UNTIL, HeldUntil, Kind, Placement, expect_channel
+from schedir.ir import Kind, Placement, expect_channel
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel
 from schedir.simulator.values import PerLink, PerStage

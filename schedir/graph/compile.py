@@ -33,7 +33,7 @@ from schedir.ir import (
     Kind,
     Schedule,
 )
-from schedir.ir.kinds import Use, uses_of
+from schedir.ir.kinds import STAGE_WIDE, Place, Use, uses_of
 
 _FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
 """By kind, how many stages further on the other end of a send or receive stands."""
@@ -76,9 +76,14 @@ class Transfers:
     def by_channel(self) -> tuple[Ints, Bools]:
         """The matched transfers channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
+        # By place, and so by source: then by target within that. Short numbers are sorted faster.
         listed = np.flatnonzero(self.matched)
-        # Places ascend with the rank, so the order of the sends is that of their ranks too.
-        order = listed[np.lexsort((self.send[listed], self.target[listed], self.source[listed]))]
+        by_place = np.full(1 + self.send.max(initial=-1), -1)
+        by_place[self.send[listed]] = listed
+        order = by_place[by_place >= 0]
+        for ranks in (self.target, self.source):
+            short = ranks[order].astype(np.min_scalar_type(ranks.max(initial=0)))
+            order = order[np.argsort(short, kind="stable")]
         source, target = self.source[order], self.target[order]
         follows = np.zeros(len(order), dtype=np.bool_)
         follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
@@ -164,14 +169,17 @@ class Graph:
 
         Raises UnsoundError for an action where its stage does not live.
         """
+        return self._holding_at(np.arange(len(self.columns)))
+
+    def _holding_at(self, places: Ints) -> Ints:
         schedule, columns = self.schedule, self.columns
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-        wanted = columns.stage * schedule.ranks + columns.rank
-        numbers = columns.stage
+        numbers = columns.stage[places]
+        wanted = numbers * schedule.ranks + columns.rank[places]
         if len(held) > schedule.stages:
             numbers = np.searchsorted(held, wanted)
             numbers[numbers == len(held)] = 0
-        wrong = np.flatnonzero(held[np.minimum(numbers, len(held) - 1)] != wanted)
+        wrong = places[held[np.minimum(numbers, len(held) - 1)] != wanted]
         if len(wrong):
             action = columns.action(int(wrong[0]))
             rank = columns.rank[wrong[0]]
@@ -186,7 +194,8 @@ class Graph:
     @cached_property
     def steps_of(self) -> Ints:
         """How many updates each stage has on each of its ranks, as in `schedule.holdings`."""
-        return np.bincount(self.holding[self.steps], minlength=len(self.schedule.holdings))
+        steps = self._holding_at(self.steps)
+        return np.bincount(steps, minlength=len(self.schedule.holdings))
 
     @cached_property
     def turn(self) -> Ints:
@@ -274,6 +283,16 @@ class Graph:
     def _on(self, places: Ints, rank: Ints) -> Ints:
         """The places that are on their rank; -1 for the others."""
         return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
+
+    @cached_property
+    def lone(self) -> Ints:
+        """The sends and receives that meet nobody: there is no other rank at their other end, or
+        theirs does not run their stage."""
+        transfers = self.transfers
+        lone = self.columns.is_kind(*COMMUNICATION)
+        for ends in (transfers.send, transfers.receive):
+            lone[ends[ends >= 0]] = False
+        return np.flatnonzero(lone)
 
     @cached_property
     def arrivals(self) -> Ints:
@@ -377,21 +396,19 @@ class Graph:
         return slice(max(0, -further), self.schedule.stages - max(0, further))
 
     def touches(self, *names: str) -> Iterator[Touch]:
-        """All that is done to the values of these names, or of all; kind by kind."""
-        columns, schedule = self.columns, self.schedule
-        pair = columns.stage * schedule.microbatches + columns.microbatch
+        """All that is done to the values of these names, or of all; kind by kind. A send or receive
+        that meets nobody does nothing."""
+        present = np.flatnonzero(np.bincount(self.columns.kind, minlength=len(KINDS))).tolist()
         numbers: dict[str, Ints] = {}
-        present = np.flatnonzero(np.bincount(columns.kind, minlength=len(KINDS))).tolist()
         for kind in (KINDS[code] for code in present):
-            listed = columns.where(kind)
             for use in kind.meaning.uses:
                 if names and use.value not in names:
                     continue
-                places = self._restricted(listed, pair, use)
+                places, at = self._restricted(kind, use)
                 if VALUES[use.value].per == "microbatch":
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
-                    values = numbers[use.value][pair[places]]
+                    values = numbers[use.value][at]
                 else:
                     holding, turn = self.holding[places], self._round(use, places)
                     # A version that nobody makes has the number of none.
@@ -401,23 +418,37 @@ class Graph:
                     )
                 yield Touch(kind, use, places, values)
 
-    def _restricted(self, places: Ints, pair: Ints, use: Use) -> Ints:
-        """Those of the places at which a use takes place."""
-        for kind, wanted in ((use.beside, True), (use.without, False)):
-            if kind:
-                beside = self.of(Kind(kind)).ravel()[pair[places]] >= 0
-                places = places[beside == wanted]
-        stage, last = self.columns.stage[places], self.schedule.stages - 1
-        there: Bools = {
-            "any": np.ones(len(places), np.bool_),
-            "first": stage == 0,
-            "not first": stage > 0,
-            "last": stage == last,
-            "not last": stage < last,
-            "summed": self.summed[stage],
-            "not summed": ~self.summed[stage],
-        }[use.where]
-        return places[there]
+    def _restricted(self, kind: Kind, use: Use) -> tuple[Ints, Ints]:
+        """The places of a kind at which a use takes place, and the numbers of their (stage,
+        microbatch), of which a kind for a whole stage has none."""
+        stages = self._stages[use.where]
+        if kind in STAGE_WIDE:
+            listed = self.columns.where(kind)
+            return listed[stages[self.columns.stage[listed]]], np.zeros(0, np.int64)
+        places = self.of(kind)
+        takes_place = places >= 0
+        if use.where != "any":
+            takes_place &= stages[:, None]
+        for other, wanted in ((use.beside, True), (use.without, False)):
+            if other:
+                takes_place &= (self.of(Kind(other)) >= 0) == wanted
+        if kind in COMMUNICATION and len(self.lone):
+            takes_place &= ~np.isin(places, self.lone)
+        return places[takes_place], np.flatnonzero(takes_place)
+
+    @cached_property
+    def _stages(self) -> dict[Place, Bools]:
+        """The stages to which a use may be restricted."""
+        number, last = np.arange(self.schedule.stages), self.schedule.stages - 1
+        return {
+            "any": number >= 0,
+            "first": number == 0,
+            "not first": number > 0,
+            "last": number == last,
+            "not last": number < last,
+            "summed": self.summed,
+            "not summed": ~self.summed,
+        }
 
     def _round(self, use: Use, places: Ints) -> Ints:
         """The round, or the version, that a use at each of the places is about."""

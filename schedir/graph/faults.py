@@ -6,11 +6,12 @@ and back, the rows are put in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.graph.compile import Graph, Touch
 from schedir.ir import VALUES, Bools, Ints, Kind
@@ -36,14 +37,13 @@ class Fault:
 
 @attrs.frozen(eq=False)
 class _Lives:
-    """By value: the first and the last place that makes it, the last that ends it, -1 for none, how
-    many of each there are, and whether it is given."""
+    """By value: a place that makes it and one that ends it, -1 for none, how many of each there
+    are, and whether it is given."""
 
-    first: Ints
-    last: Ints
-    made: Ints
-    ended: Ints
-    ends: Ints
+    maker: Ints
+    made: NDArray[np.int8]
+    ender: Ints
+    ends: NDArray[np.int8]
     given: Bools
 
     @property
@@ -52,50 +52,66 @@ class _Lives:
         return (self.made + self.given > 1) | (self.ends > 1)
 
 
-def faults(graph: Graph) -> Iterator[Fault]:
-    """What is wrong with the values of (stage, microbatch) pairs. Expects a sound structure."""
-    touches = [touch for touch in graph.touches() if VALUES[touch.use.value].per == "microbatch"]
+LINKED = frozenset(
+    name
+    for other, value in VALUES.items()
+    for name in (other, *(value.link or ())[:1])
+    if value.link is not None
+)
+"""What a transfer makes, and what that is of."""
+OTHERS = frozenset(
+    use.value
+    for kind in Kind
+    for use in kind.meaning.uses
+    if use.does != "make" and VALUES[use.value].per == "microbatch" and use.value not in LINKED
+)
+"""All else that is of a (stage, microbatch), and that anything reads or ends."""
+
+
+def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fault]:
+    """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that.
+    Expects a sound structure."""
+    touches = [*graph.touches(*names)]
     lives = _lives(graph, touches)
-    entry, rank = graph.columns.entry, graph.columns.rank
-    several = lives.several
+    entry, several = graph.columns.entry, lives.several
+    mixed = bool(several.any())
     for touch in touches:
         if touch.use.does == "make":
             continue
-        maker, end = lives.first[touch.values], lives.ended[touch.values]
-        here, single = entry[touch.places], ~several[touch.values]
-        own = single & (maker >= 0) & (rank[maker] == rank[touch.places])
-        late = own & (entry[maker] >= here)
-        missing = single & ~own & ~lives.given[touch.values]
-        gone = single & (end >= 0) & (entry[end] < here) & ~late & ~missing
-        yield from _fault("late", touch, np.flatnonzero(late), maker)
-        yield from _fault("missing", touch, np.flatnonzero(missing), np.full_like(maker, -1))
-        yield from _fault("gone", touch, np.flatnonzero(gone), end)
-    if several.any():
+        values, here = touch.values, entry[touch.places]
+        maker = lives.maker[values]
+        alive = lives.given[values] | ((maker >= 0) & (entry[maker] < here))
+        single = ~several[values] if mixed else np.True_
+        if not alive.all():
+            late, missing = single & ~alive & (maker >= 0), single & ~alive & (maker < 0)
+            yield from _fault("late", touch, late, maker)
+            yield from _fault("missing", touch, missing, np.full_like(maker, -1))
+        if touch.use.does == "read":  # what ends a value is not too late for it
+            end = lives.ender[values]
+            yield from _fault("gone", touch, single & alive & (end >= 0) & (entry[end] < here), end)
+    if mixed:
         yield from _of_several_lives(graph, touches, several, lives.given)
-    yield from _unended(graph, touches, lives)
+    yield from _unended(touches, lives)
 
 
-def _fault(label: Label, touch: Touch, numbers: Ints, others: Ints) -> Iterator[Fault]:
-    if len(numbers):
-        yield Fault(label, touch.use.value, touch.kind, touch.places[numbers], others[numbers])
+def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[Fault]:
+    if where.any():
+        yield Fault(label, touch.use.value, touch.kind, touch.places[where], others[where])
 
 
 def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
     size = graph.base[""]
-    first, last, ended = (np.full(size, -1) for _ in range(3))
-    made, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    maker, ender = np.full(size, -1), np.full(size, -1)
+    made, ends = np.zeros(size, np.int8), np.zeros(size, np.int8)
     given = np.zeros(size, np.bool_)
     for touch in touches:
         # A kind is listed once for each (stage, microbatch), so that no value is there twice.
-        values, places = touch.values, touch.places
         if touch.use.does == "make":
-            before = first[values]
-            first[values] = np.where(before < 0, places, np.minimum(before, places))
-            last[values] = np.maximum(last[values], places)
-            made[values] += 1
+            maker[touch.values] = touch.places
+            made[touch.values] += 1
         elif touch.use.does == "end":
-            ended[values] = np.maximum(ended[values], places)
-            ends[values] += 1
+            ender[touch.values] = touch.places
+            ends[touch.values] += 1
     for name, value in VALUES.items():
         if value.given == "first":
             given[graph.base[name] : graph.base[name] + graph.schedule.microbatches] = True
@@ -105,18 +121,16 @@ def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
             apart = graph.numbers(name).reshape(own.shape) == own
             linked = graph.linked(name)
             given[own[linked][apart[linked]]] = True
-    return _Lives(first, last, made, ended, ends, given)
+    return _Lives(maker, made, ender, ends, given)
 
 
-def _unended(graph: Graph, touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
+def _unended(touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
     """What is made and never ended, though it must be; but for what a transfer is of, whose other
     end tells."""
-    linked = {name for name, value in VALUES.items() if value.link}
-    linked |= {value.link[0] for value in VALUES.values() if value.link}
     for touch in touches:
         name = touch.use.value
-        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in linked:
-            left = np.flatnonzero(lives.made[touch.values] > lives.ends[touch.values])
+        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in LINKED:
+            left = lives.made[touch.values] > lives.ends[touch.values]
             yield from _fault("unended", touch, left, np.full(len(touch.places), -1))
 
 
@@ -161,4 +175,5 @@ def _of_several_lives(
         others = np.full(len(touches[number].places), -1)
         numbers = np.array([at for at, _ in wrong])
         others[numbers] = [other for _, other in wrong]
-        yield from _fault(label, touches[number], numbers, others)
+        where = np.isin(np.arange(len(others)), numbers)
+        yield from _fault(label, touches[number], where, others)

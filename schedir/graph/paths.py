@@ -18,6 +18,7 @@ from functools import cached_property
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import (
@@ -43,8 +44,8 @@ AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
 steps within an entry, which only a PART is a reason for."""
 
 HAPPENS = "happens"
-"""What a schedule remembers one order of all its nodes under, as a number for each place: of
-communication that a pass has inserted into one global order."""
+"""What a schedule remembers one order of all its nodes under, as a number for each place: that of
+the pass that has inserted its communication, or the first that was found."""
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -60,7 +61,7 @@ class Waits:
     schedule: Schedule
     later: Ints
     earlier: Ints
-    why: Ints
+    why: NDArray[np.int8]
     waiter: Ints
     awaited: Ints
     node: Ints
@@ -77,17 +78,20 @@ class Waits:
         return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
     @cached_property
-    def order(self) -> Ints:
-        """All nodes that ever happen, each after all that it waits for: in the order in which the
-        schedule's places are known to happen, if all waits lead back in that, which proves that
-        there is no cycle; else as Kahn (1962) finds them."""
+    def _known(self) -> Ints | None:
+        """The order in which the schedule's places are known to happen, if all waits lead back in
+        that, which proves that there is no cycle."""
         happens = self.schedule.memo.get(HAPPENS)
-        if (
-            isinstance(happens, np.ndarray)
-            and self.nodes == len(happens)
-            and (happens[self.waiter] > happens[self.awaited]).all()
-        ):
-            known: Ints = np.argsort(happens, kind="stable")
+        if not isinstance(happens, np.ndarray) or self.nodes != len(happens):
+            return None
+        return happens if (happens[self.waiter] > happens[self.awaited]).all() else None
+
+    @cached_property
+    def order(self) -> Ints:
+        """All nodes that ever happen, each after all that it waits for: as they are known to
+        happen, else as Kahn (1962) finds them, which is remembered where all do."""
+        if self._known is not None:
+            known: Ints = np.argsort(self._known, kind="stable")
             return known[self.exists[known]]
         by_awaited = np.argsort(self.awaited, kind="stable")
         bounds = np.searchsorted(self.awaited[by_awaited], np.arange(self.nodes + 1)).tolist()
@@ -100,7 +104,12 @@ class Waits:
                 missing[waiter] -= 1
                 if not missing[waiter]:
                     order.append(waiter)
-        return np.array(order, np.int64)
+        found = np.array(order, np.int64)
+        if self.nodes == len(self.node) and len(found) == int(self.exists.sum()):
+            happens = np.empty(self.nodes, np.int64)
+            happens[found] = np.arange(len(found))
+            self.schedule.memo.setdefault(HAPPENS, happens[self.node])
+        return found
 
     @cached_property
     def in_order(self) -> Ints:
@@ -141,6 +150,11 @@ class Waits:
         never = self.exists
         never[self.order] = False
         return never
+
+    @property
+    def blocks(self) -> bool:
+        """Whether there are any."""
+        return self._known is None and bool(self.stuck.any())
 
 
 @attrs.frozen(eq=False)
@@ -193,11 +207,27 @@ def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) 
     schedule."""
     key = textbook, channel, ahead
     known = schedule.memo.get(key)
-    if not isinstance(known, np.ndarray):
-        waiting = waits(schedule, channel, ahead=ahead)
-        known = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
-        schedule.memo[key] = known
-    return known
+    if isinstance(known, np.ndarray):
+        return known
+    if channel in ("rank", "pair") and not ahead:
+        begins = textbook(schedule)
+        if not _hold_up(graph_of(schedule), channel, begins):
+            return begins
+    waiting = waits(schedule, channel, ahead=ahead)
+    begins = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
+    schedule.memo[key] = begins
+    return begins
+
+
+def _hold_up(graph: Graph, channel: str, begins: Ints) -> bool:
+    """Whether the queues of a channel model hold anything up that begins so under `edge`; nothing
+    in them takes any time. What batches hold up is not known."""
+    columns = graph.columns
+    if (columns.joined & columns.is_kind(*COMMUNICATION)).any():
+        return True
+    before = previous_of_queue(graph, channel)
+    later = np.flatnonzero(before >= 0)
+    return bool((begins[before[later]] > begins[later]).any())
 
 
 def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
@@ -228,7 +258,7 @@ def waits(
     graph = graph_of(schedule)
     node = _nodes(graph, ties)
     begins, over, nodes = _points(graph, channel, node)
-    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph)]
+    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph, channel)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     waiter, awaited = begins[later], over[earlier]
     if nodes > len(node):
@@ -278,16 +308,19 @@ def _nodes(graph: Graph, ties: Ties) -> Ints:
     return node
 
 
-_Edges = tuple[Ints, Ints, Ints]
+_Edges = tuple[Ints, Ints, NDArray[np.int8]]
 
 
-def _edges(later: Ints, earlier: Ints, why: int) -> _Edges:
+def _edges(later: Ints, earlier: Ints, why: int | Ints) -> _Edges:
     known = earlier >= 0
-    return later[known], earlier[known], np.full(int(known.sum()), why, np.int8)
+    return later[known], earlier[known], np.full(len(known), why, np.int8)[known]
 
 
-def _needs(graph: Graph) -> _Edges:
+def _needs(graph: Graph, channel: str) -> _Edges:
     user, made = graph.needs
+    if channel == "host":  # whose queue has a step wait for its sum
+        inputs = ~graph.columns.is_kind(*GROUPS)[made]
+        user, made = user[inputs], made[inputs]
     return _edges(user, made, NEEDS)
 
 
@@ -301,8 +334,7 @@ def _order(
         # The whole list is one queue, which says all that compute's order could.
         later, earlier = _holders(columns, np.ones(len(columns), np.bool_), tied)
         after = computes[later] | computes[earlier]
-        yield _edges(later[after], earlier[after], AFTER)
-        yield _edges(later[~after], earlier[~after], QUEUED)
+        yield _edges(later, earlier, np.where(after, AFTER, QUEUED))
         return
     later, earlier = _holders(columns, computes, tied)
     if posted is not None:
@@ -328,6 +360,12 @@ def _communication_before(columns: Columns) -> Ints:
     last = np.maximum.accumulate(np.where(own, places, -1)) if len(places) else places
     before = np.concatenate(([-1], last))[:-1]
     return np.where(before >= columns.starts[columns.rank], before, -1)
+
+
+def compute_before(columns: Columns) -> Ints:
+    """For every place, the last compute listed before its entry on its rank; -1 for none."""
+    _, before = _holders(columns, columns.is_kind(*COMPUTE), False)
+    return before
 
 
 def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
@@ -373,10 +411,11 @@ def queues(graph: Graph, channel: str) -> Ints:
     if channel == "host":
         return columns.rank
     ranks = columns.ranks
+    if channel == "rank":
+        queue = np.where(copies, ranks + columns.rank, -1)
+        return np.where(communicates | groups, columns.rank, queue)
     own = columns.rank * (2 * ranks + graph.schedule.stages + 1)
     queue = np.where(copies, own + 2 * ranks + graph.schedule.stages, -1)
-    if channel == "rank":
-        return np.where(communicates | groups, own, queue)
     if channel == "async":
         return queue
     # Numbered apart on each rank: one number per peer and direction, then one per stage.

@@ -206,7 +206,7 @@ class Kind(StrEnum):
             "recomputation",
             "compute",
             "microbatch",
-            (_read("ran"), _end("kept", "start"), _WEIGHTS, _make("saved")),
+            (_end("kept", "start"), _WEIGHTS, _make("saved")),
             cost=1,
         ),
     )

@@ -1,8 +1,10 @@
 """What a rank keeps, action by action: live activations, and live bytes.
 
-Everything that a rank takes and frees, it does at an action of its own list, so the most that it
-holds follows from the list alone; times only say when. The bytes are those that the executor holds
-on a CPU:
+What is alive is what the table of values says; this says how large each value is, and when the
+executor takes and frees it. Everything that a rank takes and frees, it does at an action of its own
+list, so the most that it holds follows from the list alone; times only say when. But for copies to
+the host and back: these go on beside the list. The bytes are those that the executor holds on a
+CPU:
 
     weights, optimiser state    always, with a copy of the weights for every version that outlives
                                 its OPTIM_STEP (the copies' storage is kept from call to call)
@@ -13,7 +15,8 @@ on a CPU:
     activation                  from its FORWARD to its BACKWARD or BACKWARD_WEIGHT, its input with
                                 it. Where it has a RECOMPUTE, its input alone until that begins. At
                                 the end of its BACKWARD_INPUT all goes but what is deferred with the
-                                BACKWARD_WEIGHT
+                                BACKWARD_WEIGHT. On the host from the end of its OFFLOAD to that of
+                                its RELOAD, which takes it again as it begins
     what is received            from where the receive is listed to its use: an input becomes part
                                 of the activation, a gradient goes when the backward ends
     what is sent                from where it is made until something comes back that the receiver
@@ -22,153 +25,179 @@ on a CPU:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.graph.compile import Transfers
-from schedir.ir import (
-    COMPLETES_GRADIENTS,
-    COMPUTE,
-    READS_WEIGHTS,
-    Columns,
-    Ints,
-    Kind,
-    Schedule,
-    StageVersions,
-    makes_activation,
-    run_again,
-    weight_versions,
-)
+from schedir.graph.alive import StageVersions, weight_versions
+from schedir.graph.compile import Graph, Touch, Transfers
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, COPIES, READS_WEIGHTS, SENDS, Ints
 from schedir.simulator.moments import Moments
 from schedir.simulator.times import Numbers
 from schedir.simulator.values import PerStage, Sizes
 
 Amounts: TypeAlias = NDArray[np.float64]
 
-# When an entry of the list takes and frees, in this order.
-_FREED_FIRST, _TAKEN_FIRST, _TAKEN_LAST, _FREED_LAST = range(4)
+# When an entry of the list takes and frees, in this order: what changes at one of these does so at
+# once. What it makes for another stage is there before it frees anything.
+_FREED_FIRST, _TAKEN, _HANDED_ON, _ENDED, _ADDED, _FREED = range(6)
 _Change: TypeAlias = tuple[Ints, int, Amounts]
 """At these places, at that point of their entries, so much more is held."""
 
 
 @attrs.frozen(eq=False)
 class Held:
-    """How much each rank holds: `base[rank]` before its list begins, and then `change` at every
-    `place`, in list order: `after` where that is when its entry ends. Shape [changes], rank after
-    rank from `bounds[rank]` on."""
+    """How much each rank holds: `base[rank]` before its list begins, and `change` more from
+    `times` on, in their order. Shape [changes], rank after rank from `bounds[rank]` on."""
 
     base: Amounts
     bounds: Ints
-    place: Ints
-    after: NDArray[np.bool_]
+    times: Numbers
     change: Amounts
-
-    def of_rank(self, rank: int) -> Amounts:
-        """How much the rank holds, at first and after each change."""
-        own = slice(self.bounds[rank], self.bounds[rank + 1])
-        held: Amounts = np.cumsum(np.append(self.base[rank], self.change[own]))
-        return held
 
     def peaks(self) -> list[float]:
         """The most that each rank holds."""
-        return [float(self.of_rank(rank).max()) for rank in range(len(self.base))]
+        return [float(self.curve(rank)[1].max()) for rank in range(len(self.base))]
 
-    def curve(self, rank: int, moments: Moments) -> tuple[Numbers, Amounts]:
+    def curve(self, rank: int) -> tuple[Numbers, Amounts]:
         """When the rank holds how much: it holds `amounts[n]` from `times[n]` on."""
         own = slice(self.bounds[rank], self.bounds[rank + 1])
-        place = self.place[own]
-        posts = ~moments.columns.is_kind(*COMPUTE)[place]
-        before = moments.compute_before[place]
-        times = np.where(self.after[own], moments.ends[place], moments.begins[place]).astype(float)
-        times[posts] = np.where(before[posts] < 0, 0, moments.ends[before[posts]])
-        # What is not known is as early as it can be.
-        return np.fmax.accumulate(np.append(0.0, times)), self.of_rank(rank)
+        held: Amounts = np.cumsum(np.append(self.base[rank], self.change[own]))
+        return np.append(0.0, self.times[own]), held
 
 
-def live_activations(columns: Columns) -> Held:
+def live_activations(moments: Moments) -> Held:
     """How many (stage, microbatch) activations each rank holds."""
-    one = np.ones(1 + int(columns.stage.max(initial=0)))
-    return _held(columns, np.zeros(columns.ranks), _activations(columns, one, one))
+    one = np.ones(moments.schedule.stages)
+    sizes = {"saved": one, "deferred": one}
+    return _held(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, sizes))
 
 
-def live_bytes(schedule: Schedule, sizes: Sizes, moments: Moments) -> Held:
+def live_bytes(moments: Moments, sizes: Sizes) -> Held:
     """How many bytes each rank holds. Raises ValueError where the sizes are those of another number
     of stages."""
-    columns, transfers, stages = schedule.columns, moments.graph.transfers, schedule.stages
-    gradient = _by_stage("gradient", sizes.gradient, stages)
+    stages = moments.schedule.stages
     boundary = _by_stage("boundary", sizes.boundary, stages - 1)
-    activation = deferred = _by_stage("activation", sizes.activation, stages)
-    if sizes.deferred is not None:
-        deferred = _by_stage("deferred", sizes.deferred, stages)
-    base = _base(schedule, sizes)
-    changes = [
-        *_activations(columns, activation, deferred),
-        *_inputs(columns, _by_stage("input", sizes.input, stages)),
-        *_gradients(schedule, gradient, base),
-        *_sums(schedule, gradient, moments),
-    ]
-    if boundary.any():
-        crossing = _boundaries(transfers.stage, transfers.is_gradient, boundary)
-        changes += [*_received(transfers, crossing), *_sent(transfers, crossing)]
-        changes += _handed_over(schedule, boundary)
-    return _held(columns, base, changes)
+    before, after = np.append(0, boundary), np.append(boundary, 0)
+    activation = _by_stage("activation", sizes.activation, stages)
+    whole = sizes.deferred is None
+    values = {
+        "input": before,
+        "output": after,
+        "output gradient": after,
+        "input gradient": before,
+        "saved": activation,
+        "deferred": activation if whole else _by_stage("deferred", sizes.deferred, stages),
+        "kept": _by_stage("input", sizes.input, stages),
+    }
+    if not boundary.any():
+        values = {name: size for name, size in values.items() if name not in _TRAVEL}
+    gradient = _by_stage("gradient", sizes.gradient, stages)
+    base = _base(moments.graph, sizes, gradient)
+    changes = _changes(moments.graph, values)
+    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient)])
 
 
-def _by_stage(name: str, value: PerStage, many: int) -> Amounts:
+def host_bytes(moments: Moments, sizes: Sizes) -> Held:
+    """How many bytes each rank holds on its host. Raises as `live_bytes` does."""
+    schedule = moments.schedule
+    stored = {"stored": _by_stage("activation", sizes.activation, schedule.stages)}
+    return _held(moments, np.zeros(schedule.ranks), _changes(moments.graph, stored))
+
+
+_TRAVEL = {"input", "output", "output gradient", "input gradient"}
+"""Values that go from stage to stage."""
+
+
+def _by_stage(name: str, value: PerStage | None, many: int) -> Amounts:
     if isinstance(value, tuple) and len(value) != many:
         raise ValueError(f"sizes: {name} must be one number or {many}, not {len(value)}")
     return np.full(many, value, np.float64)
 
 
-def _held(columns: Columns, base: Amounts, changes: Iterable[_Change]) -> Held:
+def _held(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> Held:
+    """The changes in the order of the lists, those at one point of an entry as one; what a copy
+    changes, in the order of time."""
+    columns = moments.columns
     places, points, amounts = zip(*changes, strict=True)
     place: Ints = np.concatenate(places)
     point = np.repeat(points, [len(each) for each in places])
-    after = point >= _TAKEN_LAST
     # All actions of an entry start together, and end together.
-    place = np.where(after, columns.last[place], columns.heads[columns.entry[place]])
-    order = np.argsort(4 * place + point, kind="stable")
-    bounds = np.searchsorted(place[order], columns.starts)
-    return Held(base, bounds, place[order], after[order], np.concatenate(amounts)[order])
+    place = np.where(point < _HANDED_ON, columns.heads[columns.entry[place]], columns.last[place])
+    key = (_FREED + 1) * place + point
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    change: Amounts = np.add.reduceat(np.concatenate(amounts)[order], first)
+    place, point = np.divmod(key[order][first], _FREED + 1)
+    before = moments.compute_before[place]
+    listed = np.where(before < 0, 0, moments.ends[before])
+    times = np.where(point < _HANDED_ON, moments.begins[place], moments.ends[place])
+    copies = columns.is_kind(*COPIES)[place]
+    listed = np.where(columns.is_kind(*COMPUTE)[place], times, listed)
+    bounds = np.searchsorted(place, columns.starts)
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        own = slice(begin, end)
+        # What is not known is as early as it can be.
+        listed[own] = np.fmax.accumulate(np.append(0.0, listed[own]))[1:]
+        if copies[own].any():
+            known = copies[own] & ~np.isnan(times[own])
+            listed[own] = np.where(known, times[own], listed[own])
+            order = np.argsort(listed[own], kind="stable")
+            listed[own], change[own] = listed[own][order], change[own][order]
+    return Held(base, bounds, listed, change)
 
 
-def _activations(columns: Columns, size: Amounts, deferred: Amounts) -> list[_Change]:
-    """All of an activation, of which `deferred` is left between I and W."""
-    made = np.flatnonzero(makes_activation(columns))
-    changes = [(made, _TAKEN_FIRST, size[columns.stage[made]])]
-    for kind, freed in (
-        (Kind.BACKWARD, size),
-        (Kind.BACKWARD_INPUT, size - deferred),
-        (Kind.BACKWARD_WEIGHT, deferred),
-    ):
-        places = columns.where(kind)
-        changes.append((places, _FREED_LAST, -freed[columns.stage[places]]))
-    return changes
+def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
+    """What making and ending values of some names changes, of so many bytes by stage."""
+    stage, touches = graph.columns.stage, [*graph.touches(*sizes)]
+    travel = not _TRAVEL.isdisjoint(sizes)
+    made, ended = (_touched(graph, touches if travel else (), does) for does in ("make", "end"))
+    arrived = _arrived(graph.transfers, len(stage)) if travel else stage
+    found = []
+    for touch in touches:
+        name, make, places = touch.use.value, touch.use.does == "make", touch.places
+        if touch.use.does == "read":
+            continue
+        size, at_end = sizes[name][stage[places]], touch.use.at == "end"
+        point = _ENDED if at_end else _TAKEN if make else _FREED_FIRST
+        if name in _TRAVEL:
+            if touch.kind in COMPUTE:
+                point = _HANDED_ON if make else _FREED if at_end else _FREED_FIRST
+            elif touch.kind in SENDS:
+                places, point = arrived[places], _FREED_FIRST
+            # Nobody's is what crosses ranks in a list without communication.
+            known = made[touch.values] & ended[touch.values] & (places >= 0) & (size != 0)
+            places, size = places[known], size[known]
+        found.append((places, point, size if make else -size))
+    return found
 
 
-def _inputs(columns: Columns, size: Amounts) -> list[_Change]:
-    """What a forward that runs again keeps until then."""
-    forwards, again = np.flatnonzero(run_again(columns)), columns.where(Kind.RECOMPUTE)
-    return [
-        (forwards, _TAKEN_FIRST, size[columns.stage[forwards]]),
-        (again, _FREED_FIRST, -size[columns.stage[again]]),
-    ]
+def _touched(graph: Graph, touches: Iterable[Touch], does: str) -> NDArray[np.bool_]:
+    """Which values are made, or ended."""
+    found = np.zeros(graph.base[""], np.bool_)
+    for touch in touches:
+        if touch.use.does == does:
+            found[touch.values] = True
+    return found
 
 
-def _base(schedule: Schedule, sizes: Sizes) -> Amounts:
-    """The bytes of weights, their copies and optimiser state."""
+def _base(graph: Graph, sizes: Sizes, gradient: Amounts) -> Amounts:
+    """The bytes of weights, their copies and optimiser state, and of the gradients that no
+    OPTIM_STEP applies: these are there from call to call."""
+    schedule, columns = graph.schedule, graph.columns
     weight = _by_stage("weight", sizes.weight, schedule.stages)
     optimizer = _by_stage("optimizer", sizes.optimizer, schedule.stages)
     stages, ranks = (np.array(side, np.int64) for side in zip(*schedule.holdings, strict=True))
     base = np.zeros(schedule.ranks)
     np.add.at(base, ranks, (weight + optimizer)[stages])
-    columns = schedule.columns
+    makers = np.bincount(graph.holding[columns.where(*COMPLETES_GRADIENTS)], minlength=len(stages))
+    left = (makers > 0) & (graph.steps_of == 0)
+    np.add.at(base, ranks[left], gradient[stages[left]])
     # Where nothing of a rank's stages comes after their steps, there are no copies.
-    reading = columns.is_kind(*READS_WEIGHTS) & (schedule.dataflow.steps_before > 0)
+    reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)
     for rank in np.unique(columns.rank[reading]).tolist():
         for stage, versions in weight_versions(columns, rank).items():
             base[rank] += _copies(versions) * weight[stage]
@@ -189,68 +218,35 @@ def _copies(versions: StageVersions) -> int:
     return most
 
 
-def _gradients(schedule: Schedule, size: Amounts, base: Amounts) -> list[_Change]:
-    """Those that backwards accumulate. Where no OPTIM_STEP applies them they are added to `base`:
-    they are there from call to call."""
-    columns = schedule.columns
-    place = columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP)
-    place = place[np.lexsort((columns.stage[place], columns.rank[place]))]  # stable: by place
-    stage, rank = columns.stage[place], columns.rank[place]
-    step = columns.is_kind(Kind.OPTIM_STEP)[place]
-    first = np.ones(len(place), np.bool_)
-    first[1:] = (stage[1:] != stage[:-1]) | (rank[1:] != rank[:-1])
-    group = np.cumsum(first) - 1
-    stepped = np.zeros(int(first.sum()), np.bool_)
-    stepped[group[step]] = True
-    np.add.at(base, rank[first & ~stepped[group]], size[stage[first & ~stepped[group]]])
-    fresh = first.copy()
-    fresh[1:] |= step[:-1]
-    taken = fresh & ~step & stepped[group]
-    freed = step & ~fresh
-    # A backward makes them as it frees the activation, which is listed before.
-    return [
-        (place[taken], _FREED_LAST, size[stage[taken]]),
-        (place[freed], _FREED_LAST, -size[stage[freed]]),
-    ]
-
-
-def _sums(schedule: Schedule, size: Amounts, moments: Moments) -> list[_Change]:
-    """What is summed over replicas: a second copy until the step that needs the sum."""
-    columns = schedule.columns
+def _gradients(graph: Graph, size: Amounts) -> list[_Change]:
+    """Those that backwards accumulate until an OPTIM_STEP applies them, in each round from one to
+    the next; and a second copy of what is summed over replicas, until that step."""
+    schedule, stage = graph.schedule, graph.columns.stage
+    makers, steps = graph.columns.where(*COMPLETES_GRADIENTS), graph.steps
+    holding = graph.holding
+    rounds = graph.first_round[holding] + graph.turn
+    first = np.full(int(graph.first_round[-1]), len(stage))
+    np.minimum.at(first, rounds[makers], makers)
+    taken = first[first < len(stage)]
+    taken = taken[graph.steps_of[holding[taken]] > 0]
+    freed = steps[first[rounds[steps]] < len(stage)]
     several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
-    pairs = [(r, s) for s, r in moments.graph.sums.items() if several[columns.stage[r]]]
-    reduces, steps = np.array(pairs, np.int64).reshape(-1, 2).T
+    summed = [(place, step) for step, place in graph.sums.items() if several[stage[step]]]
+    sums, summing = np.array(summed, np.int64).reshape(-1, 2).T
     return [
-        (reduces, _TAKEN_FIRST, size[columns.stage[reduces]]),
-        (steps, _FREED_FIRST, -size[columns.stage[steps]]),
+        (taken, _ADDED, size[stage[taken]]),
+        (freed, _FREED, -size[stage[freed]]),
+        (sums, _TAKEN, size[stage[sums]]),
+        (summing, _FREED_FIRST, -size[stage[summing]]),
     ]
 
 
-def _boundaries(stage: Ints, is_gradient: NDArray[np.bool_], boundary: Amounts) -> Amounts:
-    """The bytes of what goes to each stage: activations come from before it, gradients from after
-    it."""
-    return boundary[np.where(is_gradient, stage, stage - 1)]
-
-
-def _received(transfers: Transfers, size: Amounts) -> list[_Change]:
-    is_gradient, listed = transfers.is_gradient, (transfers.receive >= 0) & (transfers.user >= 0)
-    changes: list[_Change] = [(transfers.receive[listed], _TAKEN_FIRST, size[listed])]
-    for which, freed in (
-        (listed & ~is_gradient, _FREED_FIRST),
-        (listed & is_gradient, _FREED_LAST),
-    ):
-        changes.append((transfers.user[which], freed, -size[which]))
-    return changes
-
-
-def _sent(transfers: Transfers, size: Amounts) -> list[_Change]:
+def _arrived(transfers: Transfers, places: int) -> Ints:
+    """By the place of a send, the compute at whose start its rank knows that it has arrived."""
     listed = np.flatnonzero(transfers.matched & (transfers.maker >= 0) & (transfers.user >= 0))
-    known = _known_by(transfers, listed)
-    over = known >= 0
-    return [
-        (transfers.maker[listed], _TAKEN_LAST, size[listed]),
-        (known[over], _FREED_FIRST, -size[listed][over]),
-    ]
+    found = np.full(places, -1)
+    found[transfers.send[listed]] = _known_by(transfers, listed)
+    return found
 
 
 def _known_by(transfers: Transfers, listed: Ints) -> Ints:
@@ -273,20 +269,3 @@ def _known_by(transfers: Transfers, listed: Ints) -> Ints:
     padded = np.append(soonest, -1)
     there = (answer < len(order)) & (padded[answer] // beyond == back)
     return np.where(there, padded[answer] % beyond, -1)
-
-
-def _handed_over(schedule: Schedule, boundary: Amounts) -> list[_Change]:
-    """What goes from stage to stage on one rank: an output until the next stage's forward, a
-    gradient until the backward that uses it has ended."""
-    dataflow = schedule.dataflow
-    runs, forward, backward = dataflow.runs, dataflow.of(Kind.FORWARD), dataflow.gradients
-    before, microbatch = np.nonzero((runs[1:] == runs[:-1]) & (runs[1:] >= 0))
-    size = boundary[before]
-    there = (backward[before, microbatch] >= 0) & (backward[before + 1, microbatch] >= 0)
-    gradients = before[there], microbatch[there], size[there]
-    return [
-        (forward[before, microbatch], _TAKEN_LAST, size),
-        (forward[before + 1, microbatch], _FREED_FIRST, -size),
-        (backward[gradients[0] + 1, gradients[1]], _TAKEN_LAST, gradients[2]),
-        (backward[gradients[:2]], _FREED_LAST, -gradients[2]),
-    ]

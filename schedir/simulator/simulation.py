@@ -24,13 +24,14 @@ import numpy as np
 from schedir.checker import prove, sound
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import Waits, finish, textbook, waits
+from schedir.graph.paths import TEXTBOOK, Waits, finish, textbook, waits
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COMPUTE,
     HOMES,
     KINDS,
+    Columns,
     Ints,
     Kind,
     Schedule,
@@ -110,12 +111,16 @@ def waits_of(schedule: Schedule, *, ahead: bool = True) -> Waits:
 
 def _starts(schedule: Schedule, priced: Prices, ahead: bool) -> Numbers:
     """When each action of a complete schedule starts. Raises ScheduleError where it blocks."""
-    starts = None
-    if priced == prices(schedule, CostModel()):
+    columns, starts = schedule.columns, None
+    usual = _of_entries(columns, TEXTBOOK[columns.kind])
+    if all(
+        each.dtype == usual.dtype and np.array_equal(each, usual)
+        for each in (priced.takes, priced.holds)
+    ):
         starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
     if starts is None or (starts < 0).any():
         starts = finish(waits_of(schedule, ahead=ahead), priced.takes, priced.holds)
-    starts = starts[: len(schedule.columns)]
+    starts = starts[: len(columns)]
     return starts.astype(np.float64) if starts.max(initial=0) > _MOST_INT else starts
 
 
@@ -130,12 +135,6 @@ class Prices:
     takes: Numbers
     holds: Numbers
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prices) and all(
-            one.dtype == another.dtype and np.array_equal(one, another)
-            for one, another in ((self.takes, other.takes), (self.holds, other.holds))
-        )
-
 
 def prices(schedule: Schedule, costs: CostModel) -> Prices:
     """What a complete schedule costs.
@@ -149,15 +148,7 @@ def prices(schedule: Schedule, costs: CostModel) -> Prices:
     table = np.zeros((len(KINDS), schedule.stages), np.result_type(np.int64, *costs_of.values()))
     for code, cost in costs_of.items():
         table[code] = cost
-    takes: Numbers = table[columns.kind, columns.stage]
-    if columns.together:
-        second = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
-        both = takes[second - 1] + takes[second]
-        if costs.overlapped is not None:
-            forward = second - columns.is_kind(*HOMES)[second - 1]
-            both = _at(costs.overlapped, columns.stage[forward])
-            takes = takes.astype(np.result_type(takes, both))
-        takes[second - 1] = takes[second] = both
+    takes = _of_entries(columns, table[columns.kind, columns.stage], costs.overlapped)
 
     links = transfers.source * schedule.ranks + transfers.target
     # An activation goes on to its stage, a gradient back to it.
@@ -169,6 +160,20 @@ def prices(schedule: Schedule, costs: CostModel) -> Prices:
     for ends in (transfers.send, transfers.receive):
         takes[ends], holds[ends] = arrive, busy
     return Prices(takes, holds)
+
+
+def _of_entries(columns: Columns, alone: Numbers, overlapped: PerStage | None = None) -> Numbers:
+    """What every action takes with those that it overlaps, where it takes so long alone."""
+    if not columns.together:
+        return alone
+    second = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
+    both = alone[second - 1] + alone[second]
+    if overlapped is not None:
+        forward = second - columns.is_kind(*HOMES)[second - 1]
+        both = _at(overlapped, columns.stage[forward])
+    takes = alone.astype(np.result_type(alone, both))
+    takes[second - 1] = takes[second] = both
+    return takes
 
 
 def _expect_fit(schedule: Schedule, costs: CostModel) -> None:

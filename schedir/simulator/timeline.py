@@ -11,17 +11,9 @@ import attrs
 import numpy as np
 
 from schedir.errors import LoadError
-from schedir.ir import (
-    COMPUTE,
-    READS_WEIGHTS,
-    Action,
-    Bools,
-    Kind,
-    Schedule,
-    flat,
-    peak_activations,
-    weight_versions,
-)
+from schedir.graph.alive import peak_activations, peak_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, HOMES, Action, Bools, Schedule, flat
 from schedir.simulator import saving
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
@@ -163,10 +155,11 @@ class Timeline:
     def ranks(self) -> tuple[RankStats, ...]:
         """What each rank does with its time, and the most that it holds."""
         columns = self.schedule.columns
-        forwards = columns.is_kind(Kind.FORWARD)
+        forwards = columns.is_kind(*HOMES)
         # The parts of a pair take the same time.
         computes = columns.is_kind(*COMPUTE) & ~columns.joined
-        peaks, versions = peak_activations(columns), _peak_versions(self.schedule)
+        graph = graph_of(self.schedule)
+        peaks, versions = peak_activations(graph), peak_versions(graph)
         held = None if self.sizes is None else self._live_bytes.peaks()
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
@@ -197,13 +190,13 @@ class Timeline:
 
     @cached_property
     def _live_activations(self) -> Held:
-        return live_activations(self.schedule.columns)
+        return live_activations(self._moments)
 
     @cached_property
     def _live_bytes(self) -> Held:
         if self.sizes is None:
             raise ValueError("the timeline has no sizes, so its bytes are not known")
-        return live_bytes(self.schedule, self.sizes, self._moments)
+        return live_bytes(self._moments, self.sizes)
 
     def live(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
@@ -211,14 +204,14 @@ class Timeline:
         Of two arrays of one shape; the times ascend, from 0, and are equal where several changes
         follow each other at once.
         """
-        return self._live_activations.curve(rank, self._moments)
+        return self._live_activations.curve(rank)
 
     def memory(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many bytes the rank holds, as `live`; `schedir.simulator.memory` says of what.
 
         Raises ValueError where the sizes are not known, or are those of other stages.
         """
-        return self._live_bytes.curve(rank, self._moments)
+        return self._live_bytes.curve(rank)
 
     @cached_property
     def idle_columns(self) -> IdleColumns:
@@ -269,14 +262,3 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     short or holds what is no timeline, with the place.
     """
     return saving.read(path, Timeline)
-
-
-def _peak_versions(schedule: Schedule) -> dict[int, int]:
-    """The most weight versions of a stage alive at once, by rank, where that may be several."""
-    columns = schedule.columns
-    # Where nothing of a rank's stages comes after their steps, one version is all there is.
-    reading = columns.is_kind(*READS_WEIGHTS) & (schedule.dataflow.steps_before > 0)
-    return {
-        rank: max(stage.peak()[0] for stage in weight_versions(columns, rank).values())
-        for rank in set(columns.rank[reading].tolist())
-    }

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser
 
 import schedir
 from schedir import CostModel, Schedule, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, Kind
 from schedir.render.html import MOST_SCRIPT, html_page, script
 from schedir.render.packed import data_before
@@ -211,7 +212,7 @@ def test_the_pointer_finds_what_is_under_it(name: str, browser: Browser, tmp_pat
 
 def test_the_box_tells_of_an_action(browser: Browser, tmp_path: Path) -> None:
     line = simulated()
-    place = line.schedule.dataflow.of(Kind.BACKWARD)[2, 3]
+    place = graph_of(line.schedule).of(Kind.BACKWARD)[2, 3]
     rank, index = line.schedule.columns.position(int(place))
     span = next(s for s in line.spans[rank] if s.index == index)
     source = line.schedule.source_of(rank, index)
@@ -279,7 +280,7 @@ def test_idle_time_says_what_it_waits_for(name: str, browser: Browser, tmp_path:
 @pytest.mark.parametrize("name", ["fractions", "measured"])
 def test_the_critical_path_stands_out(name: str, browser: Browser, tmp_path: Path) -> None:
     line = TIMELINES[name]()
-    flow, path = line.schedule.dataflow, set(line.critical_path)
+    flow, path = graph_of(line.schedule), set(line.critical_path)
     with opened(browser, tmp_path, line, fragment="#on=critical") as it:
         assert it.ask("[...schedir.lines[0].path]") == list(line.critical_path)
         height = it.ask("schedir.frame.placed.parts.compute")
@@ -434,7 +435,7 @@ def test_memory_stands_under_the_lanes(sized: bool, browser: Browser, tmp_path: 
 
 def test_arrows_lead_to_what_an_action_waits_for(browser: Browser, tmp_path: Path) -> None:
     line = simulated()
-    flow = line.schedule.dataflow
+    flow = graph_of(line.schedule)
     with opened(browser, tmp_path, line) as it:
         pairs = it.ask(
             "dependenciesOf(schedir.lines[0], given[0])", int(flow.of(Kind.FORWARD)[1, 2])
@@ -450,7 +451,7 @@ def test_arrows_lead_to_all_that_wait(browser: Browser, tmp_path: Path) -> None:
     split = Schedule.of("split", [0, 1], ["0F0 0B0", "1F0 1I0 1W0"])
     line = schedir.simulate(split, COSTS)
     columns = line.schedule.columns
-    place = int(line.schedule.dataflow.of(Kind.BACKWARD_INPUT)[1, 0])
+    place = int(graph_of(line.schedule).of(Kind.BACKWARD_INPUT)[1, 0])
     with opened(browser, tmp_path, line) as it:
         pairs = it.ask("dependenciesOf(schedir.lines[0], given[0])", place)
         assert sorted([str(columns.action(p)) for p in pair] for pair in pairs) == [
@@ -557,7 +558,7 @@ def test_two_timelines_have_one_axis(browser: Browser, tmp_path: Path) -> None:
         rows = it.ask("schedir.frame.placed.bands.filter(b => !b.text).map(b => [b.at, b.rank])")
         assert rows == [[at, rank] for at in (0, 1) for rank in range(4)]
         # The same action of both: as far from the left as its time says, one below the other.
-        place = int(measured.schedule.dataflow.of(Kind.BACKWARD)[1, 5])
+        place = int(graph_of(measured.schedule).of(Kind.BACKWARD)[1, 5])
         (x0, y0), (x1, y1) = it.spot(0, place), it.spot(1, place)
         middle = (predicted.starts[place] + predicted.ends[place]) / 2 * 1e3
         theirs = (measured.starts[place] + measured.ends[place]) / 2

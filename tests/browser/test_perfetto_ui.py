@@ -22,6 +22,7 @@ from playwright.sync_api import Browser, Route
 
 import schedir
 from schedir import CostModel, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
 from schedir.render import Page, outputs_of
 from schedir.render.styled import plain
@@ -135,8 +136,8 @@ def check_counts(trace: Opened, *timelines: Timeline) -> None:
         (str(columns.action(send)), str(columns.action(receive)))
         for columns, line in zip(known, timelines, strict=True)
         for send, receive in zip(
-            line.schedule.dataflow.transfers.send.tolist(),
-            line.schedule.dataflow.transfers.receive.tolist(),
+            graph_of(line.schedule).transfers.send.tolist(),
+            graph_of(line.schedule).transfers.receive.tolist(),
             strict=True,
         )
     )

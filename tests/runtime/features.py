@@ -29,6 +29,7 @@ from schedir import (
     optim_step,
     reduce_grad,
 )
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor, rng
 from tests.runtime.kit import MSE, momentum, split
@@ -278,7 +279,7 @@ def _plain_step(
             (loss * (len(b) / total)).backward()
             losses += len(b) * float(loss.detach())
             for number, stage in enumerate(whole):
-                key = line, int(feature.schedule.dataflow.runs[number, m])
+                key = line, int(graph_of(feature.schedule).runs[number, m])
                 grads = [p.grad for p in stage.parameters() if p.grad is not None]
                 found = sums[number].setdefault(key, grads)
                 if found is not grads:
@@ -355,7 +356,7 @@ def _check_timelines(executor: Executor, setting: Setting, line: int, busy: floa
 
 def check_timeline(timeline: schedir.Timeline) -> None:
     """What a measured timeline must hold, whatever the machine does meanwhile."""
-    columns, transfers = timeline.schedule.columns, timeline.schedule.dataflow.transfers
+    columns, transfers = timeline.schedule.columns, graph_of(timeline.schedule).transfers
     starts, ends = timeline.starts, timeline.ends
     assert timeline.measured is not None
     error = timeline.measured.clock_error

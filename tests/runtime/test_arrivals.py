@@ -11,6 +11,7 @@ from torch import nn
 
 import schedir
 from schedir import Kind
+from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
 from schedir.runtime.program.arrivals import arrivals
 from tests.runtime.kit import MSE
@@ -26,7 +27,7 @@ def test_a_send_has_arrived_when_something_made_of_it_has_come_back(seed: int) -
         for user, sends in arrivals(schedule, rank).items():
             for send in sends:
                 action = schedule.flat[rank][send]
-                peer = schedule.dataflow.peer(action)
+                peer = graph_of(schedule).peer(action)
                 assert peer is not None
                 assert line.spans[rank][send].end <= line.spans[rank][user].start
                 assert schedule.flat[rank][user].kind is not Kind.OPTIM_STEP

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import schedir
+from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, RECEIVES, flat
 from schedir.runtime import Executor, plan
 from schedir.runtime.call import Call
@@ -184,7 +185,7 @@ def communication(
 ) -> Sequence[tuple[schedir.Action, bool, int | None]]:
     """What a rank posts, by its list: each entry, whether it sends, and to or from whom."""
     return [
-        (action, action.kind not in RECEIVES, schedule.dataflow.peer(action))
+        (action, action.kind not in RECEIVES, graph_of(schedule).peer(action))
         for action in flat(schedule.actions[rank])
         if action.kind in COMMUNICATION
     ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 import schedir
+from schedir.graph.compile import graph_of
 from schedir.runtime.processes.rounds import in_turn, rounds
 from schedir.runtime.transports.communicators import Channel, batched, communicators, ranks_of
 from tests.runtime.lists import megatron
@@ -40,7 +41,7 @@ def folded(ranks: int) -> set[Channel]:
 
 def of(name: str, ranks: int) -> set[Channel]:
     schedule = schedir.build(name, ranks=ranks, microbatches=2)
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     return {*zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)}
 
 

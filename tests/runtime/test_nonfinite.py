@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import ExecutionError, Kind
+from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
 from schedir.runtime.fitting import steps_last
 from tests.built_in import EVERY
@@ -139,8 +140,8 @@ class Trial:
 
     def step_of(self, stage: int, microbatch: int) -> tuple[int, int]:
         """The OPTIM_STEP that applies a microbatch."""
-        flow = self.schedule.dataflow
-        return stage, int(flow.steps_before[flow.weight_gradients[stage, microbatch]])
+        flow = graph_of(self.schedule)
+        return stage, int(flow.turn[flow.weight_gradients[stage, microbatch]])
 
     def alone(self, stage: int, microbatch: int) -> bool:
         """Whether that applies no other."""
@@ -592,8 +593,8 @@ def test_replicas_in_one_process_find_the_same(name: str) -> None:
                     with pytest.raises(ExecutionError, match=f"the loss of microbatch {m} is nan"):
                         executor.step(x, target=bad)
                     continue
-                flow = schedule.dataflow
-                turns = flow.steps_before[flow.weight_gradients[:, m]].tolist()
+                flow = graph_of(schedule)
+                turns = flow.turn[flow.weight_gradients[:, m]].tolist()
                 due = tuple(enumerate(turns))
                 result = executor.step(x, target=bad)
                 assert result.skipped == due

@@ -16,6 +16,7 @@ from torch import nn
 import schedir
 from schedir import CostModel, Kind, LoadError, plan_replicas
 from schedir.checker.memory import delays
+from schedir.graph.compile import graph_of
 from schedir.passes import strip_communication
 from tests.oracle import happens
 from tests.runtime.kit import MSE, Twins, microbatches_of, momentum, random_batches
@@ -57,7 +58,7 @@ def test_2bw_keeps_two_versions_and_is_one_update_late(ranks: int) -> None:
         report = schedir.check(built, max_versions=2, max_delay=1)
         assert report.diagnostics == (), (microbatches, size)
         for m in range(microbatches):
-            versions = built.dataflow.reads[:, m].tolist()
+            versions = graph_of(built).reads[:, m].tolist()
             assert versions == [max(0, m // size - 1)] * ranks
         steps = [a for actions in built.flat for a in actions if a.kind is Kind.OPTIM_STEP]
         assert len(steps) == -(-microbatches // size) * ranks
@@ -164,7 +165,7 @@ def test_1f1b_rr_is_clean_and_late_by_what_is_in_flight(replicas: tuple[int, ...
             expected = [
                 0 if flush else max(0, m // own - in_flight + 1) for m in range(microbatches)
             ]
-            assert schedule.dataflow.reads[stage].tolist() == expected
+            assert graph_of(schedule).reads[stage].tolist() == expected
             late = 0 if flush else min(in_flight, -(-microbatches // own)) - 1
             assert delays(schedule)[stage].max() == late
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, LoadError, Timeline
-from schedir.ir import HELD_UNTIL, HeldUntil
+from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.passes import strip_communication
 
 # 4 ranks, 8 microbatches.

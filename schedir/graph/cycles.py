@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from schedir.checker.waits import NEEDS, PART, POSTED, Waits
+from schedir.graph.paths import NEEDS, PART, POSTED, Waits
 from schedir.ir import Bools
 
 Wait: TypeAlias = tuple[int, int, int]
@@ -21,13 +21,14 @@ _Leads: TypeAlias = Callable[[int], Iterator[tuple[int, Wait]]]
 """The stuck nodes that a stuck node waits for, and why."""
 
 
-def shortest_cycle(waiting: Waits, never: Bools) -> list[Wait]:
-    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next.
+def shortest_cycle(waiting: Waits) -> list[Wait]:
+    """A shortest cycle among the stuck nodes, of which there are some, as waits that lead from each
+    node to the next.
 
     In a huge schedule, the shortest of those that the budget allows to look for. Its waits are
     between places: a step into a batch, and out of it, only shows in which part they name.
     """
-    return _between_places(_shortest(waiting, never))
+    return _between_places(_shortest(waiting, waiting.stuck))
 
 
 def _between_places(cycle: list[Wait]) -> list[Wait]:
@@ -74,7 +75,9 @@ def _shortest(waiting: Waits, never: Bools) -> list[Wait]:
 
 def _leads(waiting: Waits, never: Bools) -> _Leads:
     inside = np.flatnonzero(never[waiting.waiter] & never[waiting.awaited])
-    inside = inside[np.argsort(waiting.waiter[inside], kind="stable")]
+    # Those of each node as its places stand in the lists.
+    keys = waiting.why[inside], waiting.later[inside], waiting.waiter[inside]
+    inside = inside[np.lexsort(keys)]
     bounds = np.searchsorted(waiting.waiter[inside], np.arange(waiting.nodes + 1)).tolist()
     later, earlier, why, target = (
         column[inside].tolist()

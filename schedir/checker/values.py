@@ -1,0 +1,147 @@
+"""What is wrong with the values of a list, by rule: each is made before it is used, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import attrs
+import numpy as np
+
+from schedir.checker import rules
+from schedir.checker.changes import (
+    Add,
+    added,
+    ahead,
+    anywhere,
+    back,
+    in_turn,
+    moved_beside,
+    removal,
+)
+from schedir.checker.diagnostics import Rule
+from schedir.checker.fixes import Faults, Finding
+from schedir.graph.compile import graph_of
+from schedir.graph.faults import LINKED, OTHERS, Fault, faults
+from schedir.ir import COMMUNICATION, COMPUTE, HOMES, KINDS, VALUES, Ints, Kind, Schedule
+from schedir.ir.kinds import uses_of
+
+_CLAIMS = {
+    ("late", "input", "home", "compute"): rules.INPUT_NOT_READY,
+    ("late", "output gradient", "compute", "compute"): rules.INPUT_NOT_READY,
+    ("late", "ran", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "output gradient", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "saved", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "deferred", "compute", "compute"): rules.WEIGHT_BEFORE_INPUT,
+    ("late", "kept", "home", "compute"): rules.RECOMPUTE_BEFORE_FORWARD,
+    ("late", "saved", "compute", "compute"): rules.BACKWARD_BEFORE_RECOMPUTE,
+    ("late", "input", "receive", "compute"): rules.MISSING_RECEIVE,
+    ("late", "output gradient", "receive", "compute"): rules.MISSING_RECEIVE,
+    ("missing", "input", "", "compute"): rules.MISSING_RECEIVE,
+    ("missing", "output gradient", "", "compute"): rules.MISSING_RECEIVE,
+    ("late", "output", "home", "send"): rules.SEND_BEFORE_COMPUTE,
+    ("late", "input gradient", "compute", "send"): rules.SEND_BEFORE_COMPUTE,
+}
+"""By what is wrong with which value, what makes it, and what uses it: the rule that says so."""
+_GENERAL = {
+    "late": rules.USED_TOO_EARLY,
+    "gone": rules.USED_AFTER_ITS_END,
+    "missing": rules.USED_AFTER_ITS_END,
+    "twice": rules.USED_AFTER_ITS_END,
+    "unended": rules.NEVER_ENDED,
+}
+"""The rules for all that no row of those claims, so that no kind and no value goes unjudged."""
+_OF_TRANSFERS = (rules.MISSING_RECEIVE, rules.SEND_BEFORE_COMPUTE)
+_RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
+_ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
+
+
+@attrs.frozen(eq=False)
+class Wrong:
+    """The places that break a rule, ascending, and the others that make what each uses too late,
+    have ended it or made it before, -1 for none. `of` says to which of the faults of the graph each
+    belongs. Shape [places].
+    """
+
+    rule: Rule
+    places: Ints
+    others: Ints
+    of: Ints
+    faults: list[Fault]
+
+
+def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
+    """What is wrong with the values, rule by rule: but for the rules that judge complete lists
+    alone, or by these. Of several faults at one place the first is told. Expects a sound
+    structure."""
+    kind = schedule.columns.kind
+    found = [*_found(schedule, LINKED), *(() if of_transfers else _found(schedule, OTHERS))]
+    rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
+    for number, fault in enumerate(found):
+        roles = np.where(fault.others < 0, "", _ROLES[kind[fault.others]])
+        for role in np.unique(roles):
+            row = fault.label, fault.value, str(role), fault.kind.meaning.on
+            own = np.flatnonzero(roles == role)
+            columns = fault.places[own], fault.others[own], np.full(len(own), number)
+            rows.setdefault(_CLAIMS.get(row, _GENERAL[fault.label]), []).append(columns)
+    told = []
+    for rule in _RULES:
+        if rule in rows and (rule in _OF_TRANSFERS) is of_transfers:
+            places, others, of = map(np.concatenate, zip(*rows[rule], strict=True))
+            places, first = np.unique(places, return_index=True)
+            told.append(Wrong(rule, places, others[first], of[first], found))
+    return told
+
+
+def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
+    """The faults of the graph, worked out once for each Schedule object."""
+    known = schedule.memo.get((faults, names))
+    if not isinstance(known, list):
+        known = schedule.memo[faults, names] = [*faults(graph_of(schedule), names)]
+    return known
+
+
+def values(schedule: Schedule, told: Wrong) -> Faults:
+    """The faults against a rule, with what may fix them."""
+    return Faults(
+        rule=told.rule, keys=keys(schedule, told.places), findings=_findings(schedule, told)
+    )
+
+
+def keys(schedule: Schedule, places: Ints) -> Ints:
+    """For each place the number of its kind, stage and microbatch."""
+    columns = schedule.columns
+    stage = columns.kind[places] * schedule.stages + columns.stage[places]
+    numbers: Ints = stage * schedule.microbatches + columns.microbatch[places]
+    return numbers
+
+
+def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
+    computes = schedule.columns.is_kind(*COMPUTE)
+    rows = zip(told.places.tolist(), told.others.tolist(), told.of.tolist(), strict=True)
+    for place, other, number in rows:
+        fault = told.faults[number]
+        label = "missing" if fault.label == "gone" and other < 0 else fault.label
+        places = (place,) if other < 0 else (place, other)
+        word = VALUES[fault.value].word
+        found = told.rule.at(schedule, *places, word=word, label=label)
+        if label == "late":
+            slides = back(schedule, place, other), ahead(schedule, other, place)
+            moved = moved_beside(schedule, place, "after", other)
+            communicates = fault.kind in COMMUNICATION
+            yield Finding(found, in_turn(slides), moved, of_communication=communicates)
+        else:
+            # What makes or ends it and nobody lists is added; or what is one too many goes.
+            adds = _unlisted(schedule, place, "end" if label == "unended" else "make", fault.value)
+            keeps = label != "gone" or computes[other]
+            out = removal(schedule, place if keeps else other)
+            yield Finding(found, chain(adds, anywhere(schedule, places), (out,)), out)
+
+
+def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
+    """What nobody lists that makes or ends a value of the stage and microbatch of a place."""
+    action, listed = schedule.columns.action(place), graph_of(schedule).listed
+    rank = int(schedule.columns.rank[place])
+    for kind in (kind for kind in Kind if uses_of(kind, does, value)):
+        if listed(kind, action.stage, action.microbatch or 0) < 0:
+            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank, listed)
