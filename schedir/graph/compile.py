@@ -84,10 +84,26 @@ class Transfers:
         for ranks in (self.target, self.source):
             short = ranks[order].astype(np.min_scalar_type(ranks.max(initial=0)))
             order = order[np.argsort(short, kind="stable")]
-        source, target = self.source[order], self.target[order]
         follows = np.zeros(len(order), dtype=np.bool_)
-        follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
+        follows[1:] = np.diff(self._channel[order]) == 0
         return order, follows
+
+    @cached_property
+    def _channel(self) -> Ints:
+        """By transfer, the number of its channel; these ascend with the source, then the target."""
+        channel: Ints = self.source * (1 + self.target.max(initial=0)) + self.target
+        return channel
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        return self._channel[self.by_channel[0]]
+
+    def beside(self, number: int) -> Ints:
+        """The matched transfers on the channel of a transfer, in the order of the sends."""
+        own = self._channel[number]
+        begin, end = np.searchsorted(self._bounds, [own, own + 1])
+        order, _ = self.by_channel
+        return order[begin:end]
 
 
 @attrs.frozen(eq=False)
