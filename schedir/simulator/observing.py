@@ -21,12 +21,12 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Schedule
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
 from schedir.simulator.times import Numbers
 
 _COST_OF_KIND = np.array(
-    [COSTS.index(kind.name.lower()) if kind in COMPUTE else -1 for kind in KINDS]
+    [COSTS.index(kind.name.lower()) if kind in COMPUTE | COPIES else -1 for kind in KINDS]
 )
 _REDUCE, _PAIR = map(COSTS.index, ("reduce_grad", "overlapped"))
 
@@ -184,6 +184,9 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     yield _Entries(transfers.send, found, np.maximum(arrives - begun, 0))
     yield _Entries(transfers.send, np.full(len(transfers), DELAYED), late)
 
+    copies = columns.where(*COPIES)
+    yield _Entries(copies, _COST_OF_KIND[columns.kind[copies]], ends[copies] - starts[copies])
+
     turns = graph_of(schedule).collectives
     if turns:
         places = np.array([turn[0] for turn in turns])  # all places of one have the same times
@@ -201,13 +204,15 @@ def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
 
 
 def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Numbers, Bools]:
-    """When what each compute entry waits for had arrived, and the collectives before it were over,
-    -1 where nothing was seen to, and which of them come after a collective, for whose other ranks
-    they may wait."""
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    reduces = columns.is_kind(Kind.REDUCE_GRAD)
+    """When what each compute entry waits for had arrived or was back, and the collectives before it
+    were over, -1 where nothing was seen to, and which of them come after a collective, for whose
+    other ranks they may wait."""
+    columns = schedule.columns
+    reduces = columns.is_kind(*GROUPS)
     arrived, over = np.full((2, len(columns)), -1, ends.dtype)
-    arrived[transfers.user] = ends[transfers.receive]
+    user, made = graph_of(schedule).needs
+    there = np.flatnonzero(columns.is_kind(*RECEIVES, *COPIES)[made])
+    np.fmax.at(arrived, user[there], ends[made[there]])
     over[reduces] = ends[reduces]
     if ends.dtype.kind == "f":
         arrived, over = (np.where(np.isnan(times), -1, times) for times in (arrived, over))
