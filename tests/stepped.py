@@ -7,14 +7,17 @@ Nothing is worked out from what it depends on: there are only states, and who is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from schedir import Action, CostModel, Kind, Schedule, Together
-from schedir.ir import COMMUNICATION, COMPUTE, CONSUMES, SENDS
+from schedir.ir import COMMUNICATION, COMPUTE, CONSUMES, COPIES, SENDS
 
+USES_SAVED = {Kind.BACKWARD, Kind.BACKWARD_INPUT}
+"""What needs that an activation is back from the host."""
 Key = tuple[int, int]
 """The rank and index of an entry."""
 
@@ -33,6 +36,19 @@ def cost_of(costs: CostModel, action: Action) -> Any:
 
 def of_link(value: Any, link: Key) -> Any:
     return value[link] if isinstance(value, dict) else value
+
+
+@attrs.define
+class Copy:
+    """A copy to the host or back: when its rank came to it, and when it started."""
+
+    key: Key
+    take: Any
+    posted: Any = None
+    start: Any = None
+
+    def over(self, now: Any) -> bool:
+        return self.start is not None and now >= self.start + self.take
 
 
 @attrs.define(eq=False)
@@ -74,6 +90,13 @@ class Stepped:
         }
         self.find_transfers()
         self.find_sums()
+        self.copies: dict[Key, Copy] = {}
+        for key, (action, *_) in self.entries.items():
+            if action.kind in COPIES:
+                size = of_stage(costs.activation_bytes, action.stage)
+                usual = 0 if costs.host_bandwidth == math.inf else size // costs.host_bandwidth
+                self.copies[key] = Copy(key, durations.get(key, usual))
+        self.engines = self.find_engines()
         self.spans: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
 
     # What there is.
@@ -139,6 +162,22 @@ class Stepped:
             self.of_entry[key].append(made)
         return made
 
+    def find_engines(self) -> list[list[Copy]]:
+        """The copies of each engine. Those of several ranks in the order in which these come to
+        them where no copy takes any time."""
+        engines: dict[Any, list[Copy]] = {}
+        shared = self.costs.copy_engine or {}
+        for (rank, _), copy in self.copies.items():
+            engines.setdefault(shared.get(rank, f"of {rank}"), []).append(copy)
+        if shared and self.copies:
+            free = {**self.durations, **dict.fromkeys(self.copies, 0)}
+            alone = attrs.evolve(self.costs, copy_engine=None)
+            bare = Stepped(self.schedule, free, alone, "ahead" if self.ahead else "listed")
+            bare.run()
+            for copies in engines.values():
+                copies.sort(key=lambda copy: (bare.copies[copy.key].posted, copy.key))
+        return [*engines.values()]
+
     def takes(self, key: Key) -> Any:
         """How long an entry of compute does."""
         if key in self.durations:
@@ -152,6 +191,8 @@ class Stepped:
     # What may happen now.
 
     def over(self, key: Key, now: Any) -> bool:
+        if key in self.copies:
+            return self.copies[key].over(now)
         return all(each.arrived(now) for each in self.of_entry[key])
 
     def may_start(self, queue: list[Exchange], turn: int, now: Any) -> bool:
@@ -186,7 +227,13 @@ class Stepped:
                 for a in self.entries[there]:
                     fed = a.kind is CONSUMES.get(action.kind) and a.microbatch == action.microbatch
                     summed = (a.kind, action.kind) == (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
-                    if (fed or summed) and a.stage == action.stage and not self.over(there, now):
+                    back = a.kind is Kind.RELOAD and action.kind in USES_SAVED
+                    back = back and a.microbatch == action.microbatch
+                    if (
+                        (fed or summed or back)
+                        and a.stage == action.stage
+                        and not self.over(there, now)
+                    ):
                         return False
         return True
 
@@ -206,7 +253,9 @@ class Stepped:
                     key = rank, at[rank]
                     if now < until[rank] or key not in self.entries:
                         continue
-                    if self.entries[key][0].kind not in COMPUTE:
+                    if key in self.copies:
+                        self.copies[key].posted = now
+                    elif self.entries[key][0].kind not in COMPUTE:
                         for exchange in self.of_entry[key]:
                             exchange.waits.discard(key)
                     elif self.ready(key, now):
@@ -221,7 +270,16 @@ class Stepped:
                         if exchange.start is None and self.may_start(queue, turn, now):
                             exchange.start = now
                             moved = True
+                for copies in self.engines:
+                    for turn, copy in enumerate(copies):
+                        free = all(other.over(now) for other in copies[:turn])
+                        if copy.start is None and copy.posted is not None and free:
+                            copy.start = now
+                            moved = True
             ends = [*until]
+            ends += (
+                copy.start + copy.take for copy in self.copies.values() if copy.start is not None
+            )
             for queue in (*self.channels.values(), *self.sums.values()):
                 for each in queue:
                     if each.start is not None:
@@ -240,7 +298,10 @@ class Stepped:
         spans: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
         for key, parts in self.entries.items():
             for action in parts:
-                if action.kind in COMPUTE:
+                if key in self.copies:
+                    start = self.copies[key].start
+                    span = start, start + self.copies[key].take
+                elif action.kind in COMPUTE:
                     span = began[key], began[key] + self.takes(key)
                 else:
                     (own,) = (e for e in self.of_entry[key] if (key, action) in e.ends)

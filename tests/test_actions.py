@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 from schedir import Action, Kind
+from schedir.graph.paths import TEXTBOOK
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -20,7 +21,6 @@ from schedir.ir import (
     READS_WEIGHTS,
     RECEIVES,
     SENDS,
-    TEXTBOOK,
 )
 from schedir.render.palette import WORDS, shade
 from schedir.runtime.program.compiler import _MAKERS

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Action, CostModel, Kind, Schedule, simulate
-from schedir.finder.stage_costs import StageCosts
-from schedir.finder.task import Memory, Task
-from schedir.finder.writing import schedule_of
+from schedir.finder.orders import schedule_of
+from schedir.finder.terms import Memory, StageCosts, Task
 from schedir.graph.board import (
     DEFERRED,
     KEPT,
@@ -20,10 +19,10 @@ from schedir.graph.board import (
     WAYS,
     Board,
     Order,
+    follow,
     most_held,
     options,
     play,
-    run,
     take,
 )
 from schedir.ir.kinds import uses_of
@@ -71,7 +70,7 @@ def some_order(task: Task, chance: random.Random) -> Order:
         take(board, step, 0)
 
 
-def following(task: Task, order: Order) -> tuple[list[list[float]], list[float]] | None:
+def played_as(task: Task, order: Order) -> tuple[list[list[float]], list[float]] | None:
     """When the steps of lists start, and the most that each rank holds, as played."""
     board = Board.of(task.steps)
     starts: list[list[float]] = [[] for _ in order]
@@ -98,7 +97,7 @@ def test_it_runs_lists_as_the_simulators_do(seed: int) -> None:
     order = some_order(task, chance)
     bare = schedule_of(task, order, "drawn")
     schedule = schedir.insert_communication(bare)
-    played, ran = following(task, order), run(task.steps, order)
+    played, ran = played_as(task, order), follow(task.steps, order)
     assert played is not None
     assert ran is not None
     starts, most = played

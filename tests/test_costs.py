@@ -31,6 +31,8 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "deferred_bytes": st.none() | BY_STAGE,
     "latency": by_link(NUMBERS),
     "bandwidth": by_link(NUMBERS.filter(bool) | st.just(math.inf)),
+    "host_bandwidth": NUMBERS.filter(bool) | st.just(math.inf),
+    "copy_engine": st.none() | st.dictionaries(st.integers(0, 99), st.integers(0, 9), max_size=4),
     "unit": st.sampled_from([None, "s", "ms", "us"]),
     "samples": st.none(),  # tests/test_fit.py has some
 }
@@ -84,6 +86,14 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
         ('{"latency": {"0->1": -2}}', "latency of link (0, 1) must be finite and >= 0 (at most"),
         ('{"latency": "inf"}', "latency must be finite and >= 0 (at most 1e+15), not inf"),
         ('{"bandwidth": 0}', "bandwidth must be above 0"),
+        ('{"host_bandwidth": 0}', "host_bandwidth must be above 0"),
+        ('{"host_bandwidth": [1, 2]}', "host_bandwidth must be a number, not [1, 2]"),
+        ('{"copy_engine": 1}', "copy_engine must be {rank: number of its engine} or None, not 1"),
+        (
+            '{"copy_engine": {"0": -1}}',
+            "copy_engine must be {rank: number of its engine} or None, ",
+        ),
+        ('{"copy_engine": {"0->1": 1}}', "copy_engine: a rank is given as \"0\", not '0->1'"),
         ('{"forward": {"0->1": 1}}', "forward must be a number, not {(0, 1): 1}"),
         ('{"unit": "h"}', "unit must be s, ms, us or None, not 'h'"),
         ('{"unit": ["s"]}', "unit must be s, ms, us or None, not ['s']"),

@@ -21,7 +21,7 @@ from schedir.simulator import Measured
 from tests.built_in import NAMES
 from tests.literals import listed
 from tests.stepped import of_link, of_stage
-from tests.test_stepped import some_costs, some_durations, some_schedule
+from tests.test_stepped import copied, some_costs, some_durations, some_schedule
 from tests.timelines import as_if_measured, drawn_run, drawn_timeline
 
 seeds = st.integers(0, 1 << 32)
@@ -123,10 +123,13 @@ def test_the_path_is_as_long_as_the_timeline(seed: int) -> None:
 
 
 @given(seeds)
-def test_the_path_through_batches_and_changed_durations_has_no_gap(seed: int) -> None:
+def test_the_path_through_batches_copies_and_changed_durations_has_no_gap(seed: int) -> None:
     chance = random.Random(seed)
     schedule = some_schedule(chance)
-    costs = some_costs(schedule, chance)
+    if chance.random() < 0.5:
+        schedule = copied(schedule, chance)
+    engines = {rank: rank // 2 for rank in range(schedule.ranks)}
+    costs = attrs.evolve(some_costs(schedule, chance), copy_engine=chance.choice([None, engines]))
     free = attrs.evolve(costs, bandwidth=math.inf)
     durations = some_durations(schedule, chance)
     for each, longer in ((costs, {}), (free, durations)):

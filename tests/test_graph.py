@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +18,7 @@ from schedir.graph.faults import faults
 from schedir.graph.paths import HAPPENS, finish, textbook, waits
 from schedir.ir import VALUES
 from schedir.ir.kinds import Use
+from schedir.library import load
 from schedir.passes import insert_communication, offload
 from tests.built_in import EVERY
 from tests.joined import drawn_joined
@@ -185,3 +188,19 @@ def test_what_never_happens_begins_never() -> None:
     begins = finish(waiting, np.ones(waiting.nodes, np.int64))
     assert (begins[waiting.stuck] == -1).all()
     assert waiting.stuck.any()
+
+
+def test_what_is_remembered_goes_with_its_schedule() -> None:
+    """Large lists are freed as soon as nobody has them, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        schedules = [load("1f1b"), schedir.build("1f1b")]
+        for schedule in schedules:
+            assert schedir.check(schedule).ok
+            assert schedir.simulate(schedule).makespan == 33
+        left = [weakref.ref(schedule) for schedule in schedules]
+        del schedule, schedules
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()

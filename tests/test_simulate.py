@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,8 @@ from schedir.graph.alive import weight_versions
 from schedir.ir import COMPUTE, columns_of
 from schedir.render.timeline import timeline_text
 from tests.built_in import NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def times(line: schedir.Timeline, rank: int) -> list[tuple[str, float, float]]:
@@ -439,3 +445,29 @@ def test_other_arguments_are_refused() -> None:
         schedir.simulate(schedir.loads(LATE), receives="late")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="costs must be a CostModel, not 3"):
         schedir.simulate(schedir.loads(LATE), 3)  # type: ignore[arg-type]
+
+
+def test_a_new_kind_of_compute_is_a_row_of_the_table(tmp_path: Path) -> None:
+    """That costs what its row says. In a process of its own, whose table has the row."""
+    row = 'PAUSE = "PAUSE", Meaning("pause", "compute", "microbatch", (), cost=3)'
+    program = f"""
+from importlib.machinery import SourceFileLoader as Loader
+read = Loader.get_data
+def get_data(self, path):
+    head, first, rest = read(self, path).partition(b"\\n    FORWARD = ")
+    return head + (b"\\n    " + {row.encode()!r} + first if first else b"") + rest
+Loader.get_data = get_data
+import schedir
+schedule = schedir.Schedule.of("pausing", [0, 1], ["0F0 0PAUSE0 0B0", "1F0 1PAUSE0 1B0"])
+assert schedir.check(schedule).ok
+for costs in (None, schedir.CostModel(latency=1)):
+    print(schedir.simulate(schedule, costs).makespan)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("9\n11\n", "")

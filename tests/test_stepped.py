@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from typing import Any
 
 import attrs
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Schedule, Timeline, Together
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, COMPUTE, Entry
+from schedir.ir import COMMUNICATION, COMPUTE, COPIES, Entry
+from schedir.passes import offload
 from tests.joined import drawn_joined, joined
 from tests.stepped import Stepped, cost_of, of_link, of_stage
 from tests.test_random import drawn, scattered
@@ -70,6 +72,8 @@ def some_costs(schedule: Schedule, chance: random.Random) -> CostModel:
         latency=by_link(lambda: number(6)),
         bandwidth=by_link(lambda: chance.choice([1, 2, float("inf")])),
         boundary_bytes=_doubled(by_stage(4, schedule.stages - 1)),
+        activation_bytes=_doubled(by_stage(4)),
+        host_bandwidth=chance.choice([1, 2, float("inf")]),
     )
 
 
@@ -124,6 +128,81 @@ def test_the_simulator_agrees_with_one_that_steps_through_time(seed: int, receiv
     whole = "edge" in schedir.check(schedule, "async").clean_channels
     listed = (schedule, durations) if whole else apart(schedule, durations)
     assert spans_of(line) == Stepped(*listed, costs, receives).run()
+
+
+def copied(schedule: Schedule, chance: random.Random) -> Schedule:
+    """The schedule with activations copied to the host and back, not all as the pass lists it."""
+    stages = [stage for stage in range(schedule.stages) if chance.random() < 0.8]
+    found = offload(schedule, stages, ahead=chance.randint(1, 3))
+    for _ in range(4):
+        lists = [[*entries] for entries in found.actions]
+        own = chance.choice(lists)
+        places = [i for i, entry in enumerate(own) if "LOAD" in str(entry)]
+        if places:
+            entry = own.pop(chance.choice(places))
+            own.insert(chance.randrange(len(own) + 1), entry)
+        moved = Schedule(found.name, found.microbatches, found.placement, lists)
+        found = moved if schedir.check(moved, "async").ok else found
+    return found
+
+
+def held_at_most(line: Timeline, rank: int, costs: CostModel) -> list[float]:
+    """The most bytes of activations on a rank, and on its host: all changes one after the other in
+    the order of time, and of the list at one time."""
+    again = {
+        (s.action.stage, s.action.microbatch)
+        for spans in line.spans
+        for s in spans
+        if s.action.kind is Kind.RECOMPUTE
+    }
+    changes: list[tuple[float, int, bool, float, float]] = []
+    for span in line.spans[rank]:
+        kind, stage = span.action.kind, span.action.stage
+        size, rest = (
+            of_stage(each, stage) for each in (costs.activation_bytes, costs.deferred_bytes)
+        )
+        made = 0 if (stage, span.action.microbatch) in again else size
+        at_start = {Kind.FORWARD: made, Kind.RECOMPUTE: size, Kind.RELOAD: size}
+        at_end = {
+            Kind.BACKWARD: (-size, 0),
+            Kind.BACKWARD_INPUT: (rest - size, 0),
+            Kind.BACKWARD_WEIGHT: (-rest, 0),
+            Kind.OFFLOAD: (-size, size),
+            Kind.RELOAD: (0, -size),
+        }
+        changes.append((span.start, span.index, False, at_start.get(kind, 0), 0))
+        changes.append((span.end, span.index, True, *at_end.get(kind, (0, 0))))
+    now, most = [0.0, 0.0], [0.0, 0.0]
+    for *_, device, host in sorted(changes):
+        now = [now[0] + device, now[1] + host]
+        most = [max(most[0], now[0]), max(most[1], now[1])]
+    return most
+
+
+@given(SEEDS, st.sampled_from(["ahead", "listed"]))
+def test_copies_to_the_host_agree_with_stepping_through_time(seed: int, receives: Any) -> None:
+    chance = random.Random(seed)
+    schedule = copied(some_schedule(chance), chance)
+    costs, durations = some_costs(schedule, chance), some_durations(schedule, chance)
+    engines = {rank: rank // 2 for rank in range(schedule.ranks) if chance.random() < 0.7}
+    costs = attrs.evolve(
+        costs,
+        copy_engine=chance.choice([None, engines]),
+        deferred_bytes=chance.choice([costs.activation_bytes, 1]),
+        boundary_bytes=0,
+    )
+    line = schedir.simulate(schedule, costs, durations=durations, receives=receives)
+    assert line.starts.dtype.kind == "i"
+    whole = "edge" in schedir.check(schedule, "async").clean_channels
+    listed = (schedule, durations) if whole else apart(schedule, durations)
+    stepped = Stepped(*listed, costs, receives).run()
+    assume(stepped is not None)  # two copies that are posted at once may wait for each other
+    assert spans_of(line) == stepped
+    copies = any(action.kind in COPIES for action in chain.from_iterable(schedule.flat))
+    for rank, stats in enumerate(line.ranks if costs.sizes.known else ()):
+        device, host = held_at_most(line, rank, costs)
+        assert stats.peak_bytes == device
+        assert stats.peak_host_bytes == (host if copies else None)
 
 
 # What no timeline can be.

@@ -20,7 +20,7 @@ import attrs
 import schedir
 from schedir import CostModel, SchedirError
 from schedir.finder import exact, find
-from schedir.finder.bounds import Objective
+from schedir.finder.terms import Objective
 
 
 def _uneven(least: int, stages: int) -> tuple[int, ...]:

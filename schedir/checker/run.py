@@ -117,7 +117,9 @@ def sound(schedule: Schedule) -> Schedule | None:
     For whoever runs it to its end anyhow, and so sees whether it gets there.
     """
     known = schedule.memo.get((_Judgement, ()))
-    judged = known if isinstance(known, _Judgement) else _judged(schedule, _Terms(Limits(), ()))
+    if isinstance(known, _Judgement):
+        return known.complete or schedule
+    judged = _judged(schedule, _Terms(Limits(), ()))
     return None if _has_errors(judged.found) else judged.complete
 
 
@@ -146,7 +148,8 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
     known = schedule.memo.get(key)
     if isinstance(known, _Judgement):
         # Limits may be others now, and notes name places in this very list.
-        return attrs.evolve(known, found=_present(memory(schedule, terms.limits, terms.ties)))
+        found = _present(memory(schedule, terms.limits, terms.ties))
+        return _Judgement(found, known.complete or schedule)
     found, complete = _present(structure(schedule)), None
     for each in () if found else _proof(schedule, terms):
         if isinstance(each, Schedule):
@@ -154,8 +157,10 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
         else:
             found.append(each)
     if complete is not None and not _has_errors(found):
-        # Both have the same compute, and the communication is the complete one's.
-        schedule.memo[key] = complete.memo[key] = _Judgement([], complete)
+        # Both have the same compute, and the communication is the complete one's; that does not
+        # remember itself, so that memory is freed as soon as nobody has it.
+        schedule.memo[key] = _Judgement([], complete)
+        complete.memo[key] = _Judgement([])
     return _Judgement(found, complete)
 
 

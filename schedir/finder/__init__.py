@@ -1,14 +1,11 @@
 """Which schedule is best: the same work under the same costs, compared, or found."""
 
-from schedir.finder.budget import DEFAULT_SECONDS
-from schedir.finder.comparing import compare
-from schedir.finder.comparison import Comparison, Problem, Row
-from schedir.finder.found import Found
+from schedir.finder.candidates import DEFAULT_SECONDS
+from schedir.finder.comparing import SWEPT, Comparison, Problem, Row, compare
 from schedir.finder.optimum import EXACT_SECONDS, exact, exactly
 from schedir.finder.replicas import ReplicaPlan, plan_replicas
-from schedir.finder.searching import find, search
+from schedir.finder.searching import Found, find, search
 from schedir.finder.terms import OBJECTIVES, PLACEMENT_NAMES
-from schedir.finder.variants import SWEPT
 
 __all__ = [
     "DEFAULT_SECONDS",

@@ -19,16 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 import attrs
 
-from schedir.finder.stage_costs import StageCosts, by_stage
+from schedir.finder.terms import Objective, StageCosts, by_stage
 from schedir.simulator import CostModel
-
-Objective: TypeAlias = Literal["makespan", "span"]
-"""What to minimise: when the last action ends, or the longest time from a rank's first forward to
-the end of its last compute, which is what a step costs where steps follow each other."""
 
 
 def lower_bound(

@@ -1,18 +1,31 @@
-"""Runs schedules beside each other: `compare`."""
+"""Runs schedules beside each other, in several shapes: `compare`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import TypeAlias
 
 import attrs
 
 from schedir.checker import CHANNELS, delays, prove
-from schedir.errors import SchedirError
-from schedir.finder.comparison import Comparison, Problem, Row, ranked
-from schedir.finder.variants import Shapes, Target, Variant, variants
+from schedir.errors import LoadError, SchedirError
 from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
-from schedir.library import Costs, Parameter
+from schedir.library import (
+    DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
+    Costs,
+    Generator,
+    GeneratorFunction,
+    Parameter,
+    find,
+    is_list,
+    load,
+)
 from schedir.passes import append_steps
 from schedir.simulator import (
     UNITS,
@@ -20,6 +33,8 @@ from schedir.simulator import (
     Timeline,
     Unit,
     factor,
+    load_timelines,
+    median_step,
     recut,
     simulate,
     unmeasured,
@@ -202,3 +217,264 @@ def _in_unit(row: Row, unit: Unit) -> Row:
     if row.makespan is None:
         return row
     return attrs.evolve(row, makespan=row.makespan * factor(row.unit, unit), unit=unit)
+
+
+@attrs.frozen
+class Problem:
+    """Why a schedule can't be chosen: the code of the rule that it breaks, None where it could not
+    be made in this shape at all, and a sentence."""
+
+    code: str | None
+    message: str
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One schedule of a comparison in one shape; what is not known of it is None.
+
+    `target` is what the user named; `chunks`, the stages per rank, is None for a list or a
+    timeline, which has its own. `peak_activations` are the most (stage, microbatch) activations of
+    any rank, `peak_bytes` the most that one keeps; `delay` is the most updates between the weight
+    version that a gradient is computed at and the one that it is applied to. `fits` says whether
+    its peak is within the memory limit. Where there is no time, `problem` says why; a schedule that
+    deadlocks under the chosen channel model has both. `unmeasured` names the costs that it has and
+    no run has shown, where costs were fitted: its time is no surer than what was taken for them.
+    """
+
+    target: str
+    microbatches: int
+    chunks: int | None = None
+    ranks: int | None = None
+    stages: int | None = None
+    unit: Unit | None = None
+    makespan: float | None = None
+    bubble_fraction: float | None = None
+    span_bubble_fraction: float | None = None
+    peak_activations: int | None = None
+    peak_bytes: float | None = None
+    delay: int | None = None
+    fits: bool | None = None
+    problem: Problem | None = None
+    unmeasured: tuple[str, ...] = ()
+    make: Callable[[], Schedule] = attrs.field(repr=False, eq=False)
+
+    @property
+    def time_per_microbatch(self) -> float | None:
+        """Its makespan, shared out over its microbatches."""
+        return None if self.makespan is None else self.makespan / self.microbatches
+
+    @property
+    def share(self) -> Fraction:
+        """How large a stage is beside one of as many as there are ranks."""
+        return Fraction(self.ranks, self.stages) if self.ranks and self.stages else Fraction(1)
+
+    def build(self) -> Schedule:
+        """The complete schedule, made anew: a comparison of many would not fit in memory.
+
+        Raises LoadError or ScheduleError where it can't be made.
+        """
+        return prove(self.make(), CHANNELS[-1]).proved()
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class Comparison:
+    """Schedules compared, the quickest first: what `schedir.compare` returns.
+
+    `rows` are in the order of their makespans; where they have unequal numbers of microbatches, and
+    so do unequal work, in that of their time per microbatch. What has no time comes last. Of those
+    that are equally quick, what keeps less comes first, then what has less delay. `channel` is the
+    model that they have to run under, `memory_limit` the most bytes that a rank may keep, None for
+    no limit.
+    """
+
+    rows: tuple[Row, ...]
+    channel: str
+    memory_limit: float | None
+    unit: Unit | None = None
+
+    @cached_property
+    def per_microbatch(self) -> bool:
+        """Whether the schedules have unequal numbers of microbatches: time per one is compared."""
+        return len({row.microbatches for row in self.rows}) > 1
+
+    @cached_property
+    def best(self) -> Row | None:
+        """The quickest that runs under the channel model and is within the memory limit, if any."""
+        allowed = (True,) if self.memory_limit is not None else (None, True)
+        return next((row for row in self.rows if row.problem is None and row.fits in allowed), None)
+
+    @cached_property
+    def measured(self) -> Row | None:
+        """As `best`, of those alone whose costs are all given or measured."""
+        rows = tuple(row for row in self.rows if not row.unmeasured)
+        return attrs.evolve(self, rows=rows).best
+
+    def time(self, row: Row) -> float | None:
+        """What rows are compared by: the makespan, or the time per microbatch."""
+        return row.time_per_microbatch if self.per_microbatch else row.makespan
+
+    def ratio(self, row: Row) -> float | None:
+        """The row's time as a multiple of the best one's; of the quickest one's without a best."""
+        time, least = self.time(row), self.time(self.best or self.rows[0])
+        return time / least if time is not None and least else None
+
+
+def ranked(rows: list[Row], channel: str, memory_limit: float | None) -> Comparison:
+    """The comparison of these rows."""
+    per_microbatch = len({row.microbatches for row in rows}) > 1
+
+    def order(row: Row) -> tuple[float, ...]:
+        time = row.time_per_microbatch if per_microbatch else row.makespan
+        if time is None:
+            return (math.inf,)
+        activations = (row.peak_activations or 0) * float(row.share)
+        # Sums of floats in another order are no reason to be before another.
+        return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
+
+    unit = next((row.unit for row in rows if row.unit is not None), None)
+    return Comparison(tuple(sorted(rows, key=order)), channel, memory_limit, unit)
+
+
+Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
+"""What names, or is, something to compare."""
+SWEPT = ("microbatches", "chunks")
+"""What a comparison may go through several values of."""
+_RUN = ".json"
+
+
+@attrs.frozen
+class Shapes:
+    """The shapes to try: `swept` has several values of what it names, the rest has one or is open.
+
+    Raises ValueError or TypeError for what can't be swept.
+    """
+
+    ranks: int | None
+    microbatches: int | None
+    chunks: int | None
+    swept: Mapping[str, Sequence[int]]
+    parameters: Mapping[str, Parameter]
+    costs: Costs = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, values in self.swept.items():
+            if name not in SWEPT:
+                raise ValueError(f"{name!r} can't be swept; there are {', '.join(SWEPT)}")
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} has one value and is swept too: leave one of them out")
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"sweep of {name}: give some values, each once, not {values!r}")
+            for value in values:
+                if type(value) is not int or value < 1:
+                    raise ValueError(f"sweep of {name}: {value!r} is no int >= 1")
+
+    def several(self, name: str) -> Sequence[int | None]:
+        """The values of `microbatches` or `chunks` to try."""
+        return self.swept.get(name, [getattr(self, name)])
+
+
+@attrs.frozen
+class Variant:
+    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't."""
+
+    name: str
+    microbatches: int
+    chunks: int | None
+    make: Callable[[], Schedule | Timeline]
+
+
+def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
+    """All targets in all shapes. What has a shape of its own, a list or a timeline, is one alone,
+    and gives what is open of the others' shapes, where all such agree.
+
+    Raises LoadError or ParseError where a target can't be found or read, or where no generator has
+    one of the parameters; TypeError where `targets` is a single one.
+    """
+    if isinstance(targets, (str, Path)):
+        raise TypeError(f"targets are several: [{str(targets)!r}]")
+    found = [(target, _found(target)) for target in targets]
+    if not found:
+        raise LoadError("there is nothing to compare: name some schedules")
+    shapes = _completed(shapes, [_list_of(each) for _, each in found])
+    generators = [each for _, each in found if isinstance(each, Generator)]
+    for name in shapes.parameters:
+        if not any(_has(generator, name) for generator in generators):
+            raise LoadError(f"no schedule here has a parameter {name!r}")
+    return [variant for target, each in found for variant in _shaped(target, each, shapes)]
+
+
+def _list_of(found: Generator | Schedule | Timeline) -> Schedule | None:
+    """The list that something is or has; None for what has yet to be given a shape."""
+    if isinstance(found, Timeline):
+        return found.schedule
+    return found if isinstance(found, Schedule) else None
+
+
+def _completed(shapes: Shapes, lists: Iterable[Schedule | None]) -> Shapes:
+    fixed = [each for each in lists if each is not None]
+    for name in ("ranks", "microbatches"):
+        had = {getattr(each, name) for each in fixed}
+        if getattr(shapes, name) is None and name not in shapes.swept and len(had) == 1:
+            shapes = attrs.evolve(shapes, **{name: had.pop()})
+    return shapes
+
+
+def _found(target: Target) -> Generator | Schedule | Timeline:
+    if isinstance(target, (Schedule, Timeline)):
+        return target
+    if isinstance(target, (str, Path)):
+        if str(target).endswith(_RUN):
+            timelines = load_timelines(target)
+            if not timelines:
+                raise LoadError(f"{target} holds no timeline")
+            return median_step(timelines)
+        if is_list(target):
+            return load(target)
+    return find(target)
+
+
+def _shaped(
+    target: Target, found: Generator | Schedule | Timeline, shapes: Shapes
+) -> Iterator[Variant]:
+    named = str(target) if isinstance(target, (str, Path)) else None
+    if not isinstance(found, Generator):
+        schedule = found.schedule if isinstance(found, Timeline) else found
+        name = named or schedule.name
+        yield Variant(name, schedule.microbatches, None, partial(_as_it_is, name, found, shapes))
+        return
+    own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
+    for microbatches, chunks in product(*map(shapes.several, SWEPT)):
+        make = partial(
+            load,
+            found,
+            ranks=shapes.ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            costs=_seen(shapes),
+            **own,
+        )
+        many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+        yield Variant(named or found.name, many, chunks or found.chunks, make)
+
+
+def _seen(shapes: Shapes) -> Costs:
+    """The costs that generators see which are made for given ones: of the same model."""
+    if isinstance(shapes.costs, CostModel):
+        return partial(recut, shapes.costs, of=shapes.ranks or DEFAULT_RANKS)
+    return shapes.costs
+
+
+def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:
+    schedule = found.schedule if isinstance(found, Timeline) else found
+    for what, asked, has in (
+        ("ranks", shapes.ranks, schedule.ranks),
+        ("microbatches", shapes.microbatches, schedule.microbatches),
+    ):
+        if asked not in (None, has):
+            raise LoadError(f"{name} has {has} {what}, not {asked}")
+    return found
+
+
+def _has(generator: Generator, parameter: str) -> bool:
+    return generator.takes_any_parameter or parameter in generator.parameters

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from schedir.finder.stage_costs import by_stage
+from schedir.finder.terms import by_stage
 from schedir.simulator import CostModel
 
 

@@ -14,16 +14,14 @@ import attrs
 
 from schedir.checker import prove
 from schedir.errors import SchedirError
-from schedir.finder.bounds import Objective
-from schedir.finder.budget import Budget
-from schedir.finder.found import Found
-from schedir.finder.hunting import Candidate, Hunt, within
-from schedir.finder.terms import Terms
-from schedir.finder.writing import schedule_of
+from schedir.finder.bounds import lower_bound
+from schedir.finder.candidates import Budget, Candidate, Search, within
+from schedir.finder.orders import schedule_of
+from schedir.finder.terms import Objective, Task, Terms
 from schedir.graph.alive import HeldUntil, peak_activations
 from schedir.graph.board import most_held
 from schedir.graph.compile import graph_of
-from schedir.ir import DEFAULT_CHANNEL, Schedule
+from schedir.ir import DEFAULT_CHANNEL, Kind, Schedule
 from schedir.simulator import CostModel, Timeline, simulate
 
 _SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
@@ -131,16 +129,31 @@ def find(
 
 def _find(terms: Terms, budget: Budget, seed: int) -> Found:
     least = [Candidate.serial(terms.task(named)) for named in terms.placements]
-    bound = min(terms.lower_bound(each.task) for each in least)
+    bound = min(_lower_bound(terms, each.task) for each in least)
     best = None
     if terms.counts_boundaries:
         best = _with_boundaries(terms, least, budget, seed, bound)
     elif any(within(each.task, each.order) for each in least):
         tasks = [each.task for each in least]
-        best = _Finished.of(terms, Hunt(terms, tasks, Random(seed), budget, bound).best()[0])
+        best = _Finished.of(terms, Search(terms, tasks, Random(seed), budget, bound).best()[0])
     if best is None:
         raise SchedirError(_refusal(terms, [_Finished.of(terms, each) for each in least]))
     return best.found(bound, budget, seed)
+
+
+def _lower_bound(terms: Terms, task: Task) -> float:
+    """What no schedule on a task's placement can be below."""
+    return lower_bound(
+        task.placement,
+        terms.microbatches,
+        terms.costs,
+        objective=terms.objective,
+        split=terms.split,
+        recompute=task.recompute,
+        max_activations=terms.max_activations,
+        held_until=terms.held_until,
+        memory_limit=terms.memory_limit,
+    )
 
 
 def _with_boundaries(
@@ -157,7 +170,7 @@ def _with_boundaries(
         tasks = [terms.task(named, free[named]) for named in terms.placements]
         budget.allow(share)
         over = set()
-        for candidate in Hunt(terms, tasks, Random(seed), budget, bound).best():
+        for candidate in Search(terms, tasks, Random(seed), budget, bound).best():
             if candidate.run.value > best.value:
                 break
             now = _Finished.of(terms, candidate)
@@ -256,3 +269,43 @@ def _refusal(terms: Terms, least: list[_Finished]) -> str:
         f"no schedule keeps at most {terms.memory_limit:.15g} bytes on each rank: the least that "
         f"works is {math.ceil(works)}"
     )
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """The best schedule of a search: what `schedir.finder.find` returns.
+
+    `schedule` is complete and proved, `timeline` its simulated run. `value` is what was to be
+    least, the `objective`, and `lower_bound` what no schedule of this work can be below, on any of
+    the placements tried. `placement` is the name of the one chosen, `origin` that of the built-in
+    schedule whose order it is, None where it was made here. So many `candidates` were tried with
+    the random `seed`; `cut` is True where the clock or the user has ended the search before its
+    work was done, so that the same seed may find another schedule.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    objective: Objective
+    value: float
+    lower_bound: float
+    placement: str
+    origin: str | None
+    candidates: int
+    seed: int
+    cut: bool = False
+
+    @property
+    def distance(self) -> float:
+        """How far above the lower bound it is, as a part of that: 0 for one that is the best there
+        can be."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def split(self) -> int:
+        """How many backwards are split."""
+        return len(self.schedule.columns.where(Kind.BACKWARD_WEIGHT))
+
+    @property
+    def recomputed(self) -> int:
+        """How many forwards are run again."""
+        return len(self.schedule.columns.where(Kind.RECOMPUTE))

@@ -1,34 +1,49 @@
-"""What a search is asked for: checked, and made the tasks that it is about."""
+"""What a search is asked for, checked, and made the tasks that it is about, in numbers.
+
+All microbatches of a stage cost the same, so two of them that change places make the same schedule
+by other names: the k-th FORWARD of a stage in its rank's list is that of microbatch k, and so is
+its k-th backward. An order is then, for each rank, a list of the steps of `graph.board`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
 from schedir.errors import SchedirError
-from schedir.finder.bounds import Objective, lower_bound
-from schedir.finder.stage_costs import StageCosts
-from schedir.finder.task import (
-    PLACEMENTS,
-    Memory,
-    Task,
-    memory_in_activations,
-    memory_in_bytes,
-    placed,
-)
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
-from schedir.ir import expect_channel
-from schedir.library import expect_fewer
+from schedir.graph.board import WAYS, Steps, steps_of
+from schedir.ir import Kind, Placement, expect_channel
+from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel
+from schedir.simulator.values import PerLink, PerStage
 
+FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
+    WAYS.index(way)
+    for way in (
+        (Kind.FORWARD, False),
+        (Kind.FORWARD, True),
+        (Kind.BACKWARD, False),
+        (Kind.BACKWARD_INPUT, False),
+        (Kind.BACKWARD_WEIGHT, False),
+        (Kind.RECOMPUTE, False),
+    )
+)
+"""The ways of a step: F, an F that is to be run again, B, I, W, R."""
+Objective: TypeAlias = Literal["makespan", "span"]
+"""What to minimise: when the last action ends, or the longest time from a rank's first forward to
+the end of its last compute, which is what a step costs where steps follow each other."""
+OBJECTIVES = get_args(Objective)
+_PLACEMENTS: dict[str, Callable[[Pipeline], Placement]] = {"wrapped": wrapped, "wave": wave}
 _ALIASES = {"v": "wave"}
-PLACEMENT_NAMES = (*PLACEMENTS, *_ALIASES)
+PLACEMENT_NAMES = (*_PLACEMENTS, *_ALIASES)
 """What a placement may be called."""
-OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
-"""What may be least."""
 
 
 def _at_least(least: int) -> Any:
@@ -113,14 +128,15 @@ class Terms:
         """The names of the placements to try; of one chunk, or one rank, all are the same."""
         if self.placement is not None:
             return [_ALIASES.get(self.placement, self.placement)]
-        return list(PLACEMENTS) if self.chunks > 1 and self.ranks > 1 else ["wrapped"]
+        return list(_PLACEMENTS) if self.chunks > 1 and self.ranks > 1 else ["wrapped"]
 
     def task(self, named: str, reserved: tuple[float, ...] | None = None) -> Task:
         """The task on a placement; of a limit in bytes, so much is `reserved` on each rank.
 
         Raises SchedirError for costs of other stages, or that lack a link.
         """
-        placement = placed(self.ranks, self.chunks, named)
+        shape = Pipeline(self.ranks, 1, self.chunks, placement=())
+        placement = tuple(held[0] for held in _PLACEMENTS[named](shape))
         memory = self._memory(placement, reserved or (0,) * self.ranks)
         return Task(
             self.microbatches,
@@ -134,9 +150,12 @@ class Terms:
 
     def _memory(self, placement: tuple[int, ...], reserved: tuple[float, ...]) -> Memory:
         if self.memory_limit is not None:
-            return memory_in_bytes(placement, self.costs, self.memory_limit, reserved)
+            return _memory_in_bytes(placement, self.costs, self.memory_limit, reserved)
+        # An activation is held until its W or I; one that is run again is none before.
+        one, none = (1,) * len(placement), (0,) * len(placement)
         most = math.inf if self.max_activations is None else self.max_activations
-        return memory_in_activations(len(placement), self.ranks, most, self.held_until)
+        rest = one if self.held_until == "W" else none
+        return Memory(one, none, rest, none, (most,) * self.ranks)
 
     def _saves(self, memory: Memory) -> bool:
         """Whether forwards may be run again."""
@@ -146,16 +165,219 @@ class Terms:
             asked = self.recompute and memory.limited
         return asked and any(a < b for a, b in zip(memory.lean, memory.full, strict=True))
 
-    def lower_bound(self, task: Task) -> float:
-        """What no schedule on a task's placement can be below."""
-        return lower_bound(
-            task.placement,
+
+@attrs.frozen(eq=False)
+class Memory:
+    """What a rank keeps: a number for each stage, and the most for each rank.
+
+    A (stage, microbatch) keeps `full` from its FORWARD on, or `lean` until it is run again, and
+    `rest` between its I and its W. A stage keeps `gradient` from its first gradients on. `limit` is
+    what is left for these.
+    """
+
+    full: tuple[float, ...]
+    lean: tuple[float, ...]
+    rest: tuple[float, ...]
+    gradient: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit."""
+        return min(self.limit) < math.inf
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(eq=False, slots=False)
+class Task:
+    """Which work is to be put in order: what it takes, and what may be kept.
+
+    Backwards may be split where `split`, forwards run again where `recompute`.
+    """
+
+    microbatches: int
+    named: str
+    costs: StageCosts
+    memory: Memory
+    objective: Objective
+    split: bool
+    recompute: bool
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return self.costs.placement
+
+    @cached_property
+    def stages(self) -> int:
+        """The number of stages, over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 + max(self.placement)
+
+    @cached_property
+    def stages_of(self) -> list[list[int]]:
+        """The stages of each rank, ascending."""
+        return [self.costs.stages_of(rank) for rank in range(self.ranks)]
+
+    @cached_property
+    def actions(self) -> int:
+        """How many F, I and W there are."""
+        return 3 * self.stages * self.microbatches
+
+    @cached_property
+    def period(self) -> float:
+        """The time that the busiest rank takes for a microbatch."""
+        costs = self.costs
+        whole = [
+            min(b, i + w) if self.split else b
+            for b, i, w in zip(
+                costs.backward, costs.backward_input, costs.backward_weight, strict=True
+            )
+        ]
+        return max(sum(costs.forward[s] + whole[s] for s in held) for held in self.stages_of) or 1
+
+    @cached_property
+    def steps(self) -> Steps:
+        """What each step takes, waits for, and changes."""
+        costs, memory = self.costs, self.memory
+        return steps_of(
+            self.placement,
             self.microbatches,
-            self.costs,
-            objective=self.objective,
-            split=self.split,
-            recompute=task.recompute,
-            max_activations=self.max_activations,
-            held_until=self.held_until,
-            memory_limit=self.memory_limit,
+            {kind: getattr(costs, kind.name.lower()) for kind, _ in WAYS},
+            {
+                "input": list(zip(costs.down, costs.down_holds, strict=True)),
+                "output gradient": list(zip(costs.up, costs.up_holds, strict=True)),
+            },
+            {
+                "saved": memory.full,
+                "kept": memory.lean,
+                "deferred": memory.rest,
+                "gradient": memory.gradient,
+            },
         )
+
+    @cached_property
+    def steps_after(self) -> list[list[float]]:
+        """What the OPTIM_STEPs of each rank take, in their order."""
+        return [[self.costs.optim_step[s] for s in held] for held in self.stages_of]
+
+
+def _memory_in_bytes(
+    placement: tuple[int, ...], costs: CostModel, limit: float, reserved: tuple[float, ...]
+) -> Memory:
+    """The memory that counts bytes; of what a rank may keep, so much is `reserved`."""
+    stages, ranks = len(placement), 1 + max(placement)
+
+    def each(name: str) -> tuple[float, ...]:
+        return by_stage(name, getattr(costs, name), stages)
+
+    base = list(reserved)
+    for stage, rank in enumerate(placement):
+        base[rank] += each("weight_bytes")[stage] + each("optimizer_bytes")[stage]
+    full = each("activation_bytes")
+    return Memory(
+        full,
+        each("input_bytes"),
+        full if costs.deferred_bytes is None else each("deferred_bytes"),
+        each("gradient_bytes"),
+        tuple(limit - base[rank] for rank in range(ranks)),
+    )
+
+
+@attrs.frozen
+class StageCosts:
+    """The costs of a pipeline whose stage s is on the rank `placement[s]`, one number per stage.
+
+    `down[s]` is how long the output of stage s - 1 takes to its stage, `up[s]` the gradient of
+    stage s + 1 to stage s: 0 on one rank, and where there is no such stage. `down_holds` and
+    `up_holds` are the parts of them that the channel is occupied for.
+    """
+
+    placement: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    recompute: tuple[float, ...]
+    optim_step: tuple[float, ...]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+    down_holds: tuple[float, ...]
+    up_holds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
+        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
+        stages = len(placement)
+        links = list(pairwise(placement))
+        sizes = by_stage("boundary_bytes", costs.boundary_bytes, stages - 1)
+        down: list[tuple[float, float]] = [(0, 0)]
+        up: list[tuple[float, float]] = []
+        for (a, b), size in zip(links, sizes, strict=True):
+            down.append(_way(costs, a, b, size))
+            up.append(_way(costs, b, a, size))
+        up.append((0, 0))
+        again = costs.forward if costs.recompute is None else costs.recompute
+        return cls(
+            tuple(placement),
+            by_stage("forward", costs.forward, stages),
+            by_stage("backward", costs.backward, stages),
+            by_stage("backward_input", costs.backward_input, stages),
+            by_stage("backward_weight", costs.backward_weight, stages),
+            by_stage("recompute", again, stages),
+            by_stage("optim_step", costs.optim_step, stages),
+            *(tuple(way[0] for way in ways) for ways in (down, up)),
+            *(tuple(way[1] for way in ways) for ways in (down, up)),
+        )
+
+    @property
+    def stages(self) -> range:
+        """The numbers of the stages."""
+        return range(len(self.placement))
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of the ranks."""
+        return range(1 + max(self.placement))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        return [s for s in self.stages if self.placement[s] == rank]
+
+
+def by_stage(name: str, value: PerStage, many: int) -> tuple[float, ...]:
+    """One number for each of so many stages. Raises SchedirError where there are others."""
+    if not isinstance(value, tuple):
+        return (value,) * many
+    if len(value) != many:
+        raise SchedirError(
+            f"{name} has {len(value)} numbers where {many} are needed: give one for each, or one "
+            "number for all"
+        )
+    return value
+
+
+def _way(costs: CostModel, source: int, target: int, size: float) -> tuple[float, float]:
+    """How long a transfer takes, and how long its channel is occupied."""
+    if source == target:
+        return 0, 0
+    holds = _quotient(size, _of_link("bandwidth", costs.bandwidth, (source, target)))
+    return _of_link("latency", costs.latency, (source, target)) + holds, holds
+
+
+def _of_link(name: str, value: PerLink, link: tuple[int, int]) -> float:
+    if not isinstance(value, Mapping):
+        return value
+    if link not in value:
+        raise SchedirError(f"{name} has no number for the link {link}: add it")
+    return value[link]
+
+
+def _quotient(size: float, bandwidth: float) -> float:
+    if not size or bandwidth == math.inf:
+        return 0
+    return size // bandwidth if size % bandwidth == 0 else size / bandwidth

@@ -261,7 +261,7 @@ def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> Ord
     return None if left else order
 
 
-def run(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] | None:
+def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] | None:
     """When each step of lists starts, and each rank is done; None where they block.
 
     Each list has to be one that its rank can run alone (`most_held`).

@@ -536,7 +536,8 @@ def _compiled(schedule: Schedule) -> Graph:
     named = np.flatnonzero(columns.microbatch >= 0)
     pair = columns.stage[named] * microbatches + columns.microbatch[named]
     places = first_places(columns.kind[named], pair, named, stages * microbatches)
-    return Graph(schedule, places.reshape(-1, stages, microbatches))
+    # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
+    return Graph(attrs.evolve(schedule), places.reshape(-1, stages, microbatches))
 
 
 def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:

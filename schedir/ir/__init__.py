@@ -17,24 +17,13 @@ from schedir.ir.action import (
     send_act,
     send_grad,
 )
-from schedir.ir.activations import (
-    HELD_UNTIL,
-    HeldUntil,
-    makes_activation,
-    peak_activations,
-    run_again,
-)
 from schedir.ir.channels import (
     CHANNELS,
     CHANNELS_IN_WORDS,
     DEFAULT_CHANNEL,
     expect_channel,
-    queues,
 )
-from schedir.ir.clock import TEXTBOOK, Exchanges, Time, Times, run
-from schedir.ir.collectives import collective_turns, reduces_by_stage, sums_of_steps
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
-from schedir.ir.dataflow import Dataflow, Transfers, first_places
 from schedir.ir.kinds import (
     BACKWARDS,
     COMMUNICATION,
@@ -53,7 +42,6 @@ from schedir.ir.kinds import (
     VALUES,
     Kind,
 )
-from schedir.ir.plan import Plan, plan
 from schedir.ir.schedule import (
     Placement,
     Schedule,
@@ -68,7 +56,6 @@ from schedir.ir.ties import Ties, shared_steps, tied_steps, ties_of
 from schedir.ir.together import Entry, Together, flat, together
 from schedir.ir.tokens import TokenError, decode, parse_action, parse_entry, printable
 from schedir.ir.torch_csv import dumps_torch_csv, loads_torch_csv
-from schedir.ir.versions import StageVersions, weight_versions
 
 __all__ = [
     "BACKWARDS",
@@ -82,7 +69,6 @@ __all__ = [
     "COUNTERPARTS",
     "DEFAULT_CHANNEL",
     "GROUPS",
-    "HELD_UNTIL",
     "HOMES",
     "KINDS",
     "KIND_INDEX",
@@ -91,70 +77,50 @@ __all__ = [
     "RECEIVES",
     "SENDS",
     "STEPS",
-    "TEXTBOOK",
     "VALUES",
     "Action",
     "Bools",
     "Columns",
-    "Dataflow",
     "Entry",
-    "Exchanges",
-    "HeldUntil",
     "Ints",
     "Kind",
     "Placement",
-    "Plan",
     "Schedule",
     "Source",
     "Sources",
-    "StageVersions",
     "Ties",
-    "Time",
-    "Times",
     "Together",
     "TokenError",
-    "Transfers",
     "backward",
     "backward_input",
     "backward_weight",
-    "collective_turns",
     "columns_of",
     "decode",
     "dumps",
     "dumps_torch_csv",
     "expect_channel",
     "expect_schedule",
-    "first_places",
     "flat",
     "forward",
     "is_number",
     "loads",
     "loads_torch_csv",
-    "makes_activation",
     "offload_activation",
     "optim_step",
     "parse_action",
     "parse_entry",
-    "peak_activations",
-    "plan",
     "printable",
-    "queues",
     "recompute_forward",
     "recv_act",
     "recv_grad",
     "reduce_grad",
-    "reduces_by_stage",
     "reload_activation",
-    "run",
-    "run_again",
     "send_act",
     "send_grad",
     "shared_steps",
     "stages_by_rank",
     "starts_of",
-    "sums_of_steps",
     "tied_steps",
     "ties_of",
     "together",
-    "weight_versions",
 ]

@@ -26,12 +26,6 @@ its parts, one after the other.
 
 from __future__ import annotations
 
-import numpy as np
-
-from schedir.ir.columns import Ints
-from schedir.ir.kinds import COMMUNICATION, RECEIVES, Kind
-from schedir.ir.schedule import Schedule
-
 CHANNELS_IN_WORDS = {
     "host": "blocking send and receive calls",
     "rank": "one order of all communication per rank, what NCCL can be relied on for",
@@ -51,30 +45,3 @@ def expect_channel(channel: object) -> None:
     """Raise ValueError for what is no channel model."""
     if channel not in CHANNELS:
         raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
-
-
-def queues(channel: str, schedule: Schedule) -> Ints:
-    """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
-
-    The entries of one queue happen in list order. A REDUCE_GRAD has no peer: but for the models
-    that order all communication, it stands in its stage's own queue. Raises ValueError for an
-    unknown model.
-    """
-    expect_channel(channel)
-    columns = schedule.columns
-    communicates = columns.is_kind(*COMMUNICATION)
-    reduces = columns.is_kind(Kind.REDUCE_GRAD)
-    ranks = columns.ranks
-    if channel == "async":
-        return np.full(len(columns), -1)
-    if channel == "host":
-        return columns.rank
-    if channel == "rank":
-        return np.where(communicates | reduces, columns.rank, -1)
-    # Numbered apart on each rank: one number per peer and direction, then one per stage.
-    number = 2 * schedule.dataflow.peers
-    if channel == "edge":
-        number = number + columns.is_kind(*RECEIVES)
-    own = columns.rank * (2 * ranks + schedule.stages)
-    peered = communicates & (schedule.dataflow.peers >= 0)
-    return np.where(peered, own + number, np.where(reduces, own + 2 * ranks + columns.stage, -1))

@@ -132,10 +132,6 @@ class Columns:
         start = int(self.starts[rank])
         return int(self.heads[self.entry[start] + index]) if self.together else start + index
 
-    def before(self, place: int) -> int:
-        """The place before on the same rank, -1 where there is none."""
-        return place - 1 if place > self.starts[self.rank[place]] else -1
-
     def action(self, place: int) -> Action:
         """The action that stands at a place."""
         return _action(
@@ -219,15 +215,6 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
         np.array(versions, np.int64),
         is_joined,
     )
-
-
-def summed_at_last(columns: Columns, costs: Ints) -> Ints:
-    """The costs of all places, those of an entry's actions summed up at the last of them."""
-    if not columns.together:
-        return costs
-    summed = np.zeros(len(columns), costs.dtype)
-    summed[columns.last[columns.heads]] = np.add.reduceat(costs, columns.heads)
-    return summed
 
 
 def _entries(actions: Iterable[Action], joined: Iterable[bool]) -> Iterator[Entry]:

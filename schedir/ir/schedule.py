@@ -11,7 +11,6 @@ import numpy as np
 
 from schedir.ir.action import MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
-from schedir.ir.dataflow import Dataflow, dataflow_of
 from schedir.ir.kinds import COMMUNICATION
 from schedir.ir.printing import sched_text
 from schedir.ir.together import Entry
@@ -194,12 +193,6 @@ class Schedule:
         """True where the list holds its communication, or needs none."""
         local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
         return local or self.stages == 1 or bool(self.columns.is_kind(*COMMUNICATION).any())
-
-    @cached_property
-    def dataflow(self) -> Dataflow:
-        """Where everything stands. Raises UnsoundError where actions name what there is not, or
-        are too few for the stages and microbatches."""
-        return dataflow_of(self.columns, self.stages, self.microbatches)
 
     @cached_property
     def content_hash(self) -> str:

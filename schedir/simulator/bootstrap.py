@@ -30,7 +30,7 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import Transfers, graph_of
-from schedir.ir import COMPUTE, HOMES, KINDS, Bools, Ints, Schedule
+from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
 from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
@@ -62,27 +62,29 @@ def drawn_prices(
     chance = np.random.default_rng(seed)
     graph, columns = graph_of(schedule), schedule.columns
     transfers = graph.transfers
-    compute = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    entries = np.concatenate((heads, columns.where(*COPIES)))
     sums = np.array([places[0] for places in graph.collectives], np.int64)
     exchanges = node[np.concatenate((transfers.send, sums))]
     links = usual_links(samples, costs.boundary_bytes)
     own_links = zip(*_ends(transfers), strict=True)
     usual = attrs.evolve(costs, latency=links.latencies(own_links), bandwidth=links.bandwidth)
-    lasts, cost, busy = priced.takes[compute], priced.takes[exchanges], priced.holds[exchanges]
+    lasts, cost, busy = priced.takes[entries], priced.takes[exchanges], priced.holds[exchanges]
     dearer = cost - prices(schedule, usual).takes[exchanges]
     order, follows = transfers.by_channel
     ahead, behind = order[:-1][follows[1:]], order[1:][follows[1:]]
     summed = np.arange(len(exchanges)) >= len(transfers)
     pace = _pace(samples, chance, schedule.ranks)
     ratios = relative(samples)
-    computed = _lenders(_keys_of_compute(schedule, compute), _rows, samples)
+    computed = _lenders(_keys_of_compute(schedule, entries), _rows, samples)
     exchanged = _lenders(
         [*zip(*_ends(transfers), strict=True), *((-1, s) for s in columns.stage[sums].tolist())],
         _rows_of_link,
         samples,
     )
-    rank = columns.rank[compute]
-    first, entered = _entered(rank, ~np.isin(compute, transfers.user), samples)
+    rank = columns.rank[entries]
+    alone = ~np.isin(heads, transfers.user)
+    first, entered = _entered(rank[: len(heads)], alone, samples)
     of_row = pace[samples.step, samples.rank]
     steps = len(samples.steps)
     blocks = max(computed.blocks, exchanged.blocks)
@@ -95,8 +97,8 @@ def drawn_prices(
         other = (rows >= 0) & (samples.step[rows] != chosen[0])
         own[other] *= pace[chosen[0], rank[other]] / of_row[rows[other]]
         takes = priced.takes.astype(np.float64)
-        takes[compute] = lasts * own
-        takes[compute[first]] += entered[:, chosen[0]]
+        takes[entries] = lasts * own
+        takes[heads[first]] += entered[:, chosen[0]]
         sample, known = exchanged.drawn(chosen, chance)
         took = np.maximum(samples.duration[sample] + dearer, 0)
         took[summed] = (cost * ratios[sample])[summed]
@@ -179,9 +181,9 @@ def _lenders(
 
 
 def _keys_of_compute(schedule: Schedule, heads: Ints) -> list[tuple[int, int]]:
-    """The cost and the stage of each entry of compute."""
+    """The cost and the stage of each entry of compute, and of copies."""
     columns = schedule.columns
-    names = np.array([COSTS.index(k.name.lower()) if k in COMPUTE else -1 for k in KINDS])
+    names = np.array([COSTS.index(k.name.lower()) if k in COMPUTE | COPIES else -1 for k in KINDS])
     pair = columns.shared[heads]
     cost = np.where(pair, COSTS.index("overlapped"), names[columns.kind[heads]])
     home = heads + (pair & ~columns.is_kind(*HOMES)[heads])

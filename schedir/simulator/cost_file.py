@@ -8,9 +8,9 @@
     }
 
 A field is a number, or a list with one for each stage (or boundary). What is by link has one key
-`source->target` for each. What is left out has its default. What is written is read back exactly:
-integers stay integers, and floats have all their digits. `samples` are the columns of what the
-costs were fitted on.
+`source->target` for each, `copy_engine` one for each rank. What is left out has its default. What
+is written is read back exactly: integers stay integers, and floats have all their digits. `samples`
+are the columns of what the costs were fitted on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def _written(value: Any) -> Any:
     if isinstance(value, Samples):
         return value.plain()
     if isinstance(value, Mapping):
-        return {f"{source}->{target}": _written(one) for (source, target), one in value.items()}
+        return {
+            "->".join(map(str, key)) if isinstance(key, tuple) else str(key): _written(one)
+            for key, one in value.items()
+        }
     return "inf" if value == math.inf else value
 
 
@@ -68,8 +71,15 @@ def _read(name: str, value: Any) -> Any:
     if name == "samples":
         return None if value is None else of_plain(value)
     if isinstance(value, dict):
-        return {_link(name, key): _read(name, one) for key, one in value.items()}
+        key_of = _rank if name == "copy_engine" else _link
+        return {key_of(name, key): _read(name, one) for key, one in value.items()}
     return math.inf if value == "inf" else value
+
+
+def _rank(name: str, key: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", key, re.ASCII):
+        raise ValueError(f'{name}: a rank is given as "0", not {clip(key)}')
+    return int(key)
 
 
 def _link(name: str, key: str) -> tuple[int, int]:

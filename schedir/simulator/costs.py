@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from schedir.simulator.transformer import Device, Transformer, split
 from schedir.simulator.values import (
     BY_LINK,
     BY_STAGE,
+    ENGINES,
     PerLink,
     PerStage,
     Sizes,
     Unit,
+    check_bandwidth,
     check_unit,
 )
 
@@ -37,6 +39,10 @@ class CostModel:
     A transfer occupies its channel for `boundary_bytes` / `bandwidth`, and arrives `latency` after
     that: each of these two is one number, or one per link, {(source rank, target rank): number}.
     `boundary_bytes` are those of one microbatch between stage s and s + 1.
+
+    An OFFLOAD or RELOAD takes `activation_bytes` / `host_bandwidth`. Copies of one rank go one
+    after the other; those of ranks that share an engine do too, where `copy_engine`, {rank: number
+    of its engine}, says so: in the order in which they would be posted if no copy took any time.
 
     A (stage, microbatch) keeps `activation_bytes` from its FORWARD to its backward, or
     `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: what
@@ -62,6 +68,8 @@ class CostModel:
     overlapped: PerStage | None = attrs.field(default=None, **BY_STAGE)
     latency: PerLink = attrs.field(default=0, **BY_LINK)
     bandwidth: PerLink = attrs.field(default=math.inf, **BY_LINK)
+    host_bandwidth: float = attrs.field(default=math.inf, validator=check_bandwidth)
+    copy_engine: Mapping[int, int] | None = attrs.field(default=None, **ENGINES)
     boundary_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     input_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     activation_bytes: PerStage = attrs.field(default=0, **BY_STAGE)

@@ -16,12 +16,13 @@ simulated timeline goes from 0 to the makespan without a gap.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import attrs
 import numpy as np
 
 from schedir.graph.paths import AFTER, NEEDS, PART, POSTED, QUEUED, Waits, waits
-from schedir.ir import RECEIVES, Bools, Ints
+from schedir.ir import COPIES, RECEIVES, Bools, Ints
 from schedir.simulator.moments import CHANNEL, Moments, as_run
 
 
@@ -41,7 +42,8 @@ def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
     waiting = waits(as_run(moments.schedule), CHANNEL, ahead=moments.ahead)
     by_waiter = np.argsort(waiting.waiter, kind="stable")
     bounds = np.searchsorted(waiting.waiter[by_waiter], np.arange(waiting.nodes + 1))
-    walk = _Walk(moments, clock_error, waiting, by_waiter, bounds, columns.is_kind(*RECEIVES))
+    kinds = columns.is_kind(*RECEIVES), columns.where(*COPIES)
+    walk = _Walk(moments, clock_error, waiting, by_waiter, bounds, *kinds)
     # Of several that end last the one that is listed last, which waits for the others if any.
     place = int(np.flatnonzero(ends == np.fmax.reduce(ends))[-1])
     path: dict[int, None] = {}
@@ -62,11 +64,13 @@ class _Walk:
     by_waiter: Ints
     bounds: Ints
     receives: Bools
+    copies: Ints
 
     def before(self, place: int) -> int:
         """What a place has waited for until it began, -1 for nothing that is known."""
         begin, found = float(self.moments.begins[place]), []
-        for why, waiter, awaited in self._waits(int(self.waiting.node[place])):
+        waits = self._waits(int(self.waiting.node[place]))
+        for why, waiter, awaited in chain(waits, self._on_its_engine(place, begin)):
             if why == AFTER:
                 awaited = self._last_known(awaited, begin)
             until = self._until(why, waiter, awaited, begin)
@@ -91,6 +95,13 @@ class _Walk:
             else:
                 for _, part, _ in self._waits(awaited):
                     yield why if (why, part) == (NEEDS, earlier) else PART, later, part
+
+    def _on_its_engine(self, place: int, begin: float) -> Iterator[tuple[int, int, int]]:
+        """For a copy, those that end as it begins: ranks may share an engine."""
+        if place in self.copies:
+            begins, ends = self.moments.begins[self.copies], self.moments.ends[self.copies]
+            for other in self.copies[(begins < begin) & (ends == begin)].tolist():
+                yield QUEUED, place, other
 
     def _last_known(self, compute: int, begin: float) -> int:
         """Of compute and what is before it on its rank, the last that is known to have ended."""

@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import Bools, Kind
+from schedir.ir import COPIES, Bools, Kind
 from schedir.simulator.observing import agreed, observe
 from schedir.simulator.samples import COSTS, DELAYED, TRANSFER, WITHIN, Samples, median
 from schedir.simulator.times import Numbers
-from schedir.simulator.values import MOST
+from schedir.simulator.values import MOST, PerStage
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
@@ -55,6 +55,8 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
         }
     links = usual_links(samples, boundaries)
     fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
+    if sizes is not None:
+        fields["host_bandwidth"] = _host_bandwidth(samples, sizes.activation)
     if links.by_link:
         ranks = 1 + int(samples.rank.max())
         fields["latency"] = links.latencies(_neighbours(ranks)) | dict(links.by_link)
@@ -167,6 +169,16 @@ def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
     shortest = min(_medians(samples, "forward").values(), default=0)
     unlike = high > _UNLIKE * low and high - low > _MATTERS * shortest
     return Links(usual(rest[rows], late[rows]), by_link if unlike else {}, per_byte)
+
+
+def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:
+    """The bytes that a copy to the host or back moves per unit of time; infinite if none was seen
+    to take any."""
+    rows = np.flatnonzero(np.isin(samples.cost, [COSTS.index(k.name.lower()) for k in COPIES]))
+    moved = np.broadcast_to(sizes, 1 + int(samples.stage.max(initial=0)))[samples.stage[rows]]
+    took = samples.duration[rows]
+    slow = (moved > 0) & (took > 0)
+    return float(np.median(moved[slow] / took[slow])) if slow.any() else math.inf
 
 
 def usual(durations: Numbers, within: Bools) -> float:

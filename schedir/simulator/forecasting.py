@@ -91,7 +91,7 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
         )
     _expect_enough(costs.samples)
     expect_steady(costs.samples)
-    waiting, makespans, steps = waits_of(complete), [], []
+    waiting, makespans, steps = waits_of(complete, costs, priced), [], []
     for step, one in drawn_prices(complete, waiting.node, costs, priced, draws, seed):
         starts = finish(waiting, one.takes, one.holds)[: len(one.takes)]
         makespans.append(float((starts + one.takes).max(initial=0)))

@@ -20,13 +20,13 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import COMPUTE, KINDS, Bools, Ints, Kind, Schedule
-from schedir.ir.collectives import collective_turns
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
 from schedir.simulator.times import Numbers
 
 _COST_OF_KIND = np.array(
-    [COSTS.index(kind.name.lower()) if kind in COMPUTE else -1 for kind in KINDS]
+    [COSTS.index(kind.name.lower()) if kind in COMPUTE | COPIES else -1 for kind in KINDS]
 )
 _REDUCE, _PAIR = map(COSTS.index, ("reduce_grad", "overlapped"))
 
@@ -48,7 +48,7 @@ def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
     to queue has none.
     """
     schedule = timeline.schedule
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
     queued = transfers.send[_queued(schedule, timeline.starts, timeline.ends)]
     if timeline.measured is None:
         queued = queued[:0]
@@ -93,7 +93,7 @@ def _rows(schedule: Schedule, entries: _Entries, known: Ints, step: int) -> tupl
     first = columns.kind[places] == KINDS.index(Kind.FORWARD)
     forward = np.where(first, places, columns.last[places])
     stage = columns.stage[np.where(entries.cost == _PAIR, forward, places)]
-    peer = np.where(transfer, schedule.dataflow.peers[places], -1)
+    peer = np.where(transfer, graph_of(schedule).peers[places], -1)
     rank = columns.rank[places]
     number = np.where(transfer, turns(rank, peer), turns(entries.cost, stage))
     found = (
@@ -127,7 +127,7 @@ def _warm(timelines: Sequence[Any]) -> Iterator[Any]:
 def _observed(timeline: Any) -> Iterator[_Entries]:
     """What a timeline shows, compute first; then when ranks began, transfers, and collectives."""
     schedule: Schedule = timeline.schedule
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
     starts = np.asarray(timeline.starts)
     ends = np.asarray(timeline.ends)
     heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
@@ -184,7 +184,10 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     yield _Entries(transfers.send, found, np.maximum(arrives - begun, 0))
     yield _Entries(transfers.send, np.full(len(transfers), DELAYED), late)
 
-    turns = collective_turns(schedule)
+    copies = columns.where(*COPIES)
+    yield _Entries(copies, _COST_OF_KIND[columns.kind[copies]], ends[copies] - starts[copies])
+
+    turns = graph_of(schedule).collectives
     if turns:
         places = np.array([turn[0] for turn in turns])  # all places of one have the same times
         yield _Entries(places, np.full(len(turns), _REDUCE), ends[places] - starts[places])
@@ -201,13 +204,15 @@ def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
 
 
 def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Numbers, Bools]:
-    """When what each compute entry waits for had arrived, and the collectives before it were over,
-    -1 where nothing was seen to, and which of them come after a collective, for whose other ranks
-    they may wait."""
-    columns, transfers = schedule.columns, schedule.dataflow.transfers
-    reduces = columns.is_kind(Kind.REDUCE_GRAD)
+    """When what each compute entry waits for had arrived or was back, and the collectives before it
+    were over, -1 where nothing was seen to, and which of them come after a collective, for whose
+    other ranks they may wait."""
+    columns = schedule.columns
+    reduces = columns.is_kind(*GROUPS)
     arrived, over = np.full((2, len(columns)), -1, ends.dtype)
-    arrived[transfers.user] = ends[transfers.receive]
+    user, made = graph_of(schedule).needs
+    there = np.flatnonzero(columns.is_kind(*RECEIVES, *COPIES)[made])
+    np.fmax.at(arrived, user[there], ends[made[there]])
     over[reduces] = ends[reduces]
     if ends.dtype.kind == "f":
         arrived, over = (np.where(np.isnan(times), -1, times) for times in (arrived, over))
@@ -224,7 +229,7 @@ def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, 
 
 def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:
     """The transfers before whose start the one ahead of them on their channel had not arrived."""
-    transfers = schedule.dataflow.transfers
+    transfers = graph_of(schedule).transfers
     order, follows = transfers.by_channel
     queued = np.zeros(len(transfers), np.bool_)
     before = ends[transfers.receive[order[:-1]]] > starts[transfers.send[order[1:]]]

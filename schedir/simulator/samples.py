@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, KINDS, Ints
+from schedir.ir import COMPUTE, COPIES, KINDS, Ints
 from schedir.simulator.times import Numbers, numbers
 
 COSTS = (
@@ -33,15 +33,17 @@ COSTS = (
     "transfer_within",
     "transfer_delayed",
     "entry",
+    *(kind.name.lower() for kind in KINDS if kind in COPIES),
 )
 """What is observed: a compute action, a collective, an overlapped pair by the stage of its FORWARD,
-a transfer by the boundary that it crosses.
+a transfer by the boundary that it crosses, a copy.
 
 Of a `transfer_within` the most that it can have taken is known: it had arrived before its receiver
 was free to look. A `transfer_delayed` is one that began late, as its receiver was not there yet or
 another one was ahead of it, from the compute before it to its arrival. `entry` is when a rank that
 waits for nobody began the step, after the first one did."""
-TRANSFER, WITHIN, DELAYED, ENTRY = range(len(COSTS) - 4, len(COSTS))
+TRANSFER = COSTS.index("transfer")
+WITHIN, DELAYED, ENTRY = range(TRANSFER + 1, TRANSFER + 4)
 _MOST = 10**6  # of stages, of ranks, and of entries of one kind and stage in a step
 _EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Column")
 

@@ -10,6 +10,9 @@ when its channel is free, occupies it for as long as its bytes take, and arrives
     rank 0   0F0 0SEND_ACT0 0F1 ...         posted at 1
                           ══─ ─ ─ ─         starts at 1: on the channel ══, on its way ─ ─
     rank 1   1RECV_ACT0           1F0 ...   starts when it has arrived
+
+A copy to the host or back is posted when the compute listed before it is done, and starts when its
+rank's engine is free.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ import numpy as np
 from schedir.checker import prove, sound
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import TEXTBOOK, Waits, finish, textbook, waits
+from schedir.graph.paths import QUEUED, TEXTBOOK, Waits, finish, textbook, waits
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COMPUTE,
+    COPIES,
     HOMES,
     KINDS,
     Columns,
@@ -85,7 +89,7 @@ def simulate(
     priced = prices(complete, costs)
     if durations:
         priced = _overridden(priced, schedule, complete, durations)
-    starts = _starts(complete, priced, ahead=receives == "ahead")
+    starts = _starts(complete, costs, priced, ahead=receives == "ahead")
     sizes = costs.sizes
     return Timeline(
         complete, starts, starts + priced.takes, sizes if sizes.known else None, costs.unit
@@ -101,15 +105,48 @@ def completed(schedule: Schedule, costs: CostModel) -> Schedule:
     return sound(schedule) or prove(schedule, _WEAKEST).proved()
 
 
-def waits_of(schedule: Schedule, *, ahead: bool = True) -> Waits:
+def waits_of(schedule: Schedule, costs: CostModel, priced: Prices, *, ahead: bool = True) -> Waits:
     """What waits for what as a complete schedule runs. Raises ScheduleError where it blocks."""
     waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
     if waiting.stuck.any():
         prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+    copies = schedule.columns.where(*COPIES)
+    if costs.copy_engine and len(copies):
+        return _sharing_engines(waiting, copies, costs.copy_engine, priced)
     return waiting
 
 
-def _starts(schedule: Schedule, priced: Prices, ahead: bool) -> Numbers:
+def _sharing_engines(
+    waiting: Waits, copies: Ints, engines: Mapping[int, int], priced: Prices
+) -> Waits:
+    """The waits, and those of copies for the ones before them on an engine that ranks share: in the
+    order in which they would be posted if no copy took any time."""
+    takes, holds = priced.takes.copy(), priced.holds.copy()
+    takes[copies] = holds[copies] = 0
+    posted = finish(waiting, takes, holds)[copies]
+    turn = np.zeros(waiting.nodes, np.int64)
+    turn[waiting.order] = np.arange(len(waiting.order))
+    rank = waiting.schedule.columns.rank[copies]
+    engine = np.array([engines.get(each, -1 - each) for each in rank.tolist()])
+    # Of those posted at once that of the lower rank goes first, unless it waits for the other.
+    for tie in (copies, turn[copies]):
+        order = np.lexsort((tie, posted, engine))
+        again = np.flatnonzero(engine[order][1:] == engine[order][:-1])
+        later, earlier = copies[order[again + 1]], copies[order[again]]
+        shared = attrs.evolve(
+            waiting,
+            later=np.append(waiting.later, later),
+            earlier=np.append(waiting.earlier, earlier),
+            why=np.append(waiting.why, np.full(len(again), QUEUED)),
+            waiter=np.append(waiting.waiter, later),
+            awaited=np.append(waiting.awaited, earlier),
+        )
+        if not shared.stuck.any():
+            break
+    return shared
+
+
+def _starts(schedule: Schedule, costs: CostModel, priced: Prices, ahead: bool) -> Numbers:
     """When each action of a complete schedule starts. Raises ScheduleError where it blocks."""
     columns, starts = schedule.columns, None
     usual = _of_entries(columns, TEXTBOOK[columns.kind])
@@ -119,7 +156,8 @@ def _starts(schedule: Schedule, priced: Prices, ahead: bool) -> Numbers:
     ):
         starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
     if starts is None or (starts < 0).any():
-        starts = finish(waits_of(schedule, ahead=ahead), priced.takes, priced.holds)
+        waiting = waits_of(schedule, costs, priced, ahead=ahead)
+        starts = finish(waiting, priced.takes, priced.holds)
     starts = starts[: len(columns)]
     return starts.astype(np.float64) if starts.max(initial=0) > _MOST_INT else starts
 
@@ -150,12 +188,16 @@ def prices(schedule: Schedule, costs: CostModel) -> Prices:
         table[code] = cost
     takes = _of_entries(columns, table[columns.kind, columns.stage], costs.overlapped)
 
+    copies = columns.where(*COPIES)
+    speed = np.full(len(copies), 0 if costs.host_bandwidth == math.inf else costs.host_bandwidth)
+    copied = _quotient(_at(costs.activation_bytes, columns.stage[copies]), speed)
     links = transfers.source * schedule.ranks + transfers.target
     # An activation goes on to its stage, a gradient back to it.
     sizes = _at(costs.boundary_bytes, transfers.stage - ~transfers.is_gradient)
     busy = _quotient(sizes, _at_links("bandwidth", costs.bandwidth, schedule, links))
     arrive = _at_links("latency", costs.latency, schedule, links) + busy
-    takes = takes.astype(np.result_type(takes, arrive), copy=False)
+    takes = takes.astype(np.result_type(takes, arrive, copied), copy=False)
+    takes[copies] = copied
     holds = takes.copy()
     for ends in (transfers.send, transfers.receive):
         takes[ends], holds[ends] = arrive, busy
@@ -261,7 +303,8 @@ def _overridden(
     for places in map(list, graph.collectives):
         longest[places] = longest[places].max()
     takes = np.where(longest >= 0, longest, priced.takes)
-    return Prices(takes, np.minimum(priced.holds, takes))
+    copies = columns.is_kind(*COPIES)
+    return Prices(takes, np.where(copies, takes, np.minimum(priced.holds, takes)))
 
 
 def _heads(given: Schedule, durations: Durations) -> Ints:

@@ -13,11 +13,11 @@ import numpy as np
 from schedir.errors import LoadError
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, HOMES, Action, Bools, Schedule, flat
+from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, flat
 from schedir.simulator import saving
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
-from schedir.simulator.memory import Held, live_activations, live_bytes
+from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
 from schedir.simulator.moments import Moments, moments_of
 from schedir.simulator.times import Measured, Numbers, numbers
 from schedir.simulator.values import Sizes, Unit, check_unit
@@ -44,7 +44,8 @@ class RankStats:
     FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs,
     each from its FORWARD, or its RECOMPUTE where it has one, until its BACKWARD or BACKWARD_WEIGHT;
     `weight_versions` the most versions alive at once in any of its stages, the newest included;
-    `peak_bytes` is the most memory that it holds, None where sizes are not known.
+    `peak_bytes` is the most memory that it holds, `peak_host_bytes` the most that it has copied to
+    its host; None where sizes are not known, or nothing is copied.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class RankStats:
     peak_activations: int
     weight_versions: int
     peak_bytes: float | None = None
+    peak_host_bytes: float | None = None
 
 
 def _one_of(kind: type) -> Callable[..., None]:
@@ -161,6 +163,8 @@ class Timeline:
         graph = graph_of(self.schedule)
         peaks, versions = peak_activations(graph), peak_versions(graph)
         held = None if self.sizes is None else self._live_bytes.peaks()
+        copied = self.sizes is not None and columns.is_kind(*COPIES).any()
+        on_host = self._host_bytes.peaks() if copied else None
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
             starts, ends = self.starts[begin:end], self.ends[begin:end]
@@ -176,6 +180,7 @@ class Timeline:
                     peak_activations=peaks[rank][0],
                     weight_versions=versions.get(rank, 1),
                     peak_bytes=held[rank] if held else None,
+                    peak_host_bytes=on_host[rank] if on_host else None,
                 )
             )
         return tuple(found)
@@ -194,9 +199,17 @@ class Timeline:
 
     @cached_property
     def _live_bytes(self) -> Held:
+        return live_bytes(self._moments, self._known_sizes)
+
+    @cached_property
+    def _host_bytes(self) -> Held:
+        return host_bytes(self._moments, self._known_sizes)
+
+    @property
+    def _known_sizes(self) -> Sizes:
         if self.sizes is None:
             raise ValueError("the timeline has no sizes, so its bytes are not known")
-        return live_bytes(self._moments, self.sizes)
+        return self.sizes
 
     def live(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
@@ -212,6 +225,10 @@ class Timeline:
         Raises ValueError where the sizes are not known, or are those of other stages.
         """
         return self._live_bytes.curve(rank)
+
+    def host_memory(self, rank: int) -> tuple[Numbers, Numbers]:
+        """How many bytes of the rank are on its host, as `memory`. Raises what that raises."""
+        return self._host_bytes.curve(rank)
 
     @cached_property
     def idle_columns(self) -> IdleColumns:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from schedir.ir import COMPUTE, KINDS, Kind, Schedule
+from schedir.ir import COPIES, HOMES, KINDS, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import fitted_times
 from schedir.simulator.samples import COSTS
@@ -17,6 +18,7 @@ _DERIVED = {
     "overlapped": "the sum of the two",
     "reduce_grad": "free, or as at other stages",
     "optim_step": "free, or as at other stages",
+    "host_bandwidth": "copies are free",
 }
 
 
@@ -33,15 +35,20 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
     each, parts = divmod(stages, schedule.stages)
     used = _used(schedule)
     if parts or not each:
-        return tuple(name for name in COSTS if name in {cost for cost, _ in used})
-    derived = fitted_times(costs.samples, stages)
+        fields = {_FIELDS[cost] for cost, _ in used}
+        return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in fields)
+    derived = {"host_bandwidth": math.inf, **fitted_times(costs.samples, stages)}
     found = {
-        name
-        for name, stage in used
+        _FIELDS[cost]
+        for cost, stage in used
         for one in range(stage * each, (stage + 1) * each)
-        if (name, one) not in costs.samples.groups
+        if (cost, one) not in costs.samples.groups
     }
-    return tuple(name for name in COSTS if name in found and getattr(costs, name) == derived[name])
+    return tuple(
+        name
+        for name in dict.fromkeys(_FIELDS.values())
+        if name in found and getattr(costs, name) == derived[name]
+    )
 
 
 def how_derived(names: Iterable[str]) -> str:
@@ -49,12 +56,18 @@ def how_derived(names: Iterable[str]) -> str:
     return ", ".join(f"{name} ({_DERIVED[name]})" if name in _DERIVED else name for name in names)
 
 
+_FIELDS = {
+    **{cost: cost for cost in COSTS if hasattr(CostModel, cost)},
+    **{kind.name.lower(): "host_bandwidth" for kind in COPIES},
+}
+"""By what is observed, the field of the CostModel that says what it takes."""
+
+
 def _used(schedule: Schedule) -> set[tuple[str, int]]:
-    """The costs that a schedule's compute and collectives have, each with its stage."""
+    """What of a schedule costs anything, as is observed, each with its stage."""
     columns = schedule.columns
-    listed = (*COMPUTE, Kind.REDUCE_GRAD)
-    apart = columns.is_kind(*listed) & ~columns.shared
-    kinds, stages = columns.kind[apart].tolist(), columns.stage[apart].tolist()
-    found = {(KINDS[k].name.lower(), s) for k, s in zip(kinds, stages, strict=True)}
-    pairs = columns.shared & columns.is_kind(Kind.FORWARD)
-    return found | {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
+    pairs = columns.shared & columns.is_kind(*HOMES)
+    found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
+    kinds, stages = (column[~columns.shared].tolist() for column in (columns.kind, columns.stage))
+    found |= {(KINDS[k].name.lower(), s) for k, s in {*zip(kinds, stages, strict=True)}}
+    return {(cost, stage) for cost, stage in found if cost in _FIELDS}

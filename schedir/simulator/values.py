@@ -55,11 +55,24 @@ def _check_links(instance: object, attribute: attrs.Attribute[Any], value: Any) 
 
 
 def _expect_of_link(name: str, value: Any, called: str) -> None:
-    if name == "bandwidth" and value == math.inf:
+    if name.endswith("bandwidth") and value == math.inf:
         return
     expect_number(called, value)
-    if name == "bandwidth" and value == 0:
+    if name.endswith("bandwidth") and value == 0:
         raise ValueError(f"{called} must be above 0")
+
+
+def check_bandwidth(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """The validator of a field that is one bandwidth."""
+    _expect_of_link(attribute.name, value, attribute.name)
+
+
+def _check_engines(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    pairs = value.items() if isinstance(value, dict) else ((None, None),)
+    if value is not None and not all(map(is_number, sum(pairs, ()))):
+        raise ValueError(
+            f"{attribute.name} must be {{rank: number of its engine}} or None, not {clip(value)}"
+        )
 
 
 def _tuple(value: Any) -> Any:
@@ -80,6 +93,8 @@ BY_STAGE: dict[str, Any] = {"validator": _check_stages, "converter": _tuple}
 """The arguments of a field that is by stage."""
 BY_LINK: dict[str, Any] = {"validator": _check_links, "converter": _dict, "hash": False}
 """The arguments of a field that is by link."""
+ENGINES: dict[str, Any] = {"validator": _check_engines, "converter": _dict, "hash": False}
+"""The arguments of a field that says which ranks share an engine."""
 
 
 @attrs.frozen

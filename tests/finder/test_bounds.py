@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, SchedirError, Schedule
-from schedir.finder.bounds import Objective, lower_bound
+from schedir.finder.bounds import lower_bound
+from schedir.finder.terms import Objective
 from tests.built_in import EVERY
 
 EQUAL = CostModel(backward=1)

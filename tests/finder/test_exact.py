@@ -11,7 +11,8 @@ import pytest
 import schedir
 from schedir import CostModel, SchedirError
 from schedir.finder import exact
-from schedir.finder.bounds import Objective, lower_bound
+from schedir.finder.bounds import lower_bound
+from schedir.finder.terms import Objective
 from tests.command_line import runner
 from tests.finder.brute_force import Small, least
 

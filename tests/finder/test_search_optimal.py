@@ -11,7 +11,7 @@ import pytest
 
 import schedir
 from schedir import CostModel, SchedirError
-from schedir.finder import Found, budget, exact, find
+from schedir.finder import Found, candidates, exact, find
 
 EQUAL = CostModel(backward=1)
 SLOW_LINKS = CostModel(forward=10, backward=19, backward_input=10, backward_weight=9, latency=2)
@@ -138,7 +138,7 @@ def test_an_impossible_limit_is_refused_with_the_least_that_works() -> None:
 def test_the_same_seed_finds_the_same_schedule_whatever_was_searched_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budget, "DEFAULT_SECONDS", 0.3)  # of work: no clock
+    monkeypatch.setattr(candidates, "DEFAULT_SECONDS", 0.3)  # of work: no clock
     arguments: dict[str, Any] = {"costs": uneven(6), "max_activations": 4}
     first = schedir.search(3, 5, 2, seed=1, **arguments)
     schedir.search(3, 5, 2, seed=2, **arguments)

@@ -12,7 +12,7 @@ import pytest
 
 import schedir
 from schedir import CostModel, Kind, SchedirError
-from schedir.finder import budget, find
+from schedir.finder import candidates, find
 from schedir.render import found_text
 
 EVEN = CostModel(forward=1, backward=1)
@@ -83,7 +83,7 @@ UNEVEN = CostModel(forward=3, backward=5, backward_input=3, backward_weight=3, l
 def test_the_same_seed_finds_the_same_schedule_however_slow_the_machine(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "DEFAULT_SECONDS", 0.4)  # of work
+    monkeypatch.setattr(candidates, "DEFAULT_SECONDS", 0.4)  # of work
     first = find(3, 6, 2, **arguments, seed=3)
     monkeypatch.setattr(time, "process_time", itertools.count(step=1e6).__next__)
     again = find(3, 6, 2, **arguments, seed=3)

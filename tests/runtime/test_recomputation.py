@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -260,9 +261,9 @@ def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
         line = executor.timelines()[-1]
     sizes: Any = line.sizes
     assert (sizes.input, sizes.activation) == ((0, BOUNDARY), (BOUNDARY, 3 * BOUNDARY))
-    held = line._live_bytes
-    after = range(len(line.schedule.columns))
-    assert found == [held.change[held.place <= place].sum() for place in after]
+    times, amounts = line.memory(0)
+    after = np.searchsorted(times, line.ends, side="right") - 1
+    assert found == (amounts[after] - amounts[0]).tolist()
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:

@@ -1,34 +1,88 @@
-"""The hunt for the quickest order: built-in ones, then those of rules, and then the best of these
-made better, until the work that is allowed is done."""
+"""The candidates of a search: built-in orders, then those of rules, and then the best of these made
+better, until the work that is allowed is done.
+
+That is counted in work, so that the same seed finds the same schedule on any machine, however busy.
+A clock ends it only where somebody has said for how long.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from itertools import zip_longest
 from random import Random
 
 import attrs
 
 from schedir.errors import SchedirError
-from schedir.finder.branching import branched, is_small
-from schedir.finder.budget import BRANCHED, RUN, SCHEDULED, Budget
-from schedir.finder.evaluating import Run, fits, serial, timed
-from schedir.finder.improving import rearranged
-from schedir.finder.list_scheduling import scheduled
-from schedir.finder.merging import merged
-from schedir.finder.rescheduling import rescheduled
-from schedir.finder.rules import Style, rule_of, styles, varied
-from schedir.finder.task import INPUT, LEAN, Task
-from schedir.finder.terms import Terms
-from schedir.finder.writing import order_of
+from schedir.finder.beam_search import branched, is_small
+from schedir.finder.list_scheduling import Style, rule_of, scheduled, styles, varied
+from schedir.finder.local_search import rearranged, rescheduled
+from schedir.finder.orders import Run, fits, merged, order_of, serial, timed
+from schedir.finder.terms import INPUT, LEAN, Task, Terms
 from schedir.graph.board import Order
 from schedir.library import Generator as BuiltIn
 from schedir.library import Parameter, built_in, load
 
+DEFAULT_SECONDS = 5.0
+"""How long a slow core works on a search whose `seconds` nobody has said."""
+_RATE = 800_000  # units of work a second, on a slow core
+SCHEDULED, RUN, BRANCHED = 8, 1, 25
+"""Units of work for each action that a rule puts in order, for each that an order runs, and for
+each state of small work that is made."""
+_ANY = 15  # units of work of any candidate
 _KEPT = 12  # of the best, to make better ones of
 _TURNS = 12
 _BRANCHED_SHARE = 0.85
+
+
+class Budget:
+    """What is left of the work that a slow core does in `seconds`; `progress` takes (done, total).
+
+    Where `seconds` are given, it is over at the latest once this process has computed for so long.
+    `cut` says whether that, or `stop`, has ended it before its work was done.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None,
+        stop: Callable[[], bool],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._until = math.inf
+        if seconds is None:
+            seconds = DEFAULT_SECONDS
+        elif isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"seconds must be a number, not {seconds!r}")
+        elif not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a number >= 0, not {seconds}")
+        else:
+            self._until = time.process_time() + seconds
+        self.total = self.left = int(seconds * _RATE)
+        self._last = 0
+        self.candidates = 0
+        self.cut = False
+        self._stop, self._progress = stop, progress
+
+    def allow(self, share: float) -> None:
+        """Let so much of the whole be done from here on before it is `over`."""
+        self._last = self.left - int(self.total * share)
+
+    def spend(self, actions: int, units: int) -> None:
+        """One candidate more, of so many actions."""
+        self.candidates += 1
+        self.left -= actions * units + _ANY
+        if self._progress is not None:
+            self._progress(min(self.total, self.total - self.left), self.total)
+
+    @property
+    def over(self) -> bool:
+        """Whether all work is done, or the search is to end."""
+        if self.left <= max(0, self._last):
+            return True
+        self.cut = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
+        return self.cut
 
 
 @attrs.frozen(eq=False)
@@ -57,8 +111,8 @@ class Candidate:
         return self.run.value, self.run.ties
 
 
-class Hunt:
-    """One hunt, over tasks that differ in their placement."""
+class Search:
+    """One search, over tasks that differ in their placement."""
 
     def __init__(
         self, terms: Terms, tasks: list[Task], random: Random, budget: Budget, bound: float

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from schedir import CostModel
-from schedir.finder.branching import branched, is_small
-from schedir.finder.evaluating import timed
-from schedir.finder.hunting import within
+from schedir.finder.beam_search import branched, is_small
+from schedir.finder.candidates import within
 from schedir.finder.optimum import exactly
-from schedir.finder.task import Task
-from schedir.finder.terms import Terms
+from schedir.finder.orders import timed
+from schedir.finder.terms import Task, Terms
 
 UNEQUAL = CostModel(forward=2, backward=5, backward_input=3, backward_weight=4, latency=1)
 QUEUED = CostModel(boundary_bytes=3, bandwidth=2, latency=1, optim_step=2)

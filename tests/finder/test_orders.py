@@ -8,15 +8,11 @@ from random import Random
 import pytest
 
 from schedir import CostModel, check, simulate
-from schedir.finder.evaluating import fits, serial, timed
-from schedir.finder.hunting import Candidate
-from schedir.finder.improving import rearranged
-from schedir.finder.list_scheduling import scheduled
-from schedir.finder.rescheduling import rescheduled
-from schedir.finder.rules import rule_of, styles, varied
-from schedir.finder.task import Task
-from schedir.finder.terms import Terms
-from schedir.finder.writing import order_of, schedule_of
+from schedir.finder.candidates import Candidate
+from schedir.finder.list_scheduling import rule_of, scheduled, styles, varied
+from schedir.finder.local_search import rearranged, rescheduled
+from schedir.finder.orders import fits, order_of, schedule_of, serial, timed
+from schedir.finder.terms import Task, Terms
 from schedir.graph.board import Order, most_held
 
 

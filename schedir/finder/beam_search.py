@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from schedir.finder.bounds import Work
-from schedir.finder.task import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import BACK, DEFERRED, KEPT, Board, Order, options, take
 
 SMALL = 60

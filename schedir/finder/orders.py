@@ -1,0 +1,196 @@
+"""Orders, which name no microbatches: how they run, which backwards need no splitting, and the
+schedules that they are."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import numpy as np
+
+from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.graph.board import BACK, WAYS, Order, follow, most_held
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, KIND_INDEX, Columns, Kind, Schedule, starts_of
+from schedir.passes import append_steps
+
+_EVENLY = 0.05
+_KIND_OF = np.array([KIND_INDEX[kind] for kind, _ in WAYS])
+_WAY_OF = {KIND_INDEX[kind]: way for way, (kind, beside) in enumerate(WAYS) if not beside}
+
+
+@attrs.frozen(eq=False)
+class Run:
+    """When an order runs: `starts[rank]` are those of its steps, `ends[rank]` when the rank is done
+    with its OPTIM_STEPs; `value` is what is to be least, and `ties` tells equal ones apart."""
+
+    starts: list[list[float]]
+    ends: list[float]
+    value: float
+    ties: float
+
+
+def timed(task: Task, order: Order) -> Run | None:
+    """Run an order; None where it blocks."""
+    ran = follow(task.steps, order)
+    if ran is None:
+        return None
+    starts, clock = ran
+    for rank, updates in enumerate(task.steps_after):
+        for update in updates:
+            clock[rank] += update
+    if task.objective == "makespan":
+        lasting = clock
+    else:
+        lasting = [end - begin[0] for begin, end in zip(starts, clock, strict=True)]
+    value = max(lasting)
+    return Run(starts, clock, value, sum(lasting) + sum(map(sum, starts)) / task.actions)
+
+
+def score(task: Task, run: Run) -> float:
+    """What a search compares by: mostly the value, and a little that all ranks are done early."""
+    return run.value + _EVENLY * run.ties / task.ranks
+
+
+def fits(task: Task, rank: int, steps: list[int]) -> bool:
+    """Whether a rank can run its steps in this order, alone, and keeps no more than it may."""
+    return most_held(task.steps, steps, task.memory.limit[rank]) < math.inf
+
+
+def serial(task: Task) -> Order:
+    """One microbatch after the other, which keeps the least: all forwards but that of a rank's last
+    stage are run again, where they may be."""
+    order: Order = [[] for _ in range(task.ranks)]
+    stages, memory = task.stages, task.memory
+    for rank, held in enumerate(task.stages_of):
+        lean = [task.recompute and s != held[-1] and memory.lean[s] < memory.full[s] for s in held]
+        one = [
+            stages * (LEAN if short else FORWARD) + s for s, short in zip(held, lean, strict=True)
+        ]
+        for stage, short in zip(reversed(held), reversed(lean), strict=True):
+            one += [stages * RECOMPUTE + stage] * short + [stages * BACKWARD + stage]
+        order[rank] = one * task.microbatches
+    return order
+
+
+def merged(task: Task, order: Order, run: Run) -> tuple[Order, Run]:
+    """The order with I and W made one B wherever they are of one microbatch, stand together and the
+    gradient is not awaited for so long, and how it runs; as it was where that would take longer."""
+    order, run = _no_longer(task, _in_turn(task, order), (order, run))
+    stages, costs = task.stages, task.costs
+    slack = _slack(task, order, run)
+    found: Order = []
+    turns = [0] * stages
+    put_off = [0] * stages
+    for steps in order:
+        own: list[int] = []
+        for step in steps:
+            kind, stage = divmod(step, stages)
+            put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
+            together = own and own[-1] == INPUT * stages + stage
+            if kind == WEIGHT and together and not put_off[stage]:
+                longer = costs.backward[stage] - costs.backward_input[stage]
+                turn = turns[stage] - 1
+                if longer <= costs.backward_weight[stage] and slack[stage][turn] >= longer:
+                    own[-1] = BACKWARD * stages + stage
+                    continue
+            elif kind in (INPUT, BACKWARD):
+                turns[stage] += 1
+            own.append(step)
+        found.append(own)
+    return _no_longer(task, found, (order, run))
+
+
+def _no_longer(task: Task, order: Order, other: tuple[Order, Run]) -> tuple[Order, Run]:
+    """An order and how it runs; the other where that takes longer, or exceeds the limit."""
+    run = timed(task, order)
+    return other if run is None or run.value > other[1].value else (order, run)
+
+
+def _in_turn(task: Task, order: Order) -> Order:
+    """The order with each B that comes while a W of its stage is put off made an I and that W."""
+    stages, found = task.stages, []
+    put_off = [0] * stages
+    for steps in order:
+        own: list[int] = []
+        for step in steps:
+            kind, stage = divmod(step, stages)
+            put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
+            if kind == BACKWARD and put_off[stage]:
+                own += [INPUT * stages + stage, WEIGHT * stages + stage]
+            else:
+                own.append(step)
+        found.append(own)
+    return found
+
+
+def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
+    """By stage, how long the gradient of each microbatch's input lies there until it is used."""
+    stages, travels = task.stages, task.steps.travels
+    starts: list[list[float]] = [[] for _ in range(stages)]
+    ends: list[list[float]] = [[] for _ in range(stages)]
+    for steps, times in zip(order, run.starts, strict=True):
+        for step, start in zip(steps, times, strict=True):
+            kind, stage = divmod(step, stages)
+            if kind in (BACKWARD, INPUT):
+                starts[stage].append(start)
+                ends[stage].append(start + task.steps.lasts[step])
+    found = [[math.inf] * task.microbatches]
+    for stage in range(1, stages):
+        way = travels[BACK * stages + stage - 1]
+        used = zip(starts[stage - 1], ends[stage], strict=True)
+        found.append([start - end - way for start, end in used])
+    return found
+
+
+def schedule_of(task: Task, order: Order, name: str) -> Schedule:
+    """The schedule of an order, with an OPTIM_STEP for every stage, its communication left out."""
+    steps = np.array([step for own in order for step in own], np.int64)
+    kind, stage = np.divmod(steps, task.stages)
+    lengths = np.array([len(own) for own in order], np.int64)
+    rank = np.repeat(np.arange(len(order)), lengths)
+    forwards, lean = kind <= LEAN, kind == LEAN
+    backwards, split = (kind == BACKWARD) | (kind == INPUT), kind == INPUT
+    microbatch = np.zeros(len(steps), np.int64)
+    for each in range(task.stages):
+        own = stage == each
+        for which in (forwards, backwards):
+            microbatch[own & which] = np.arange(task.microbatches)
+        microbatch[own & (kind == WEIGHT)] = microbatch[own & split]
+        microbatch[own & (kind == RECOMPUTE)] = microbatch[own & lean]
+    columns = Columns(
+        starts_of(rank, task.ranks),
+        _KIND_OF[kind],
+        stage,
+        microbatch,
+        np.full(len(steps), -1),
+        np.zeros(len(steps), np.bool_),
+    )
+    return append_steps(Schedule(name, task.microbatches, task.placement, columns))
+
+
+def order_of(task: Task, schedule: Schedule) -> Order | None:
+    """The order of a synchronous schedule; None for any other, for one that has replicas or
+    overlapped pairs, or is of another placement or number of microbatches."""
+    columns = schedule.columns
+    steps = columns.where(Kind.OPTIM_STEP)
+    if (
+        schedule.placement != tuple((rank,) for rank in task.placement)
+        or schedule.microbatches != task.microbatches
+        or columns.joined[columns.is_kind(*COMPUTE)].any()
+        or columns.stage[steps].tolist() != [s for held in task.stages_of for s in held]
+    ):
+        return None
+    order: Order = []
+    lean = np.zeros(len(columns), np.bool_)
+    for touch in graph_of(schedule).touches("kept"):
+        lean[touch.places] |= touch.use.does == "make"
+    for begin, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
+        own = []
+        for place in range(begin, end):
+            kind = _WAY_OF.get(int(columns.kind[place]))
+            if kind is not None:
+                kind = LEAN if lean[place] else kind
+                own.append(kind * task.stages + int(columns.stage[place]))
+        order.append(own)
+    return order
