@@ -467,3 +467,11 @@ def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:
     own = slice(columns.starts[rank], columns.starts[rank + 1])
     found = (columns.is_kind(*kinds)[own] & (columns.stage[own] == stage)).nonzero()[0]
     return int(columns.starts[rank] + found[-1]) if len(found) else -1
+
+
+def after_stage(schedule: Schedule, action: Action, rank: int, *kinds: Kind) -> Add:
+    """An action added after the last of these kinds of its stage on a rank, or at the end of its
+    list."""
+    last = last_of_stage(schedule.columns, action.stage, rank, *kinds)
+    place = last + 1 if last >= 0 else int(schedule.columns.starts[rank + 1])
+    return at_gap(schedule, action, rank, place, ahead=False)

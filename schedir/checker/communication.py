@@ -15,12 +15,11 @@ from schedir.checker.changes import (
     Change,
     Several,
     additions,
+    after_stage,
     ahead,
-    at_gap,
     back,
     beside,
     in_turn,
-    last_of_stage,
     moved_beside,
     removal,
     reorder,
@@ -259,12 +258,9 @@ def _without_counterpart(
 def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:
     """A collective after all that a rank has of its stage, or at the end of its list; with a step
     after it, where there are any of the `steps` like which that is."""
-    columns = schedule.columns
     kinds = (*COMPLETES_GRADIENTS, *((*GROUPS, *STEPS) if len(steps) else ()))
-    last = last_of_stage(columns, action.stage, rank, *kinds)
-    place = last + 1 if last >= 0 else int(columns.starts[rank + 1])
-    add = at_gap(schedule, action, rank, place, ahead=False)
+    add = after_stage(schedule, action, rank, *kinds)
     if not len(steps):
         return add
-    step, index = columns.action(int(steps[0])), 0 if add.target is None else add.target + 1
-    return Several((add, Add(step, rank, "after", index)))
+    index = 0 if add.target is None else add.target + 1
+    return Several((add, Add(schedule.columns.action(int(steps[0])), rank, "after", index)))
