@@ -49,7 +49,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
-        yield from _delays(graph, limits.max_delay)
+        yield from _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
@@ -163,14 +163,15 @@ def delays(schedule: Schedule) -> Ints:
     return graph.turn[graph.weight_gradients] - graph.reads
 
 
-def _delays(graph: Graph, limit: int) -> Iterator[Faults]:
+def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     """The worst delay of every stage that is above the limit."""
-    for stage, delay in enumerate(delays(graph.schedule)):
+    graph = graph_of(schedule)
+    for stage, delay in enumerate(delays(schedule)):
         worst, above = int(delay.argmax()), int((delay > limit).sum())
         if above:
             most, places = int(delay[worst]), (graph.home, graph.weight_gradients)
             finding = rules.DELAY_ABOVE_LIMIT.at(
-                graph.schedule,
+                schedule,
                 *(of[stage, worst] for of in places),
                 delay=most,
                 limit=limit,
