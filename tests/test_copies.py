@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 import schedir
 from schedir import CostModel, Timeline
 from schedir.passes import offload
+from schedir.render import Page, outputs_of
+from schedir.render.overview import overview_blocks
+from schedir.render.styled import plain
+from schedir.render.timeline import timeline_text
+from schedir.render.why import why_blocks
 from schedir.simulator import Cause, how_derived, unmeasured
+from tests.command_line import runner
 from tests.literals import listed
 
 ALONE = listed(3, "0", "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0B0 0RELOAD1 0B1 0B2")
@@ -123,3 +131,60 @@ def test_timelines_with_copies_are_saved_and_loaded(tmp_path: Path) -> None:
     loaded = Timeline.load(tmp_path / "line.json")
     assert loaded == line
     assert loaded.ranks == line.ranks
+
+
+AWAY = offload(schedir.build("1f1b", ranks=2, microbatches=3), [0])
+
+
+def test_a_drawing_has_a_lane_of_the_copy_engine() -> None:
+    line = schedir.simulate(AWAY, COSTS)
+    assert timeline_text(line).splitlines()[3:9] == [
+        "               0              5              10",
+        "rank 0         F0 F1       B0--- F2 B1---    B2---*",
+        "rank 0 copies        >1          <1",
+        "rank 1            F0 B0--- F1 B1--- F2 B2---*",
+        "",
+        "F forward, B backward, > copy of the activation to the host, < copy of the activation "
+        "back, * step of the optimiser; F0 is the forward of microbatch 0",
+    ]
+    screen = plain(overview_blocks(line, 80, 24))
+    assert "\n   0    F0 F1 " in screen
+    assert "\ncopies        >1          <1\n" in screen
+
+
+def test_other_pictures_have_one_too() -> None:
+    line = schedir.simulate(AWAY, COSTS)
+    picture = plain(outputs_of("export")["svg"].write(line, Page()).blocks)
+    groups = re.findall(r'<g class="copies".*?</g>\n</g>|<g class="copies".*?</g>', picture, re.S)
+    assert [group.count("<text") for group in groups] == [2, 0]
+    assert "> copy" not in picture
+    assert "&gt; copy of the activation to the host" in picture
+    trace = json.loads(plain(outputs_of("export")["perfetto"].write(line, Page()).blocks))
+    events = trace["traceEvents"]
+    (track,) = (e for e in events if e.get("args") == {"name": "copies to the host and back"})
+    shown = [e for e in events if e["ph"] == "X" and e["tid"] == track["tid"]]
+    assert [(e["name"], e["ts"], e["dur"]) for e in shown] == [
+        ("0OFFLOAD1", 2e6, 1e6),
+        ("0RELOAD1", 6e6, 1e6),
+    ]
+    held = [e["args"]["live"] for e in events if e["name"] == "bytes on the host" and not e["pid"]]
+    assert held == [0, 4, 0]
+
+
+def test_why_a_rank_waits_for_a_copy() -> None:
+    line = schedir.simulate(ALONE, attrs.evolve(COSTS, host_bandwidth=1))
+    told = plain(why_blocks(line, None, None))
+    busy = "communication: 0B0 waits for 0OFFLOAD1 on rank 0, with which its copy engine is busy\n"
+    assert busy in told
+    assert "communication: 0B0 waits for 0RELOAD0 on rank 0\n" in told
+    assert "critical path: compute 7 (30.4%), copies 16 (69.6%)\n" in told
+
+
+def test_costs_of_copies_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "alone.sched"
+    file.write_text(schedir.dumps(ALONE))
+    costs = "--cost", "activation_bytes=4", "--cost", "host_bandwidth=4"
+    _, out, _ = runner(capsys)("show", str(file), *costs, "--json")
+    assert json.loads(out)["makespan"] == 11

@@ -104,7 +104,7 @@ def _types() -> dict[str, str]:
 
     types = {field.name: str(field.type) for field in attrs.fields(CostModel)}
     by_stage = {name: of for name, of in types.items() if of.startswith("PerStage")}
-    by_link = {name: of for name, of in types.items() if of == "PerLink"}
+    by_link = {name: of for name, of in types.items() if of in ("PerLink", "float")}
     return {**by_stage, **by_link, "unit": types["unit"]}
 
 

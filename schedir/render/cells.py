@@ -23,6 +23,7 @@ from schedir.render.palette import (
     STEP,
     STEP_STYLE,
     WORDS,
+    letter,
     shade,
 )
 from schedir.simulator import Timeline
@@ -68,10 +69,10 @@ class Row:
     chunks: dict[int, int]
 
 
-def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
-    """What occupies each of the `ranks`, where it is known when."""
+def rows_of(timeline: Timeline, ranks: Iterable[int], kinds: Iterable[Kind] = COMPUTE) -> list[Row]:
+    """What occupies each of the `ranks`, or its copy engine, where it is known when."""
     columns = timeline.schedule.columns
-    kept = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    kept = np.flatnonzero(columns.is_kind(*kinds) & ~columns.joined)
     kept = kept[~np.isnan(timeline.starts[kept]) & ~np.isnan(timeline.ends[kept])]
     starts = starts_of(columns.rank[kept], columns.ranks)
     compute = columns.take(kept, starts)
@@ -118,7 +119,7 @@ class Labels:
         if action.kind is Kind.OPTIM_STEP:
             return STEP
         microbatch = "" if action.microbatch is None else action.microbatch
-        return f"{action.stage if self.several else ''}{action.kind.value}{microbatch}"
+        return f"{action.stage if self.several else ''}{letter(action.kind)}{microbatch}"
 
     def scale(self, rows: Sequence[Row]) -> float:
         """The fewest columns per unit of time that leave room for each label and a blank."""
@@ -226,7 +227,7 @@ def _start(span: ComputeSpan) -> float:
 def _letter(span: ComputeSpan) -> str:
     if span.beside is not None:
         return PAIR
-    return STEP if span.action.kind is Kind.OPTIM_STEP else span.action.kind.value
+    return STEP if span.action.kind is Kind.OPTIM_STEP else letter(span.action.kind)
 
 
 def _style(row: Row, span: ComputeSpan) -> str:

@@ -18,7 +18,7 @@ from schedir.ir import COMPUTE, KINDS, Kind, Schedule
 from schedir.render import palette
 from schedir.render.lanes import has_replicas
 from schedir.render.page_data import Part, page_data, parts_of, shown_at_first
-from schedir.render.palette import CAUSE_WORDS, WORDS, picture_fill
+from schedir.render.palette import CAUSE_WORDS, WORDS, letter, picture_fill
 from schedir.render.timeline import title
 from schedir.simulator import CAUSES, Timeline
 
@@ -105,7 +105,7 @@ def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
     for kind in (KINDS[number] for number in sorted(occurring)):
         if kind in WORDS:
             shades = [picture_fill(kind, chunk).area for chunk in range(min(chunks, 4))]
-            yield _swatch(shades, f"{kind.value} {WORDS[kind]}")
+            yield _swatch(shades, f"{letter(kind)} {WORDS[kind]}")
     if any(KINDS[number] is Kind.OPTIM_STEP for number in occurring):
         yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.meaning.word)
     if any(_draws_pairs(s) for s in schedules):

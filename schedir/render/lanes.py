@@ -1,7 +1,9 @@
-"""The lanes of a drawing: one for each rank or, where stages have replicas, for each of these.
+"""The lanes of a drawing: one for each rank or, where stages have replicas, for each of these; and
+one for each copy engine that has something to do.
 
     rank 0 stage 0  F0 F1
     rank 0 stage 3        F2 B2---
+    rank 0 copies      >0    <0
     rank 1 stage 1     F0 F1
 
 A replica's lane shows which copy of a stage runs what. An overlapped pair of two stages is in the
@@ -14,18 +16,20 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 
-from schedir.ir import Schedule
+from schedir.ir import COPIES, Schedule
 from schedir.render.cells import ComputeSpan, Labels, Row, rows_of
 from schedir.simulator import Timeline
 
 
 @attrs.frozen
 class Lane:
-    """A row of a drawing: what is drawn of a rank, or of its replica of a stage."""
+    """A row of a drawing: what is drawn of a rank, of its replica of a stage, or of its copies to
+    the host and back."""
 
     rank: int
     stage: int | None
     row: Row
+    copies: bool = False
 
 
 def has_replicas(schedule: Schedule) -> bool:
@@ -33,23 +37,28 @@ def has_replicas(schedule: Schedule) -> bool:
     return any(len(held) > 1 for held in schedule.placement)
 
 
+def has_copies(schedule: Schedule) -> bool:
+    """Whether anything is copied to the host and back."""
+    return bool(schedule.columns.is_kind(*COPIES).any())
+
+
 def lanes_of(timeline: Timeline, ranks: Iterable[int]) -> list[Lane]:
     """The lanes of the `ranks`, from the top."""
-    ranks = list(ranks)
-    rows = zip(ranks, rows_of(timeline, ranks), strict=True)
-    if not has_replicas(timeline.schedule):
-        return [Lane(rank, None, row) for rank, row in rows]
+    ranks, replicas = list(ranks), has_replicas(timeline.schedule)
+    rows = zip(ranks, rows_of(timeline, ranks), rows_of(timeline, ranks, COPIES), strict=True)
     lanes = []
-    for rank, row in rows:
-        if not row.chunks:  # it has nothing to do
+    for rank, row, copies in rows:
+        if not replicas or not row.chunks:  # or it has nothing to do
             lanes.append(Lane(rank, None, row))
-        for stage in row.chunks:
+        for stage in row.chunks if replicas else ():
             lanes.append(Lane(rank, stage, Row(list(_of_stage(row, stage)), row.chunks)))
+        if copies.spans:
+            lanes.append(Lane(rank, None, copies, copies=True))
     return lanes
 
 
 def lanes_per_rank(schedule: Schedule) -> int:
-    """How many lanes a rank has at most."""
+    """How many lanes of compute a rank has at most."""
     if not has_replicas(schedule):
         return 1
     return max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))

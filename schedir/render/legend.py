@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from schedir.ir import Kind
 from schedir.render.cells import Cell, Labels, Row
-from schedir.render.palette import PAIR, PAIR_STYLE, SHORT, STEP, STEP_STYLE, WORDS, shade
+from schedir.render.palette import PAIR, PAIR_STYLE, SHORT, STEP, STEP_STYLE, WORDS, letter, shade
 from schedir.render.styled import Piece, number
 
 
@@ -47,14 +47,14 @@ def kinds_in_words(rows: Sequence[Row]) -> list[str]:
     spans = [span for row in rows for span in row.spans]
     kinds = {span.action.kind for span in spans}
     kinds |= {span.beside.kind for span in spans if span.beside is not None}
-    words = [f"{kind.value} {word}" for kind, word in WORDS.items() if kind in kinds]
+    words = [f"{letter(kind)} {word}" for kind, word in WORDS.items() if kind in kinds]
     return words + ([f"{STEP} step of the optimiser"] if Kind.OPTIM_STEP in kinds else [])
 
 
 def painted_legend(text: str) -> Iterator[Piece]:
     """A legend, the first of each letter that stands alone as the drawing shows it."""
-    styles = {kind.value: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
-    letters = "|".join(map(str, (*WORDS, PAIR)))
-    for part in re.split(rf"(\b(?:{letters})\b|{re.escape(STEP)})", text):
+    styles = {letter(kind): shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
+    letters = "|".join(map(re.escape, styles))
+    for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", text):
         yield Piece(part, styles.pop(part, ""))
     yield Piece("\n")

@@ -29,7 +29,7 @@ from schedir.render.cells import (
 )
 from schedir.render.clock import with_unit
 from schedir.render.drawing import Drawing, Group, gap, stacked
-from schedir.render.lanes import Lane, labels_of, lanes_of, lanes_per_rank
+from schedir.render.lanes import Lane, has_copies, labels_of, lanes_of, lanes_per_rank
 from schedir.render.legend import legend, letters_legend, painted_legend, per_column
 from schedir.render.palette import LEFT_OUT
 from schedir.render.steady import Repeat, repeats
@@ -39,6 +39,7 @@ from schedir.simulator import Timeline
 
 _CORNER, _CORNER_OF_REPLICAS = "rank  ", "rank  stage  "
 _RANK, _STAGE = len("rank"), len("stage")
+_COPIES = "copies"
 _PANEL_EDGES = 4  # columns
 _PROMPT_LINES = 1
 _RULER_LINES = 1
@@ -163,7 +164,7 @@ class _Shown:
         """As many ranks as there are lines for, the first and the last."""
         ranks = timeline.schedule.ranks
         shown, hidden = list(range(ranks)), 0
-        room //= lanes_per_rank(timeline.schedule)
+        room //= lanes_per_rank(timeline.schedule) + has_copies(timeline.schedule)
         if ranks > room:
             many = max(room - 1, 2)
             last = many // 2
@@ -186,6 +187,8 @@ class _Shown:
 
 
 def _head(lane: Lane) -> str:
+    if lane.copies:
+        return _COPIES
     return f"{lane.rank:{_RANK}}" + ("" if lane.stage is None else f"  {lane.stage:{_STAGE}}")
 
 
@@ -220,8 +223,9 @@ class _Sketcher:
     @property
     def corner(self) -> str:
         """What stands above the heads of the rows."""
-        staged = any(lane.stage is not None for part in self.shown for lane in part.lanes)
-        return _CORNER_OF_REPLICAS if staged else _CORNER
+        lanes = [lane for part in self.shown for lane in part.lanes]
+        corner = _CORNER_OF_REPLICAS if any(lane.stage is not None for lane in lanes) else _CORNER
+        return corner.ljust(len(_COPIES) + 2) if any(lane.copies for lane in lanes) else corner
 
     def fits(self, columns: int) -> bool:
         """Whether all actions with their labels do."""

@@ -202,6 +202,8 @@ def data_before(schedule: Schedule) -> Ints:
     follows(gradient[:-1], gradient[1:])
     follows(flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.BACKWARD_INPUT))
     follows(flow.of(Kind.RECOMPUTE), forward)
+    follows(flow.of(Kind.OFFLOAD), forward)
+    follows(flow.of(Kind.RELOAD), flow.of(Kind.OFFLOAD))
     transfers = flow.transfers
     follows(transfers.user, transfers.receive)
     follows(transfers.receive, transfers.send)

@@ -12,18 +12,19 @@ from typing import Any
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, KINDS, Kind
+from schedir.ir import COMPUTE, COPIES, KINDS, Kind
 from schedir.render import palette
 from schedir.render.captions import bubble, captions
 from schedir.render.clock import readable, with_unit
 from schedir.render.kept import Curve, kept_by, most_of
-from schedir.render.lanes import has_replicas, labels_of
+from schedir.render.lanes import has_copies, has_replicas, labels_of
 from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill
 from schedir.simulator import CAUSES, Timeline
 
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
-"""The lanes of a rank below that of its compute: these can go on at once."""
+"""The lanes of a rank below that of its compute: these can go on at once. Copies, where there are
+any, have one more, above them."""
 _PAYLOAD_OF = {
     Kind.SEND_ACT: Kind.FORWARD,
     Kind.RECV_ACT: Kind.FORWARD,
@@ -77,7 +78,7 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
     """All that the script needs, for JSON."""
     lines = [part.timeline for part in parts]
     ticks = ticks_for(lines)
-    stream = Stream()
+    stream, copies = Stream(), any(has_copies(line.schedule) for line in lines)
     several = labels_of(lines).several
     kept = kept_by(lines)
     timelines = [
@@ -89,7 +90,8 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
         "unit": lines[0].unit,
         "longest": max(1, *(line["ticks"] for line in timelines)),
         "alike": len({line.schedule.columns for line in lines}) == 1,
-        "kinds": [_kind(kind) for kind in KINDS],
+        "lanes": list(range(1 + copies + len(_LANES))),
+        "kinds": [_kind(kind, copies) for kind in KINDS],
         "pair": tuple(palette.PAIR_FILL),
         "causes": [
             {"word": CAUSE_WORDS[cause], "fill": palette.CAUSE_FILLS[cause]} for cause in CAUSES
@@ -110,14 +112,15 @@ def page_data(parts: Sequence[Part], shown: Mapping[str, bool]) -> dict[str, Any
     }
 
 
-def _kind(kind: Kind) -> dict[str, Any]:
+def _kind(kind: Kind, copies: bool) -> dict[str, Any]:
     fills = [picture_fill(_PAYLOAD_OF.get(kind, kind), chunk) for chunk in range(4)]
+    below = _LANES.index(kind) if kind in _LANES else 0
     if kind is Kind.OPTIM_STEP:
         fills = [palette.Fill(palette.STEP_FILL, palette.PAPER)] * 4
     return {
         "token": kind.value,
         "word": kind.meaning.word,
-        "lane": 0 if kind in COMPUTE else 1 + (_LANES.index(kind) if kind in _LANES else 0),
+        "lane": 0 if kind in COMPUTE else 1 + (kind not in COPIES and copies + below),
         "fills": [tuple(fill) for fill in fills],
     }
 

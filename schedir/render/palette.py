@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schedir.ir import COMPUTE, Kind
+from schedir.ir import COMPUTE, COPIES, Kind
 from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
-    kind: kind.meaning.word for kind in Kind if kind in COMPUTE and kind != Kind.OPTIM_STEP
+    kind: kind.meaning.word for kind in Kind if kind in (COMPUTE | COPIES) - {Kind.OPTIM_STEP}
 }
 """The kinds that have a cell of their own in a timeline, in words."""
+_LETTERS = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
 
 # Backgrounds that black text is legible on: a hue per kind, and a shade for each of a rank's
 # stages in turn.
@@ -24,6 +25,7 @@ _SHADES = {
     Kind.BACKWARD_INPUT: ("#5fd7d7", "#87ffff", "#00afaf", "#afffff"),
     Kind.BACKWARD_WEIGHT: ("#ffaf5f", "#ffd7af", "#d7875f", "#ffffd7"),
     Kind.RECOMPUTE: ("#ff87af", "#ffafd7", "#d75f87", "#ffd7d7"),
+    Kind.RELOAD: ("#9e9e9e", "#bcbcbc", "#8a8a8a", "#a8a8a8"),
 }
 _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
@@ -33,6 +35,11 @@ PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
 SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
+
+
+def letter(kind: Kind) -> str:
+    """What stands for a kind in its cells."""
+    return _LETTERS.get(kind, kind.value)
 
 
 def shade(kind: Kind, chunk: int = 0) -> str:
@@ -59,6 +66,7 @@ _FILLS = {
     Kind.BACKWARD_INPUT: ("#793783", "#94509e", "#82408d", "#8c4996"),
     Kind.BACKWARD_WEIGHT: ("#d69404", "#f1a815", "#e09b01", "#eaa30a"),
     Kind.RECOMPUTE: ("#132536", "#263b50", "#192d40", "#20354a"),
+    Kind.RELOAD: ("#8f8f8f", "#a3a3a3", "#878787", "#999999"),
 }
 _OTHER_FILLS = ("#bcbcbc", "#dadada", "#acacac", "#cccccc")
 _WHITE_LABELS = {Kind.BACKWARD_INPUT, Kind.RECOMPUTE}

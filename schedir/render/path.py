@@ -13,7 +13,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, RECEIVES, Columns, Kind
+from schedir.ir import COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Kind
 from schedir.simulator import Timeline
 from schedir.simulator.times import Numbers
 
@@ -67,7 +67,7 @@ class CriticalPath:
 
     def by_kind(self) -> dict[str, float]:
         """How much of the makespan is of what."""
-        found = dict.fromkeys(("compute", "transfers", "sums of gradients"), 0.0)
+        found = dict.fromkeys(("compute", "transfers", "copies", "sums of gradients"), 0.0)
         for kind, time in zip(self._kinds, self._takes, strict=True):
             found[_what(kind)] += time
         # What no entry explains: a measured run alone has it.
@@ -127,4 +127,6 @@ class CriticalPath:
 def _what(kind: Kind) -> str:
     if kind in COMPUTE:
         return "compute"
-    return "sums of gradients" if kind is Kind.REDUCE_GRAD else "transfers"
+    if kind in COPIES:
+        return "copies"
+    return "sums of gradients" if kind in GROUPS else "transfers"

@@ -22,10 +22,11 @@ from xml.sax.saxutils import escape
 import attrs
 import numpy as np
 
+from schedir.ir import COPIES
 from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions
 from schedir.render.clock import clock_of
-from schedir.render.lanes import lanes_per_rank
+from schedir.render.lanes import has_copies, lanes_per_rank
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
@@ -33,6 +34,7 @@ from schedir.render.palette import (
     INK,
     PAPER,
     WORDS,
+    letter,
 )
 from schedir.render.styled import Piece, number
 from schedir.render.svg_lanes import (
@@ -66,8 +68,8 @@ _BETWEEN_TICKS = 56.0
 class _Panel:
     """A timeline in the picture: `scale` pixels to its unit of time.
 
-    Its lanes lie `pitch` apart from `top` on; each is `lane` high, and below it is a curve of the
-    height `curve`, 0 for none.
+    Its lanes lie `pitch` apart from `top` on; each is `lane` high. Below it is a lane of its copies
+    of the height `engine`, and a curve of the height `curve`, 0 for none.
     """
 
     timeline: Timeline
@@ -76,12 +78,14 @@ class _Panel:
     top: float
     pitch: float
     lane: float
+    engine: float
     curve: float
 
     @property
     def bottom(self) -> float:
         """Where its last lane ends, or the curve below it."""
-        return self.lane_top(self.timeline.schedule.ranks - 1) + self.lane + self.curve
+        last = self.lane_top(self.timeline.schedule.ranks - 1)
+        return last + self.lane + self.engine + self.curve
 
     @property
     def end(self) -> float:
@@ -111,7 +115,9 @@ def svg_blocks(
     headings = list(dict.fromkeys(title(line.schedule) for line in both))
     entries = list(legend(both, width, curves.what if curves else ""))
     within = max(lanes_per_rank(line.schedule) for line in both)
-    lane, curve, pitch = _heights(sum(line.schedule.ranks for line in both), within, memory)
+    copies = any(has_copies(line.schedule) for line in both)
+    ranks = sum(line.schedule.ranks for line in both)
+    lane, engine, curve, pitch = _heights(ranks, within, copies, memory)
     left = _MARGIN + 22 + 7 * len(str(max(line.schedule.ranks for line in both) - 1))
     left += max(stages_room(line.schedule) for line in both)
     top = _MARGIN + LINE * len(headings) + 4
@@ -123,7 +129,7 @@ def svg_blocks(
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
         scale = per_unit * factor
-        panels.append(_Panel(line, caption, scale, top + LINE + 6, pitch, lane, curve))
+        panels.append(_Panel(line, caption, scale, top + LINE + 6, pitch, lane, engine, curve))
         top = panels[-1].bottom
     ticks = _ticks(max(spans), per_unit)
     beside = max(curves.room if curves else _MARGIN, _reach(ticks) - width)
@@ -150,20 +156,24 @@ def svg_blocks(
     yield Piece("</svg>\n")
 
 
-def _heights(ranks: int, within: int, memory: bool) -> tuple[float, float, float]:
-    """The height of a rank's lane, with so many `within`, that of a curve below, and how far it is
-    from lane to lane."""
+def _heights(
+    ranks: int, within: int, copies: bool, memory: bool
+) -> tuple[float, float, float, float]:
+    """The height of a rank's lane, with so many `within`, those of its copies and of a curve below,
+    and how far it is from lane to lane."""
     lane = min(_HIGHEST_LANE, max(_LOWEST_LANE, _ALL_LANES / ranks - 1))
     if within > 1:
         lane = within * min(_REPLICAS_LANE, max(_LOWEST_LANE, _ALL_LANES / (ranks * within) - 1))
+    engine = 0.6 * lane / within if copies else 0.0
     curve = 0.8 * lane / within if memory else 0.0
-    return lane, curve, lane + curve + min(8.0 if memory else 4.0, 0.2 * lane)
+    pitch = lane + engine + curve + min(8.0 if memory else 4.0, 0.2 * lane)
+    return lane, engine, curve, pitch
 
 
 def _curves(curves: Curves, turn: int, panel: _Panel, left: float, width: float) -> Iterator[Piece]:
     """The curves under the lanes, and beside them the most of each, as there is room."""
     for rank in range(panel.timeline.schedule.ranks):
-        top = panel.lane_top(rank) + panel.lane + 1
+        top = panel.lane_top(rank) + panel.lane + panel.engine + 1
         yield Piece(f'<g transform="translate({px(left)} {px(top)})">\n')
         yield from curves.draw(turn, rank, panel.scale, panel.end, panel.curve)
         yield Piece("</g>\n")
@@ -182,13 +192,16 @@ def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: flo
         for kind in WORDS:
             own = durations[columns.is_kind(kind) & (durations > least)]
             if len(own):
-                needs.append(text_width(kind.value + digits, LABEL) / np.quantile(own, 0.1).item())
+                wide = text_width(letter(kind) + digits, LABEL)
+                needs.append(wide / np.quantile(own, 0.1).item())
     return min(_WIDEST, max(_NARROWEST, longest * max(needs)))
 
 
 def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> str:
     """What the picture shows, for those who don't see it."""
-    text = "Time goes to the right; a lane for each rank shows what it computes. "
+    text = "Time goes to the right; a lane for each rank shows what it computes"
+    copies = any(panel.engine for panel in panels)
+    text += ", one below it what it copies to its host and back. " if copies else ". "
     text += " ".join(f"{panel.caption[0].upper()}{panel.caption[1:]}." for panel in panels)
     drawn = [cells for ranks in lanes for cells in ranks]
     thin, every = sum(map(merged, drawn)), sum(len(cells.left) for cells in drawn)
@@ -233,7 +246,7 @@ def _panel(
     yield text_at(left, panel.top - 7, panel.caption, fill=FAINT_INK)
     wide = px(panel.end)
     idle = "".join(
-        f"M{px(left)} {px(panel.lane_top(rank))}h{wide}v{px(panel.lane)}h-{wide}z"
+        f"M{px(left)} {px(panel.lane_top(rank))}h{wide}v{px(panel.lane + panel.engine)}h-{wide}z"
         for rank in range(schedule.ranks)
     )
     yield Piece(f'<path class="idle" fill="{IDLE_FILL}" d="{idle}"/>\n')
@@ -245,6 +258,13 @@ def _panel(
         for element in draw_lane(schedule.columns, cells, panel.lane):
             yield Piece(element + "\n")
         yield Piece("</g>\n")
+        if panel.engine:
+            copies = cells_of(panel.timeline, rank, panel.scale, COPIES)
+            place = f"translate({px(left)} {px(panel.lane_top(rank) + panel.lane)})"
+            yield Piece(f'<g class="copies" text-anchor="middle" transform="{place}">\n')
+            for element in draw_lane(schedule.columns, copies, panel.engine):
+                yield Piece(element + "\n")
+            yield Piece("</g>\n")
     every = max(1, round(round_step(11 / panel.pitch)))
     for rank in range(0, schedule.ranks, every):
         middle = panel.lane_top(rank) + panel.lane / 2

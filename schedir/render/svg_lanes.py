@@ -1,4 +1,5 @@
-"""A rank's lane in a picture: the cells of its compute, their labels, and the marks of its steps.
+"""A rank's lane in a picture: the cells of its compute, their labels, and the marks of its steps;
+and that of its copy engine.
 
 Cells are paths, one for each colour. What is thinner than a pixel is merged with what is thin
 beside it, four pixels at a time: the kinds hang below each other, each as high as it takes of the
@@ -12,14 +13,15 @@ areas are true.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from xml.sax.saxutils import escape
 
 import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
 from schedir.render.lanes import has_replicas
-from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, picture_fill
+from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, letter, picture_fill
 from schedir.render.styled import Piece
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.simulator import Timeline
@@ -61,19 +63,19 @@ class Cells:
         return Cells(*(array[chosen] for array in attrs.astuple(self, recurse=False)))
 
 
-def cells_of(timeline: Timeline, rank: int, scale: float) -> Cells:
-    """What is known of a rank's compute, `scale` pixels to a unit of time."""
+def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] = COMPUTE) -> Cells:
+    """What is known of a rank's compute, or of its copies, `scale` pixels to a unit of time."""
     columns = timeline.schedule.columns
     first, end = columns.starts[rank : rank + 2].tolist()
     starts, ends = timeline.starts[first:end], timeline.ends[first:end]
-    known = columns.is_kind(*COMPUTE)[first:end] & ~np.isnan(starts) & ~np.isnan(ends)
+    known = columns.is_kind(*kinds)[first:end] & ~np.isnan(starts) & ~np.isnan(ends)
     places = np.flatnonzero(known)
     places = first + places[np.argsort(starts[places], kind="stable")]
     joined = columns.joined[places]
     halved = columns.shared[places] | joined
     turns, within = _turns(timeline, rank, columns.stage[places]), 1
     lane = np.zeros_like(turns)
-    if has_replicas(timeline.schedule):
+    if has_replicas(timeline.schedule) and kinds is COMPUTE:
         lane, within = turns, max(1, len(timeline.schedule.stages_of(rank)))
         halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
@@ -208,17 +210,17 @@ def _texts(
 ) -> Iterator[str]:
     for colour in np.unique(cells.colour).tolist():
         some = cells.where(cells.colour == colour)
-        letter = KINDS[colour // _SHADES].value
+        name = letter(KINDS[colour // _SHADES])
         # Cells of one kind are labelled alike, though some may be a little shorter.
-        if np.median(some.right - some.left) + _TIGHT < text_width(letter + digits, size):
-            letter = ""
+        if np.median(some.right - some.left) + _TIGHT < text_width(name + digits, size):
+            name = ""
         for x, y, microbatch in zip(
             ((some.left + some.right) / 2).tolist(),
             ((some.top + some.height / 2) * height + 0.36 * size).tolist(),
             columns.microbatch[some.place].tolist(),
             strict=True,
         ):
-            yield f'<text x="{px(x)}" y="{px(y)}">{letter}{microbatch}</text>'
+            yield f'<text x="{px(x)}" y="{px(y)}">{escape(name)}{microbatch}</text>'
 
 
 def _steps(cells: Cells, among: Cells, height: float) -> str:

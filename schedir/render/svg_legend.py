@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from schedir.ir import KINDS, Kind
-from schedir.render.palette import IDLE_FILL, MEMORY_FILL, STEP_FILL, WORDS, picture_fill
+from schedir.render.palette import IDLE_FILL, MEMORY_FILL, STEP_FILL, WORDS, letter, picture_fill
 from schedir.render.styled import Piece
 from schedir.render.svg_text import px, text_at
 from schedir.simulator import Timeline
@@ -46,7 +46,7 @@ def legend(timelines: Sequence[Timeline], width: float, curves: str) -> Iterator
     )
     shades = min(chunks, 4)
     shown: list[tuple[list[str], float, str]] = [
-        ([picture_fill(kind, turn).area for turn in range(shades)], 14.0, f"{kind.value} {word}")
+        ([picture_fill(kind, turn).area for turn in range(shades)], 14.0, f"{letter(kind)} {word}")
         for kind, word in WORDS.items()
         if kind in kinds
     ]

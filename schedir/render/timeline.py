@@ -133,6 +133,7 @@ def _heads(several: Sequence[Sequence[Lane]]) -> list[list[str]]:
         [
             f"rank {lane.rank:{ranks}}"
             + ("" if lane.stage is None else f" stage {lane.stage:{stages}}")
+            + " copies" * lane.copies
             for lane in part
         ]
         for part in several

@@ -12,6 +12,7 @@ import numpy as np
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
 from schedir.ir import KIND_INDEX, KINDS, READS_WEIGHTS, Bools, Ints
+from schedir.render.lanes import has_copies
 from schedir.render.tracks import Doing, Track, tracks_of
 from schedir.simulator import CAUSES, Timeline
 from schedir.simulator.times import Numbers
@@ -70,7 +71,7 @@ class TraceView:
         numbered, idle = self._numbered(threads)
         yield from self._names(numbered)
         # An arrow begins before it ends: all that sends comes first.
-        yield from self._slices(numbered, {Doing.COMPUTE, Doing.SUM, Doing.SEND})
+        yield from self._slices(numbered, set(Doing) - {Doing.RECEIVE})
         yield from self._slices(numbered, {Doing.RECEIVE})
         yield from self._waits(idle)
         yield from self._counters()
@@ -186,6 +187,8 @@ class TraceView:
         curves = [("activations", self.timeline.live)]
         if self.timeline.sizes is not None:
             curves.append(("bytes", self.timeline.memory))
+            if has_copies(self.timeline.schedule):
+                curves.append(("bytes on the host", self.timeline.host_memory))
         for rank in range(self.timeline.schedule.ranks):
             for name, curve in curves:
                 times, amounts = curve(rank)

@@ -1,7 +1,8 @@
 """The tracks of a trace: what a rank does side by side, one track for each kind of it.
 
-A rank computes, and it sends to and receives from each of its peers. Slices of one track never
-overlap: where transfers do, as they may on a link with latency, the track gets another one below.
+A rank computes, it sends to and receives from each of its peers, and copies to its host and back.
+Slices of one track never overlap: where transfers do, as they may on a link with latency, the track
+gets another one below.
 
     to rank 1        0SEND_ACT0--   0SEND_ACT2--
     to rank 1 (2)          0SEND_ACT1--
@@ -18,7 +19,7 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, RECEIVES, SENDS, Ints, Kind, Schedule
+from schedir.ir import COMPUTE, COPIES, GROUPS, RECEIVES, SENDS, Ints, Schedule
 
 
 class Doing(IntEnum):
@@ -28,6 +29,7 @@ class Doing(IntEnum):
     SUM = 1
     RECEIVE = 2
     SEND = 3
+    COPY = 4
 
 
 @attrs.frozen
@@ -52,6 +54,7 @@ class Track:
             Doing.SUM: "gradient sums",
             Doing.RECEIVE: f"from rank {self.peer}",
             Doing.SEND: f"to rank {self.peer}",
+            Doing.COPY: "copies to the host and back",
         }
         return names[self.doing] + (f" ({self.lane + 1})" if self.lane else "")
 
@@ -66,9 +69,10 @@ def tracks_of(schedule: Schedule, starts: Ints, ends: Ints, known: Ints) -> list
     doing = np.full(len(columns), -1)
     for kinds, what in (
         (COMPUTE, Doing.COMPUTE),
-        ({Kind.REDUCE_GRAD}, Doing.SUM),
+        (GROUPS, Doing.SUM),
         (RECEIVES, Doing.RECEIVE),
         (SENDS, Doing.SEND),
+        (COPIES, Doing.COPY),
     ):
         doing[columns.is_kind(*kinds)] = what
     doing[columns.joined & (doing == Doing.COMPUTE)] = -1

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import Columns
+from schedir.ir import COPIES, Columns
 from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
 from schedir.render.path import CriticalPath, Stretch
 from schedir.render.styled import Block, Piece, Table, count, fill, number
@@ -177,8 +177,9 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     transfers = graph_of(timeline.schedule).transfers
     if idle.cause is Cause.COMMUNICATION and idle.transfer is not None:
         own = transfers.send[transfers.receive == idle.transfer]
-        if idle.blamed not in own.tolist():
-            said += ", with which its channel is busy"
+        if idle.blamed not in (*own.tolist(), idle.transfer):
+            copies = columns.is_kind(*COPIES)[idle.blamed]
+            said += f", with which its {'copy engine' if copies else 'channel'} is busy"
     return said
 
 

@@ -16,6 +16,7 @@ import schedir
 from schedir import CostModel, Schedule, Timeline
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, Kind
+from schedir.passes import offload
 from schedir.render.html import MOST_SCRIPT, html_page, script
 from schedir.render.packed import data_before
 from schedir.render.palette import (
@@ -71,6 +72,10 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "versions": lambda: simulated("pipedream"),
     "measured": lambda: perturbed(simulated("interleaved-1f1b", chunks=2)),
     "pairs and batches": lambda: schedir.simulate(PAIRS, COSTS),
+    "copies": lambda: schedir.simulate(
+        offload(schedir.build("1f1b"), [0, 1]),
+        attrs.evolve(COSTS, activation_bytes=4, host_bandwidth=4),
+    ),
     "one rank": lambda: simulated(ranks=1),
     "nothing known": lambda: Timeline(PAIRS, UNKNOWN, UNKNOWN),
     "all free": lambda: simulated(costs=CostModel(forward=0, backward=0)),

@@ -11,7 +11,7 @@ function under(lines, x, y) {
   if (!band || y < AXIS || x < frame.left) return null;
   const line = lines[band.at];
   const now = timeAt(x);
-  if (shown.memory && depth > band.y + parts.compute + 4 * parts.strip) {
+  if (shown.memory && depth > band.y + parts.low) {
     return now < 0 || now > line.ticks ? null : { at: band.at, rank: band.rank, now };
   }
   const lane = lanesIn(line, band.rank).findLast(
@@ -27,8 +27,8 @@ function nearest(lane, time) {
   const pixel = (view.to - view.from) / frame.width;
   let best = -1;
   let least = NEAR;
-  const [early, late] = [time - NEAR * pixel, time + NEAR * pixel];
-  for (let i = lane.after(late) - 1; i >= 0 && lane.reach[i] >= early; i--) {
+  const near = NEAR * pixel;
+  for (let i = lane.after(time + near) - 1; i >= 0 && lane.reach[i] >= time - near; i--) {
     const narrow = lane.end[i] - lane.start[i] < 2 * pixel;
     const off = Math.max(lane.start[i] - time, time - lane.end[i], 0) / pixel;
     // What is narrow comes before the wide one that it lies on, two pixels either side.

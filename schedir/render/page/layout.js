@@ -1,9 +1,6 @@
 // Where every lane is: rows of ranks, one below the other, in pixels from the top of the first.
 
 const HEADING = 22, EDGE = 5;
-// A rank's compute, its sends of activations and of gradients, and, from IN on, its receives; from
-// PARTS on, the compute of each of its replicas, within the lane of its compute.
-const LANES = [0, 1, 2, 3, 4], IN = 3, PARTS = 5;
 
 // The heights of the parts of a rank's row, given that of its compute lane.
 function heights(compute) {
@@ -11,7 +8,8 @@ function heights(compute) {
   const strip = shown.transfers && compute > 7 ? Math.max(1, Math.round(compute / 10)) : 0;
   const curve = shown.memory ? Math.max(6, Math.round(compute * 0.8)) : 0;
   const gap = Math.max(1, Math.round(compute / 6));
-  return { compute, strip, curve, gap, all: compute + 4 * strip + curve + gap };
+  const low = compute + (PARTS - 1) * strip;
+  return { compute, strip, low, gap, curve, all: low + curve + gap };
 }
 
 // {bands, height, parts}: a band is a heading or the row of a rank of one of the timelines.
@@ -20,8 +18,8 @@ function layout(lines, room) {
   const several = lines.length > 1;
   const rows = ({ all, gap }) => ranks * all + (shown.paired ? (ranks / 2) * gap : 0);
   let compute = view.height || 48;
-  const most = room - EDGE - 2 * HEADING * several;
-  while (!view.height && compute > 3 && rows(heights(compute)) > most) compute--;
+  room -= EDGE + 2 * HEADING * several;
+  while (!view.height && compute > 3 && rows(heights(compute)) > room) compute--;
   const parts = heights(compute);
   const bands = [];
   let height = EDGE;
@@ -51,7 +49,7 @@ const computes = (lane) => !lane || lane >= PARTS;
 function lanesIn(line, rank) {
   const parts = line.stages[rank].map((_, turn) => PARTS + turn);
   const computing = line.replicas && parts.length ? parts : [0];
-  return frame.placed.parts.strip ? computing.concat(1, 2, 3, 4) : computing;
+  return frame.placed.parts.strip ? computing.concat(LANES.slice(1)) : computing;
 }
 
 // The top and the height of a lane in the row of a rank.

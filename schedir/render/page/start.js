@@ -1,6 +1,10 @@
 // Opens the page: reads the data, listens, and draws when something has changed.
 
 const page = JSON.parse(document.getElementById("data").textContent);
+// A rank's compute; its copies, if there are any; its sends of activations and of gradients; and,
+// from IN on, its receives. From PARTS on, the compute of each of its replicas, within the lane of
+// its compute.
+const LANES = page.lanes, PARTS = LANES.length, IN = PARTS - 2;
 const byId = (id) => document.getElementById(id);
 
 async function start() {
