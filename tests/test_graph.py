@@ -21,7 +21,7 @@ from schedir.ir.kinds import Use
 from schedir.library import load
 from schedir.passes import insert_communication, offload
 from tests.built_in import EVERY
-from tests.joined import drawn_joined
+from tests.joined import drawn_joined, joined
 from tests.test_random import drawn, scattered
 
 Value: TypeAlias = tuple[str, int, int]
@@ -211,9 +211,10 @@ def test_times_under_a_stricter_model_are_those_of_its_own_waits(seed: int) -> N
     """Though they are taken over from `edge` where its queues hold nothing up."""
     chance = random.Random(seed)
     alike = other = 0
-    for _ in range(60):
-        schedule = insert_communication(drawn_joined(chance) if seed else drawn(chance))
-        schedule = scattered(schedule, chance)
+    for turn in range(200):
+        schedule = scattered(insert_communication(drawn(chance)), chance)
+        if turn % 4:
+            schedule = joined(schedule, chance, 0.5)
         for channel in ("rank", "pair"):
             waiting = waits(schedule, channel)
             takes = waiting.summed(TEXTBOOK[schedule.columns.kind])
@@ -237,6 +238,10 @@ def test_the_transfers_of_a_channel_and_those_that_meet_nobody(seed: int) -> Non
             kind = chance.choice(sorted(COMMUNICATION))
             pair = chance.randrange(schedule.stages), chance.randrange(schedule.microbatches)
             chance.choice(lists).append(Action(kind, *pair))
+            own = chance.choice(lists)
+            sent = [e for e in own if isinstance(e, Action) and e.kind in COMMUNICATION]
+            if sent:
+                own.remove(chance.choice(sent))
         schedule = Schedule("more", schedule.microbatches, schedule.placement, lists)
         if any(each.many for each in structure(schedule)):
             continue

@@ -45,6 +45,20 @@ def test_copies(wrong: str, expected: list[tuple[str, int]]) -> None:
     assert sorted(found(schedule)) == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("placement", "lists", "expected"),
+    [
+        ("0", ("0F0 0SEND_ACT0 0RECV_GRAD0 0B0",), {"S306"}),
+        ("0 0", ("0F0 0SEND_ACT0 1RECV_ACT0 1F0 1B0 0B0",), {"S306"}),
+        ("0 0", ("1RECV_ACT0 1F0 0F0 1B0 0B0",), {"S203"}),  # which is there before all others
+    ],
+)
+def test_what_meets_nobody_makes_and_ends_nothing(
+    placement: str, lists: tuple[str, ...], expected: set[str]
+) -> None:
+    assert {code for code, _ in found(listed(1, placement, *lists))} == expected
+
+
 def test_a_copy_on_another_replica() -> None:
     wrong = listed(
         2,
