@@ -417,10 +417,14 @@ class Graph:
         present = np.flatnonzero(np.bincount(self.columns.kind, minlength=len(KINDS))).tolist()
         numbers: dict[str, Ints] = {}
         for kind in (KINDS[code] for code in present):
+            alike: dict[tuple[str, ...], tuple[Ints, Ints]] = {}
             for use in kind.meaning.uses:
                 if names and use.value not in names:
                     continue
-                places, at = self._restricted(kind, use)
+                where = use.where, use.beside, use.without
+                if where not in alike:
+                    alike[where] = self._restricted(kind, use)
+                places, at = alike[where]
                 if VALUES[use.value].per == "microbatch":
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
