@@ -218,6 +218,17 @@ def test_a_deadlock_is_not_hidden_by_other_findings() -> None:
             ),
             ("S211", "rank 0 #7 0OPTIM_STEP"),
         ),
+        # What is summed already, or applied, over a data-parallel group that the lists don't show.
+        (
+            "0",
+            ("0F0 0B0 0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",),
+            ("S210", "rank 0 #5 0REDUCE_GRAD"),
+        ),
+        (
+            "0",
+            ("0F0 0B0 0F1 0B1 0OPTIM_STEP 0REDUCE_GRAD",),
+            ("S210", "rank 0 #5 0REDUCE_GRAD"),
+        ),
         ("0,1", ("0F0 0B0", "0F1 0B1"), ("S209", "rank 0 #1 0B0")),
         (
             "0 0",

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import TypeAlias
 
 import numpy as np
 import pytest
 
 import schedir
-from schedir import CHANNELS, Kind, Schedule
+from schedir import CHANNELS, Action, Kind, Schedule
 from schedir.checker.structure import structure
 from schedir.graph.compile import graph_of
 from schedir.graph.faults import faults
-from schedir.graph.paths import HAPPENS, finish, textbook, waits
-from schedir.ir import VALUES
+from schedir.graph.paths import HAPPENS, TEXTBOOK, finish, textbook, waits
+from schedir.ir import COMMUNICATION, VALUES
 from schedir.ir.kinds import Use
+from schedir.library import load
 from schedir.passes import insert_communication, offload
 from tests.built_in import EVERY
-from tests.joined import drawn_joined
-from tests.test_random import drawn
+from tests.joined import drawn_joined, joined
+from tests.test_random import drawn, scattered
 
 Value: TypeAlias = tuple[str, int, int]
 
@@ -185,3 +188,77 @@ def test_what_never_happens_begins_never() -> None:
     begins = finish(waiting, np.ones(waiting.nodes, np.int64))
     assert (begins[waiting.stuck] == -1).all()
     assert waiting.stuck.any()
+
+
+def test_what_is_remembered_goes_with_its_schedule() -> None:
+    """Large lists are freed as soon as nobody has them, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        schedules = [load("1f1b"), schedir.build("1f1b")]
+        for schedule in schedules:
+            assert schedir.check(schedule).ok
+            assert schedir.simulate(schedule).makespan == 33
+        left = [weakref.ref(schedule) for schedule in schedules]
+        del schedule, schedules
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_times_under_a_stricter_model_are_those_of_its_own_waits(seed: int) -> None:
+    """Though they are taken over from `edge` where its queues hold nothing up."""
+    chance = random.Random(seed)
+    alike = other = 0
+    for turn in range(200):
+        schedule = scattered(insert_communication(drawn(chance)), chance)
+        if turn % 4:
+            schedule = joined(schedule, chance, 0.5)
+        for channel in ("rank", "pair"):
+            waiting = waits(schedule, channel)
+            takes = waiting.summed(TEXTBOOK[schedule.columns.kind])
+            begins = finish(waiting, takes)
+            own = waiting.exists[: len(schedule.columns)]
+            places = np.flatnonzero(own)
+            assert textbook(schedule, channel)[places].tolist() == begins[places].tolist()
+            same = begins[places].tolist() == textbook(schedule)[places].tolist()
+            alike, other = alike + same, other + (not same)
+    assert min(alike, other) > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_transfers_of_a_channel_and_those_that_meet_nobody(seed: int) -> None:
+    chance = random.Random(seed)
+    lone = 0
+    for _ in range(60):
+        schedule = insert_communication(drawn(chance))
+        lists = [[*entries] for entries in schedule.actions]
+        for _ in range(3):
+            kind = chance.choice(sorted(COMMUNICATION))
+            pair = chance.randrange(schedule.stages), chance.randrange(schedule.microbatches)
+            chance.choice(lists).append(Action(kind, *pair))
+            own = chance.choice(lists)
+            sent = [e for e in own if isinstance(e, Action) and e.kind in COMMUNICATION]
+            if sent:
+                own.remove(chance.choice(sent))
+        schedule = Schedule("more", schedule.microbatches, schedule.placement, lists)
+        if any(each.many for each in structure(schedule)):
+            continue
+        graph, columns = graph_of(schedule), schedule.columns
+        alone = []
+        for place in columns.where(*COMMUNICATION).tolist():
+            action, rank = columns.action(place), int(columns.rank[place])
+            peer = graph.peer(action)
+            runs = graph.runs[action.stage, action.microbatch]
+            if peer is None or peer == rank or runs != rank:
+                alone.append(place)
+        assert graph.lone.tolist() == alone
+        lone += len(alone)
+        transfers = graph.transfers
+        for number in range(len(transfers)):
+            channel = transfers.source[number], transfers.target[number]
+            both = (transfers.source == channel[0]) & (transfers.target == channel[1])
+            sends = np.sort(transfers.send[both & transfers.matched])
+            assert transfers.send[transfers.beside(number)].tolist() == sends.tolist()
+    assert lone > 5

@@ -17,8 +17,7 @@ import numpy as np
 from schedir.graph.compile import graph_of
 from schedir.ir import (
     BACKWARDS,
-    KIND_INDEX,
-    RECEIVES,
+    COMMUNICATION,
     SENDS,
     VALUES,
     Action,
@@ -27,6 +26,7 @@ from schedir.ir import (
     Kind,
     Schedule,
     Sources,
+    columns_of,
 )
 from schedir.ir.kinds import uses_of
 from schedir.passes import batch_communication, strip_communication
@@ -176,104 +176,67 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
         return batch_communication(schedule)
     if isinstance(change, Several):
         return reduce(changed, change.changes, schedule)
-    if isinstance(change, Add):
-        return _added(schedule, change)
-    if isinstance(change, Remove):
-        return _removed(schedule, change)
-    if isinstance(change, Write):
-        return _written(schedule, change)
-    if isinstance(change, AsSent):
-        return _as_sent(schedule, change)
-    return _reordered(schedule, change)
+    columns, new = schedule.columns, len(schedule.columns)
+    rank = change.target if isinstance(change, AsSent) else change.rank
+    start, end = columns.starts[[rank, rank + 1]].tolist()
+    heads = columns.heads[(columns.heads > start) & (columns.heads < end)]
+    entries = [entry.tolist() for entry in np.split(np.arange(start, end), heads - start)]
+    entries, like = _edited(schedule, change, entries)
+    own = np.array([place for entry in entries for place in entry], np.int64)
+    joined = [part > 0 for entry in entries for part in range(len(entry))]
+    places = np.concatenate((np.arange(start), own, np.arange(end, new)))
+    row = columns_of([[change.action] if isinstance(change, Add | Write) else []])
+    kind, stage, microbatch, version = (
+        np.append(getattr(columns, name), getattr(row, name))[places]
+        for name in ("kind", "stage", "microbatch", "version")
+    )
+    listed = Columns(
+        columns.starts + (len(own) - (end - start)) * (np.arange(columns.ranks + 1) > rank),
+        kind,
+        stage,
+        microbatch,
+        version,
+        np.concatenate((columns.joined[:start], np.array(joined, np.bool_), columns.joined[end:])),
+    )
+    sources = schedule.sources
+    if sources is not None:
+        lines = np.append(sources.line_of, -1 if like < 0 else sources.line_of[like])
+        sources = Sources(sources.lines, lines[places])
+    return attrs.evolve(schedule, actions=listed, sources=sources)
 
 
-def _reordered(schedule: Schedule, change: Move | Reorder) -> Schedule:
-    columns = schedule.columns
-    start, end = columns.starts[change.rank], columns.starts[change.rank + 1]
-    places = np.arange(len(columns))
-    entries = columns.entry[start] + np.arange(columns.entry[end - 1] - columns.entry[start] + 1)
+def _edited(
+    schedule: Schedule, change: Move | Reorder | Edit | AsSent, entries: list[list[int]]
+) -> tuple[list[list[int]], int]:
+    """The entries of a rank with a change made, as places, of which a new action has the one after
+    all others; and the place of the action in whose stead that is written, -1 for none."""
+    columns, new = schedule.columns, len(schedule.columns)
     if isinstance(change, Move):
-        to = change.target + (change.side == "after")
-        to -= change.index < to  # it leaves a gap where it stood
-        moved = np.insert(np.delete(entries, change.index), to, entries[change.index])
-    else:
-        moved = entries.copy()
-        moved[sorted(change.indices)] = entries[list(change.indices)]
-    # By the places of the entries in their new order.
-    turn = np.empty_like(moved)
-    turn[moved - entries[0]] = np.arange(len(moved))
-    turns = turn[columns.entry[start:end] - entries[0]]
-    places[start:end] = start + np.argsort(turns, kind="stable")
-    return schedule.take(places, columns.starts)
-
-
-def _added(schedule: Schedule, change: Add) -> Schedule:
-    columns, action = schedule.columns, change.action
-    place = int(columns.starts[change.rank])
-    if change.target is not None:
-        place = columns.place(change.rank, change.target)
-        if change.side == "after":
-            place = int(columns.last[place]) + 1
-    added = attrs.evolve(
-        columns,
-        starts=columns.starts + (np.arange(len(columns.starts)) > change.rank),
-        joined=np.insert(columns.joined, place, False),
-        **{name: np.insert(getattr(columns, name), place, n) for name, n in _numbers(action)},
-    )
-    sources = schedule.sources
-    if sources is not None:
-        sources = Sources(sources.lines, np.insert(sources.line_of, place, -1))
-    return attrs.evolve(schedule, actions=added, sources=sources)
-
-
-def _removed(schedule: Schedule, change: Remove) -> Schedule:
-    place, starts = _found(schedule, change), schedule.columns.starts
-    return schedule.take(
-        np.delete(np.arange(len(schedule.columns)), place),
-        starts - (np.arange(len(starts)) > change.rank),
-    )
-
-
-def _written(schedule: Schedule, change: Write) -> Schedule:
-    columns, place = schedule.columns, _found(schedule, change)
-    written = {}
-    for name, number in _numbers(change.action):
-        written[name] = getattr(columns, name).copy()
-        written[name][place] = number
-    return attrs.evolve(schedule, actions=attrs.evolve(columns, **written))
-
-
-def _as_sent(schedule: Schedule, change: AsSent) -> Schedule:
-    transfers = graph_of(schedule).transfers
-    order, _ = transfers.by_channel
-    own = (transfers.source[order] == change.source) & (transfers.target[order] == change.target)
-    receives = transfers.receive[order[own]]
-    places = np.arange(len(schedule.columns))
-    places[np.sort(receives)] = receives
-    # What runs together are slots: the receives change places, and nothing else does.
-    taken = schedule.columns.take(places, schedule.columns.starts)
-    columns = attrs.evolve(taken, joined=schedule.columns.joined)
-    sources = schedule.sources
-    if sources is not None:
-        sources = Sources(sources.lines, sources.line_of[places])
-    return attrs.evolve(schedule, actions=columns, sources=sources)
-
-
-def _numbers(action: Action) -> Iterator[tuple[str, int]]:
-    """An action as the numbers of the columns."""
-    yield "kind", KIND_INDEX[action.kind]
-    yield "stage", action.stage
-    yield "microbatch", -1 if action.microbatch is None else action.microbatch
-    yield "version", -1 if action.version is None else action.version
-
-
-def _found(schedule: Schedule, change: Remove | Write) -> int:
-    """The place of the action that a change names, which may be one of several of its entry."""
-    columns = schedule.columns
-    wanted = change.action if isinstance(change, Remove) else change.old
-    first = columns.place(change.rank, change.index)
-    parts = range(first, int(columns.last[first]) + 1)
-    return next(place for place in parts if columns.action(place) == wanted)
+        entry, to = entries.pop(change.index), change.target + (change.side == "after")
+        entries.insert(to - (change.index < to), entry)  # it leaves a gap where it stood
+    elif isinstance(change, Reorder):
+        moved = [entries[index] for index in change.indices]
+        for index, entry in zip(sorted(change.indices), moved, strict=True):
+            entries[index] = entry
+    elif isinstance(change, Add):
+        entries.insert((change.target or 0) + (change.side == "after"), [new])
+    elif isinstance(change, AsSent):
+        # What runs together are slots: the receives change places, and nothing else does.
+        transfers = graph_of(schedule).transfers
+        order, _ = transfers.by_channel
+        own = transfers.source[order] == change.source
+        own &= transfers.target[order] == change.target
+        receives = transfers.receive[order[own]].tolist()
+        slots = dict(zip(sorted(receives), receives, strict=True))
+        entries = [[slots.get(place, place) for place in entry] for entry in entries]
+    else:  # one of the parts of an entry
+        entry = entries[change.index]
+        wanted = change.action if isinstance(change, Remove) else change.old
+        at = next(at for at, place in enumerate(entry) if columns.action(place) == wanted)
+        old = entry[at]
+        entry[at : at + 1] = [new] if isinstance(change, Write) else []
+        return entries, old
+    return entries, -1
 
 
 def several(edits: Iterable[Edit]) -> Edit | Several:
@@ -440,44 +403,41 @@ def additions(
 ) -> Iterator[Add]:
     """A missing action in the list of a rank, between the places `least` and `most` if it can be:
     where it most likely belongs, then everywhere else between what it uses and its use."""
-    start, end = (int(each) for each in schedule.columns.starts[[rank, rank + 1]])
-
-    def found(kinds: Iterable[tuple[Kind, int]], microbatch: int) -> Iterator[int]:
-        for kind, further in kinds:
-            place = listed(kind, action.stage + further, microbatch)
-            if start <= place < end:
-                yield place
-
-    microbatch = action.microbatch or 0
-    first = max([start, least, *(1 + p for p in found(_USES[action.kind], microbatch))])
-    last = min([end if most is None else most, *found(_USERS[action.kind], microbatch)])
-    if action.kind in SENDS:
-        likely = first
-    elif action.kind in RECEIVES:
-        likely = last
-    else:
+    start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
+    uses, users = _around(schedule, action, rank, listed)
+    first = max([start, least, *(1 + place for place in uses)])
+    last = min([end if most is None else most, *users])
+    likely = first if action.kind in SENDS else last
+    if action.kind not in COMMUNICATION:
         own = BACKWARDS if action.kind in BACKWARDS else (action.kind,)
-        before = [1 + p for p in found(((kind, 0) for kind in own), microbatch - 1)]
-        after = found(((kind, 0) for kind in own), microbatch + 1)
-        likely = max(before) if before else min(after, default=last if last < end else first)
-        likely = max(first, min(likely, last))
+        microbatch = action.microbatch or 0
+        before, after = (
+            [p for kind in own if start <= (p := listed(kind, action.stage, other)) < end]
+            for other in (microbatch - 1, microbatch + 1)
+        )
+        beside = [1 + max(before)] if before else after or [last if last < end else first]
+        likely = max(first, min(*beside, last))
     for place in (likely, *range(last, first - 1, -1)):
         yield at_gap(schedule, action, rank, place, ahead=place == last)
+
+
+def _around(
+    schedule: Schedule, action: Action, rank: int, listed: Listed
+) -> tuple[list[int], list[int]]:
+    """The places of what an action uses on a rank, and of what uses it there."""
+    start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
+    uses, users = (
+        [listed(kind, action.stage + further, action.microbatch or 0) for kind, further in of]
+        for of in (_USES[action.kind], _USERS[action.kind])
+    )
+    return [p for p in uses if start <= p < end], [p for p in users if start <= p < end]
 
 
 def is_misplaced(schedule: Schedule, place: int, listed: Listed) -> bool:
     """Whether what stands at a place comes before what it uses on its rank, or after its use."""
     columns = schedule.columns
-    action, rank = columns.action(place), columns.rank[place]
-
-    def of_rank(kinds: Iterable[tuple[Kind, int]]) -> Iterator[int]:
-        for kind, further in kinds:
-            other = listed(kind, action.stage + further, action.microbatch or 0)
-            if other >= 0 and columns.rank[other] == rank:
-                yield other
-
-    late = any(used > place for used in of_rank(_USES[action.kind]))
-    return late or any(user < place for user in of_rank(_USERS[action.kind]))
+    uses, users = _around(schedule, columns.action(place), int(columns.rank[place]), listed)
+    return max(uses, default=-1) > place or min(users, default=place) < place
 
 
 def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: bool) -> Add:
@@ -507,3 +467,11 @@ def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:
     own = slice(columns.starts[rank], columns.starts[rank + 1])
     found = (columns.is_kind(*kinds)[own] & (columns.stage[own] == stage)).nonzero()[0]
     return int(columns.starts[rank] + found[-1]) if len(found) else -1
+
+
+def after_stage(schedule: Schedule, action: Action, rank: int, *kinds: Kind) -> Add:
+    """An action added after the last of these kinds of its stage on a rank, or at the end of its
+    list."""
+    last = last_of_stage(schedule.columns, action.stage, rank, *kinds)
+    place = last + 1 if last >= 0 else int(schedule.columns.starts[rank + 1])
+    return at_gap(schedule, action, rank, place, ahead=False)

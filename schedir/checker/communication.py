@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
-import attrs
 import numpy as np
 
 from schedir.checker import rules
@@ -16,12 +15,11 @@ from schedir.checker.changes import (
     Change,
     Several,
     additions,
+    after_stage,
     ahead,
-    at_gap,
     back,
     beside,
     in_turn,
-    last_of_stage,
     moved_beside,
     removal,
     reorder,
@@ -31,7 +29,7 @@ from schedir.checker.diagnostics import locate
 from schedir.checker.fixes import Faults, Finding
 from schedir.checker.values import Wrong, keys, values, wrong
 from schedir.graph.compile import Graph, Transfers, graph_of
-from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, STEPS, Action, Ints, Schedule
+from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, RECEIVES, STEPS, Action, Ints, Schedule
 
 _ROWS_AROUND = 2
 
@@ -39,21 +37,20 @@ _ROWS_AROUND = 2
 def communication(schedule: Schedule) -> Iterator[Faults]:
     """What is wrong with the sends and receives. Expects a sound structure."""
     graph = graph_of(schedule)
-    transfers = graph.transfers
     yield Faults(
         rule=rules.NO_PEER,
         keys=keys(schedule, graph.lone),
-        findings=(_alone(graph, place) for place in graph.lone.tolist()),
+        findings=(_lone(graph, place) for place in graph.lone.tolist()),
     )
     for told in wrong(schedule, of_transfers=True):
         receives = told.rule is rules.MISSING_RECEIVE
         yield _without_receive(graph, told) if receives else values(schedule, told)
-    yield from _unmatched(schedule, transfers)
-    yield from _mis_paired(schedule, transfers)
+    yield from _unmatched(graph)
+    yield from _mis_paired(graph)
     yield from unmatched_reduces(schedule)
 
 
-def _alone(graph: Graph, place: int) -> Finding:
+def _lone(graph: Graph, place: int) -> Finding:
     schedule, columns = graph.schedule, graph.columns
     peer, action = int(graph.peers[place]), columns.action(place)
     runs = int(graph.runs[action.stage, action.microbatch])
@@ -68,17 +65,17 @@ def _alone(graph: Graph, place: int) -> Finding:
 
 def _without_receive(graph: Graph, told: Wrong) -> Faults:
     """A receive stands before the compute that uses it."""
-    numbers, channels = graph.arrivals[told.places], _Channels(graph.schedule, graph.transfers)
-    findings = (_used_too_early(channels, number) for number in numbers.tolist())
+    numbers = graph.arrivals[told.places]
+    findings = (_used_too_early(graph, number) for number in numbers.tolist())
     return Faults(rule=told.rule, keys=numbers, findings=findings)
 
 
-def _used_too_early(channels: _Channels, number: int) -> Finding:
-    schedule, transfers = channels.schedule, channels.transfers
+def _used_too_early(graph: Graph, number: int) -> Finding:
+    schedule, transfers = graph.schedule, graph.transfers
     user, receive = int(transfers.user[number]), int(transfers.receive[number])
     action = _receive(transfers, number)
     if receive < 0:
-        adds = channels.receive(number)
+        adds = _other_end(graph, number, action)
         likely = next(adds)
         finding = rules.MISSING_RECEIVE.at(schedule, user, receive=action)
         return Finding(finding, chain((likely,), adds), likely)
@@ -96,129 +93,61 @@ def _receive(transfers: Transfers, number: int) -> Action:
     return Action(kind, int(transfers.stage[number]), int(transfers.microbatch[number]))
 
 
-def _send(transfers: Transfers, number: int) -> Action:
-    send = _receive(transfers, number).counterpart
-    assert send is not None  # a transfer has two ends
-    return send
+def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
+    """One end of a transfer added, in the order of its channel where its other end is known."""
+    transfers, least, most = graph.transfers, 0, None
+    known, lacked, rank = transfers.receive, transfers.send, transfers.source[number]
+    if action.kind in RECEIVES:
+        known, lacked, rank = lacked, known, transfers.target[number]
+    if known[number] >= 0:
+        beside = transfers.beside(number)
+        beside = beside[np.argsort(known[beside])]
+        at = int(np.searchsorted(known[beside], known[number]))
+        least = int(lacked[beside[at - 1]]) + 1 if at else 0
+        most = int(lacked[beside[at]]) if at < len(beside) else None
+    return additions(graph.schedule, action, int(rank), graph.listed, least, most)
 
 
-@attrs.frozen(eq=False, slots=False)
-class _Channels:
-    """Where an end of a transfer that is missing belongs: in the order of its channel."""
-
-    schedule: Schedule
-    transfers: Transfers
-
-    def receive(self, number: int) -> Iterator[Add]:
-        """The receive of a transfer added, where its send is among the others."""
-        order, _ = self.transfers.by_channel
-        ends = self.transfers.send, self.transfers.receive
-        action, rank = _receive(self.transfers, number), int(self.transfers.target[number])
-        return self._added(number, action, rank, order, self._sent, *ends)
-
-    def send(self, number: int) -> Iterator[Add]:
-        """The send of a transfer added, where its receive is among the others."""
-        ends = self.transfers.receive, self.transfers.send
-        action, rank = _send(self.transfers, number), int(self.transfers.source[number])
-        return self._added(number, action, rank, self._received[0], self._received[1], *ends)
-
-    def _added(
-        self,
-        number: int,
-        action: Action,
-        rank: int,
-        order: Ints,
-        keys: Ints,
-        known: Ints,
-        lacked: Ints,
-    ) -> Iterator[Add]:
-        least, most = 0, None
-        if known[number] >= 0:
-            key = self._key(np.array([number]), known)[0]
-            at = int(np.searchsorted(keys, key))
-            before, after = order[max(0, at - 1) : at], order[at : at + 1]
-            if len(before) and self._channel(before[0]) == self._channel(number):
-                least = int(lacked[before[0]]) + 1
-            if len(after) and self._channel(after[0]) == self._channel(number):
-                most = int(lacked[after[0]])
-        listed = graph_of(self.schedule).listed
-        return additions(self.schedule, action, rank, listed, least, most)
-
-    def _channel(self, number: int) -> tuple[int, int]:
-        return int(self.transfers.source[number]), int(self.transfers.target[number])
-
-    def _key(self, numbers: Ints, ends: Ints) -> Ints:
-        """By these the transfers are in the order of their channels, and of one end in each."""
-        source, target = self.transfers.source[numbers], self.transfers.target[numbers]
-        channel = source * self.schedule.ranks + target
-        keys: Ints = channel * len(self.schedule.columns) + ends[numbers]
-        return keys
-
-    @cached_property
-    def _sent(self) -> Ints:
-        return self._key(self.transfers.by_channel[0], self.transfers.send)
-
-    @cached_property
-    def _received(self) -> tuple[Ints, Ints]:
-        """The matched transfers in the order of the receives, and their keys."""
-        matched = np.flatnonzero(self.transfers.matched)
-        keys = self._key(matched, self.transfers.receive)
-        order = np.argsort(keys)
-        return matched[order], keys[order]
-
-
-def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
+def _unmatched(graph: Graph) -> Iterator[Faults]:
     """Every send has its receive, every receive its send."""
-    channels = _Channels(schedule, transfers)
-    ends = (
-        (transfers.send, transfers.receive, channels.receive),
-        (transfers.receive, transfers.send, channels.send),
-    )
-    for side, (listed, lacked, other_end) in enumerate(ends):
+    ends = graph.transfers.send, graph.transfers.receive
+    for side, (listed, lacked) in enumerate((ends, ends[::-1])):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
         numbers = numbers[np.argsort(listed[numbers])]
         yield Faults(
             rule=rules.UNMATCHED,
             keys=2 * numbers + side,
-            findings=_without_other_end(schedule, numbers, listed, other_end),
+            findings=map(partial(_alone, graph), numbers.tolist(), listed[numbers].tolist()),
         )
 
 
-def _without_other_end(
-    schedule: Schedule, numbers: Ints, listed: Ints, other_end: Callable[[int], Iterator[Add]]
-) -> Iterator[Finding]:
-    for number in numbers.tolist():
-        adds = other_end(number)
-        add = next(adds)
-        yield Finding(
-            rules.UNMATCHED.at(schedule, listed[number], missing=add.action, peer=add.rank),
-            chain((add,), adds),
-            add,
-        )
+def _alone(graph: Graph, number: int, place: int) -> Finding:
+    missing = graph.columns.action(place).counterpart
+    assert missing is not None  # a transfer has two ends
+    adds = _other_end(graph, number, missing)
+    add = next(adds)
+    finding = rules.UNMATCHED.at(graph.schedule, place, missing=missing, peer=add.rank)
+    return Finding(finding, chain((add,), adds), add)
 
 
-def _mis_paired(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
+def _mis_paired(graph: Graph) -> Iterator[Faults]:
     """The sends and receives of a channel stand in the same order.
 
     What is unmatched would shift all after it, so only what has both ends is compared.
     """
-    order, follows = transfers.by_channel
-    receives = transfers.receive[order]
-    if not (follows[1:] & (receives[1:] < receives[:-1])).any():
-        return
-    source, target = transfers.source[order], transfers.target[order]
-    # The same transfers channel by channel, in the order of the receives.
-    received = order[np.lexsort((receives, target, source))]
-    wrong = np.flatnonzero(order != received)
-    keys, extents = np.unique(source[wrong] * schedule.ranks + target[wrong], return_counts=True)
+    transfers, (order, follows) = graph.transfers, graph.transfers.by_channel
+    early = np.flatnonzero(follows[1:] & (np.diff(transfers.receive[order]) < 0))
+    channels = {}
+    for number in order[early].tolist():
+        key = int(transfers.source[number] * graph.schedule.ranks + transfers.target[number])
+        if key not in channels:
+            sent = transfers.beside(number)
+            channels[key] = sent, sent[np.argsort(transfers.receive[sent])]
     yield Faults(
         rule=rules.MIS_PAIRED,
-        keys=keys,
-        extents=extents,
-        findings=(
-            _swapped(schedule, transfers, order[own], received[own])
-            for own in (np.flatnonzero(source * schedule.ranks + target == key) for key in keys)
-        ),
+        keys=np.array([*channels], np.int64),
+        extents=np.array([(one != other).sum() for one, other in channels.values()], np.int64),
+        findings=(_swapped(graph.schedule, transfers, *ends) for ends in channels.values()),
     )
 
 
@@ -329,12 +258,9 @@ def _without_counterpart(
 def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:
     """A collective after all that a rank has of its stage, or at the end of its list; with a step
     after it, where there are any of the `steps` like which that is."""
-    columns = schedule.columns
     kinds = (*COMPLETES_GRADIENTS, *((*GROUPS, *STEPS) if len(steps) else ()))
-    last = last_of_stage(columns, action.stage, rank, *kinds)
-    place = last + 1 if last >= 0 else int(columns.starts[rank + 1])
-    add = at_gap(schedule, action, rank, place, ahead=False)
+    add = after_stage(schedule, action, rank, *kinds)
     if not len(steps):
         return add
-    step, index = columns.action(int(steps[0])), 0 if add.target is None else add.target + 1
-    return Several((add, Add(step, rank, "after", index)))
+    index = 0 if add.target is None else add.target + 1
+    return Several((add, Add(schedule.columns.action(int(steps[0])), rank, "after", index)))

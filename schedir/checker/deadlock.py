@@ -223,11 +223,10 @@ def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
     if number is None:
         return None, None
     # In its channel both ends stand in the same order.
-    order, follows = transfers.by_channel
-    at = int(np.flatnonzero(order == number)[0])
-    first = int(own[order[at - 1]]) + 1 if follows[at] else -1
-    more = at + 1 < len(order) and follows[at + 1]
-    last = int(own[order[at + 1]]) - 1 if more else len(schedule.columns)
+    beside = own[transfers.beside(number)].tolist()
+    at = beside.index(place)
+    first = beside[at - 1] + 1 if at else -1
+    last = beside[at + 1] - 1 if at + 1 < len(beside) else len(schedule.columns)
     if sends:
         return max(first, int(transfers.maker[number]) + 1), last
     return first, min(last, int(transfers.user[number]) - 1)

@@ -6,6 +6,7 @@ arrays, and put into words only where somebody reads them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias
@@ -36,15 +37,7 @@ class Finding:
     blocks_less: Callable[[], Iterable[Change]] | None = None
 
 
-def _ones(faults: Faults) -> Ints:
-    return np.ones(len(faults.keys), np.int64)
-
-
-def _of_keys(faults: Faults) -> int:
-    return len(faults.keys)
-
-
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True, slots=False)
 class Faults:
     """Faults against one rule, ordered by place.
 
@@ -57,8 +50,21 @@ class Faults:
     rule: Rule
     keys: Ints
     findings: Iterable[Finding]
-    extents: Ints = attrs.field(default=attrs.Factory(_ones, takes_self=True))
-    many: int = attrs.field(default=attrs.Factory(_of_keys, takes_self=True))
+    extents: Ints = attrs.field(
+        default=attrs.Factory(lambda faults: np.ones_like(faults.keys), takes_self=True)
+    )
+    many: int = attrs.field(default=attrs.Factory(lambda faults: len(faults.keys), takes_self=True))
+
+    @cached_property
+    def tally(self) -> Tally:
+        """How much is wrong with each thing that they are about."""
+        counted: Tally = Counter()
+        for key, extent in zip(self.keys.tolist(), self.extents.tolist(), strict=False):
+            counted[self.rule.code, key] += extent
+        return counted
+
+
+Tally: TypeAlias = Counter[tuple[str, int]]
 
 
 def fault(
@@ -76,55 +82,6 @@ def fault(
         extents=np.array([extent]),
         findings=(Finding(diagnostic, changes, otherwise),),
     )
-
-
-Tally: TypeAlias = dict[str, tuple[Ints, Ints]]
-"""By code, the keys of all faults, ascending, and their extents."""
-
-
-def tally(found: Iterable[Faults]) -> Tally:
-    """Count the faults."""
-    by_code: dict[str, list[Faults]] = {}
-    for faults in found:
-        by_code.setdefault(faults.rule.code, []).append(faults)
-    return {
-        code: _by_key(
-            np.concatenate([faults.keys for faults in several]),
-            np.concatenate([faults.extents for faults in several]),
-        )
-        for code, several in by_code.items()
-    }
-
-
-def _by_key(keys: Ints, extents: Ints) -> tuple[Ints, Ints]:
-    """The keys, ascending and each once, with all of its extents together."""
-    distinct, number = np.unique(keys, return_inverse=True)
-    summed = np.zeros(len(distinct), np.int64)
-    np.add.at(summed, number, extents)
-    return distinct, summed
-
-
-def nothing_new(found: Iterable[Faults], known: Tally) -> bool:
-    """Whether all that is found is known, and nowhere more of it."""
-    for faults in found:
-        if not len(faults.keys):
-            continue
-        if faults.rule.code not in known:
-            return False
-        keys, extents = known[faults.rule.code]
-        own, own_extents = _by_key(faults.keys, faults.extents)
-        at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
-        if (keys[at] != own).any() or (extents[at] < own_extents).any():
-            return False
-    return True
-
-
-def without(known: Tally, code: str, key: int, extent: int) -> Tally:
-    """The faults but for one."""
-    keys, extents = known[code]
-    left = extents - extent * (keys == key)
-    others = {other: counted for other, counted in known.items() if other != code}
-    return others | ({code: (keys[left > 0], left[left > 0])} if (left > 0).any() else {})
 
 
 # Trials judge whole lists. Together they may look at so many actions, where each costs as much as
@@ -175,20 +132,34 @@ class Trials:
             return None
         if not finding.changes and not finding.of_communication:
             return None
-        errors_only = finding.diagnostic.severity == "error"
-        known = self._errors if errors_only else self._everything
-        allowed = without(known, finding.diagnostic.code, key, extent)
+        judged = finding.diagnostic.severity == "error", (finding.diagnostic.code, key), extent
         tried = False
         for _, change in zip(range(most), finding.changes, strict=False):
             tried = True
             self.left -= 1
-            if nothing_new(self.judge(changed(self.schedule, change), errors_only), allowed):
+            if self._nothing_new(self.judge(changed(self.schedule, change), judged[0]), *judged):
                 return change
-        if finding.blocks and nothing_new(self._batched, allowed):
+        if finding.blocks and self._nothing_new(self._batched, *judged):
             return Batch(tried)
-        if finding.of_communication and nothing_new(self._without_communication, allowed):
+        if finding.of_communication and self._nothing_new(self._without_communication, *judged):
             return LeaveOut(tried)
         return None
+
+    def _nothing_new(
+        self,
+        found: Iterable[Faults],
+        errors_only: bool = True,
+        fixed: tuple[str, int] = ("", 0),
+        extent: int = 0,
+    ) -> bool:
+        """Whether all that is found is known, and nowhere more of it, and so much less of what is
+        to be fixed."""
+        known = self._errors if errors_only else self._everything
+        return all(
+            many <= known[about] - extent * (about == fixed)
+            for faults in found
+            for about, many in faults.tally.items()
+        )
 
     def _easing(self, changes: Iterable[Change]) -> Change | None:
         """The first change after which less can never run: one of several knots is undone."""
@@ -196,7 +167,7 @@ class Trials:
         for _, change in zip(range(self.left), changes, strict=False):
             self.left -= 1
             eased = changed(self.schedule, change)
-            if nothing_new(self.judge(eased, True), self._errors):
+            if self._nothing_new(self.judge(eased, True)):
                 blocked = blocked or self.blocked(self.schedule)
                 if self.blocked(eased) < blocked:
                     return change
@@ -204,11 +175,11 @@ class Trials:
 
     @cached_property
     def _everything(self) -> Tally:
-        return tally(self.found)
+        return _tally(self.found)
 
     @cached_property
     def _errors(self) -> Tally:
-        return tally(faults for faults in self.found if faults.rule.severity == "error")
+        return _tally(faults for faults in self.found if faults.rule.severity == "error")
 
     @cached_property
     def _batched(self) -> list[Faults]:
@@ -217,3 +188,10 @@ class Trials:
     @cached_property
     def _without_communication(self) -> list[Faults]:
         return list(self.judge(changed(self.schedule, LeaveOut()), True))
+
+
+def _tally(found: Iterable[Faults]) -> Tally:
+    counted: Tally = Counter()
+    for faults in found:
+        counted.update(faults.tally)
+    return counted

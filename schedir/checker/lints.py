@@ -56,17 +56,18 @@ def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
 class _Posting:
     """When a complete schedule runs: as it is listed, and where no send is late.
 
-    By transfer, the place of the compute after which its send is posted: as `sent`, or at best, on
-    its own (`alone`: it stands after the place `after` then) or with all others (`together`). By
-    place, the compute `before` it, -1 for none, and when it is over, as `listed` or if all sends
-    are `prompt`; one more entry, for the beginning, is 0. `clock` is the schedule as it is run.
+    By transfer, the one `previous` on its channel, -1 for none, and the place of the compute after
+    which its send is posted: as `sent`, or at best, on its own (`alone`) or with all others
+    (`together`). By place, the compute `before` it, -1 for none, and when it is over, as `listed`
+    or if all sends are `prompt`; one more entry, for the beginning, is 0. `clock` is the schedule
+    as it is run.
     """
 
     graph: Graph
     clock: Schedule
     before: Ints
+    previous: Ints
     sent: Ints
-    after: Ints
     alone: Ints
     together: Ints
     listed: Ints
@@ -90,17 +91,15 @@ def _posting(schedule: Schedule, channel: str) -> _Posting:
     order, follows = transfers.by_channel
     sent = before[transfers.send]
     maker = np.where(columns.shared[transfers.send], sent, columns.last[transfers.maker])
-    second = np.flatnonzero(follows)
-    previous, second = order[second - 1], order[second]
-    after, alone = transfers.maker.copy(), maker.copy()
-    after[second] = np.maximum(after[second], transfers.send[previous])
-    alone[second] = np.maximum(alone[second], sent[previous])
+    previous = np.full(len(order), -1)
+    previous[order[1:][follows[1:]]] = order[:-1][follows[1:]]
+    alone = np.maximum(maker, np.where(previous < 0, -1, sent[previous]))
     # No send passes another one of its channel: the latest maker so far, channel by channel.
     ahead_of = np.cumsum(~follows) * len(columns)
     together = maker.copy()
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
     listed = _done(columns, textbook(clock))
-    posted = _Posting(graph, clock, before, sent, after, alone, together, listed, listed)
+    posted = _Posting(graph, clock, before, previous, sent, alone, together, listed, listed)
     if (sent > together).any():
         posted = attrs.evolve(posted, prompt=_run(posted, together))
     return posted
@@ -156,10 +155,11 @@ def _late_sends(posted: _Posting) -> Iterator[Faults]:
         regained[transfer] = float(makespan - _run(posted, sent).max())
     worst = max(regained, key=lambda transfer: regained[transfer])
     others = np.flatnonzero(posted.sent > posted.together)
+    after = _after(posted, worst)
     finding = rules.LATE_SEND.at(
         schedule,
         transfers.send[worst],
-        posted.after[worst],
+        after,
         sends=len(others),
         makespan=float(makespan),
         alone=float(makespan - regained[worst]),
@@ -168,7 +168,7 @@ def _late_sends(posted: _Posting) -> Iterator[Faults]:
     yield Faults(
         rule=rules.LATE_SEND,
         keys=np.concatenate(([worst], others[others != worst])),
-        findings=[Finding(finding, _sooner(posted, worst) if regained[worst] else ())],
+        findings=[Finding(finding, _sooner(posted, worst, after) if regained[worst] else ())],
         many=1,
     )
 
@@ -188,9 +188,6 @@ def _critical(posted: _Posting) -> list[int]:
     waiters = waiting.waiter[tight]
     of_send = np.full(len(columns), -1)
     of_send[transfers.send] = np.arange(len(transfers))
-    order, follows = transfers.by_channel
-    before = np.full(len(transfers), -1)
-    before[order[1:][follows[1:]]] = order[:-1][follows[1:]]
     computes = columns.where(*COMPUTE)
     node = int(waiting.node[computes[listed[computes].argmax()]])
     found: dict[int, int] = {}
@@ -199,15 +196,22 @@ def _critical(posted: _Posting) -> list[int]:
         transfer = int(of_send[waiting.later[wait]]) if waiting.why[wait] == AFTER else -1
         if transfer >= 0 and posted.sent[transfer] > posted.together[transfer]:
             while posted.sent[transfer] == posted.alone[transfer]:
-                transfer = int(before[transfer])  # late for the one before on its channel
+                transfer = int(posted.previous[transfer])  # late for the one before on its channel
             found.setdefault(transfer, int(begins[node] - listed[posted.alone[transfer]]))
         node = int(waiting.awaited[wait])
     return sorted(found, key=lambda transfer: -found[transfer])
 
 
-def _sooner(posted: _Posting, transfer: int) -> Iterator[Move]:
+def _after(posted: _Posting, transfer: int) -> int:
+    """The place that a send has to follow: its maker, or the send before on its channel."""
+    transfers, previous = posted.graph.transfers, posted.previous[transfer]
+    maker = int(transfers.maker[transfer])
+    return maker if previous < 0 else max(maker, int(transfers.send[previous]))
+
+
+def _sooner(posted: _Posting, transfer: int, after: int) -> Iterator[Move]:
     """To right after what it has to follow, or after other communication there."""
-    columns, after = posted.graph.columns, int(posted.after[transfer])
+    columns = posted.graph.columns
     send = int(posted.graph.transfers.send[transfer])
     rank, index = columns.position(send)
     # The compute after the last one that it has to follow.

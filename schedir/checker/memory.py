@@ -9,11 +9,12 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Write, rewriting, several
+from schedir.checker.diagnostics import Diagnostic, Rule
 from schedir.checker.fixes import Faults, Finding, fault
 from schedir.checker.values import keys
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
-from schedir.graph.compile import graph_of
-from schedir.ir import HOMES, NAMES_VERSION, Ints, Schedule, Ties
+from schedir.graph.compile import Graph, graph_of
+from schedir.ir import HOMES, NAMES_VERSION, Bools, Ints, Schedule, Ties
 
 
 @attrs.frozen
@@ -42,44 +43,50 @@ class Limits:
 
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """What is wrong with versions and activations. Expects a sound structure."""
-    yield _versions_exist(schedule)
-    yield from _named_alike(schedule)
+    graph = graph_of(schedule)
+    yield _versions_exist(graph)
+    yield _named_alike(graph)
     # What tied stages may not do, others may: the note would only echo the error.
-    yield from list(_tied_versions_agree(schedule, ties)) or _versions_agree(schedule)
+    yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
         yield from _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
-        peaks = peak_activations(graph_of(schedule), limits.held_until)
-        for rank, (peak, index) in enumerate(peaks):
-            if peak > limits.max_activations:
-                place = int(schedule.columns.starts[rank]) + index
-                yield fault(
-                    rules.ACTIVATIONS_ABOVE_LIMIT.at(
-                        schedule,
-                        place,
-                        peak=peak,
-                        limit=limits.max_activations,
-                        held_until=limits.held_until,
-                    ),
-                    key=rank,
-                    extent=peak,
-                )
+        yield from _activations_alive(graph, limits.max_activations, limits.held_until)
 
 
-def _versions_exist(schedule: Schedule) -> Faults:
-    columns, newest = schedule.columns, graph_of(schedule).turn
-    missing = np.flatnonzero((columns.version > newest) & columns.is_kind(*HOMES))
+def _versions_exist(graph: Graph) -> Faults:
+    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_NOT_AVAILABLE
+    missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
+    rows = zip(missing.tolist(), graph.turn[missing].tolist(), strict=True)
     return Faults(
-        rule=rules.VERSION_NOT_AVAILABLE,
+        rule=rule,
         keys=keys(schedule, missing),
         findings=(
+            Finding(rule.at(schedule, at, newest=newest), otherwise=_reading(schedule, at, newest))
+            for at, newest in rows
+        ),
+    )
+
+
+def _named_alike(graph: Graph) -> Faults:
+    """What runs again and names a version names that of its forward."""
+    schedule, columns, rule = graph.schedule, graph.columns, rules.RECOMPUTE_AT_ANOTHER_VERSION
+    again = columns.where(*NAMES_VERSION - HOMES)
+    pair = columns.stage[again], columns.microbatch[again]
+    named, home, reads = columns.version[again], graph.home[pair], graph.reads[pair]
+    wrong = (named >= 0) & (named != reads)
+    rows = zip(again[wrong].tolist(), home[wrong].tolist(), reads[wrong].tolist(), strict=True)
+    return Faults(
+        rule=rule,
+        keys=keys(schedule, again[wrong]),
+        findings=(
             Finding(
-                rules.VERSION_NOT_AVAILABLE.at(schedule, place, newest=int(newest[place])),
-                otherwise=_reading(schedule, place, int(newest[place])),
+                rule.at(schedule, at, other, version=version),
+                otherwise=_reading(schedule, at, None),
             )
-            for place in missing.tolist()
+            for at, other, version in rows
         ),
     )
 
@@ -90,98 +97,63 @@ def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
     return rewriting(schedule, place, action)
 
 
-def _named_alike(schedule: Schedule) -> Iterator[Faults]:
-    """What runs again and names a version names that of its forward."""
-    graph, columns = graph_of(schedule), schedule.columns
-    again = columns.where(*NAMES_VERSION - HOMES)
-    again = again[columns.version[again] >= 0]
-    if len(again):
-        pair = columns.stage[again], columns.microbatch[again]
-        home, reads = graph.home[pair], graph.reads[pair]
-        wrong = np.flatnonzero(columns.version[again] != reads)
-        rows = zip(again[wrong].tolist(), home[wrong].tolist(), reads[wrong].tolist(), strict=True)
-        yield Faults(
-            rule=rules.RECOMPUTE_AT_ANOTHER_VERSION,
-            keys=keys(schedule, again[wrong]),
-            findings=(
-                Finding(
-                    rules.RECOMPUTE_AT_ANOTHER_VERSION.at(schedule, place, other, version=version),
-                    otherwise=_reading(schedule, place, None),
-                )
-                for place, other, version in rows
-            ),
-        )
-
-
-def _versions_agree(schedule: Schedule) -> Iterator[Faults]:
+def _versions_agree(graph: Graph) -> Iterator[Faults]:
     """One note for the whole schedule: where its stages run a microbatch at different versions."""
-    graph = graph_of(schedule)
     if not graph.reads.any():
         return
-    known = _applied_in_versions(schedule)
+    known = _applied_in_versions(graph)
     differ = known != known[-1]
-    microbatches = np.flatnonzero(differ.any(axis=0))
-    if len(microbatches):
-        first = int(microbatches[0])
-        stage = int(np.flatnonzero(differ[:, first])[0])
-        forward = graph.home[:, first]
-        yield fault(
-            rules.VERSIONS_DISAGREE.at(
-                schedule,
-                forward[stage],
-                forward[-1],
-                version=int(graph.reads[stage, first]),
-                other_version=int(graph.reads[-1, first]),
-                differing=len(microbatches),
-                microbatches=schedule.microbatches,
-            ),
-            extent=len(microbatches),
-        )
+    if differ.any():
+        _, stage = np.argwhere(differ.T)[0]
+        finding, many = _disagreeing(rules.VERSIONS_DISAGREE, graph, differ, int(stage), -1)
+        yield fault(finding, extent=many)
 
 
-def _applied_in_versions(schedule: Schedule) -> Ints:
+def _applied_in_versions(graph: Graph) -> Ints:
     """How many microbatches the version that each forward reads has seen, [stages, microbatches].
 
     Stages that step at different rates have other numbers for the same version of the model.
     """
-    graph = graph_of(schedule)
-    turns = graph.turn[graph.weight_gradients]
-    seen = np.zeros((schedule.stages, int(max(turns.max(), graph.reads.max())) + 2), np.int64)
-    np.add.at(seen, (np.arange(schedule.stages)[:, None], turns + 1), 1)
-    applied: Ints = np.take_along_axis(seen.cumsum(axis=1), graph.reads, axis=1)
+    turns, reads = graph.turn[graph.weight_gradients], graph.reads
+    seen = np.zeros((len(reads), int(max(turns.max(), reads.max())) + 2), np.int64)
+    np.add.at(seen, (np.arange(len(reads))[:, None], turns + 1), 1)
+    applied: Ints = np.take_along_axis(seen.cumsum(axis=1), reads, axis=1)
     return applied
 
 
-def _tied_versions_agree(schedule: Schedule, ties: Ties) -> Iterator[Faults]:
+def _tied_versions_agree(graph: Graph, ties: Ties) -> Iterator[Faults]:
     """The stages of a tie read one version of what they share; one finding for each tie."""
-    graph = graph_of(schedule)
     for number, tie in enumerate(ties):
-        reads = graph.reads[list(tie)]
+        reads = graph.reads[[*tie]]
         differ = reads != reads[0]
-        microbatches = np.flatnonzero(differ.any(axis=0))
-        if len(microbatches):
-            first = int(microbatches[0])
-            other = int(np.flatnonzero(differ[:, first])[0])
-            forward = graph.home[:, first]
+        if differ.any():
+            first, other = np.argwhere(differ.T)[0]
+            rule = rules.TIED_VERSIONS_DISAGREE
+            finding, many = _disagreeing(rule, graph, differ, tie[0], tie[other])
             # The oldest exists on all of them.
             oldest = int(reads[:, first].min())
-            newer = [
-                stage for stage, read in zip(tie, reads[:, first], strict=True) if read > oldest
-            ]
-            yield fault(
-                rules.TIED_VERSIONS_DISAGREE.at(
-                    schedule,
-                    forward[tie[0]],
-                    forward[tie[other]],
-                    version=int(reads[0, first]),
-                    other_version=int(reads[other, first]),
-                    differing=len(microbatches),
-                    microbatches=schedule.microbatches,
-                ),
-                otherwise=several(_reading(schedule, int(forward[s]), oldest) for s in newer),
-                key=number,
-                extent=len(microbatches),
-            )
+            newer = graph.home[[*tie], first][reads[:, first] > oldest].tolist()
+            otherwise = several(_reading(graph.schedule, place, oldest) for place in newer)
+            yield fault(finding, otherwise=otherwise, key=number, extent=many)
+
+
+def _disagreeing(
+    rule: Rule, graph: Graph, differ: Bools, one: int, other: int
+) -> tuple[Diagnostic, int]:
+    """The finding that two stages run the first microbatch of which some `differ` at different
+    versions; and how many such microbatches there are."""
+    microbatches = np.flatnonzero(differ.any(axis=0))
+    home, reads = graph.home[:, microbatches[0]], graph.reads[:, microbatches[0]]
+    finding = rule.at(
+        graph.schedule,
+        home[one],
+        home[other],
+        version=int(reads[one]),
+        other_version=int(reads[other]),
+        differing=len(microbatches),
+        microbatches=graph.schedule.microbatches,
+    )
+    return finding, len(microbatches)
 
 
 def delays(schedule: Schedule) -> Ints:
@@ -193,32 +165,40 @@ def delays(schedule: Schedule) -> Ints:
 
 def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
     """The worst delay of every stage that is above the limit."""
-    graph, delay = graph_of(schedule), delays(schedule)
-    gradient = graph.weight_gradients
-    for stage in np.flatnonzero((delay > limit).any(axis=1)).tolist():
-        worst = int(delay[stage].argmax())
-        yield fault(
-            rules.DELAY_ABOVE_LIMIT.at(
+    graph = graph_of(schedule)
+    for stage, delay in enumerate(delays(schedule)):
+        worst, above = int(delay.argmax()), int((delay > limit).sum())
+        if above:
+            most, places = int(delay[worst]), (graph.home, graph.weight_gradients)
+            finding = rules.DELAY_ABOVE_LIMIT.at(
                 schedule,
-                graph.home[stage, worst],
-                gradient[stage, worst],
-                delay=int(delay[stage, worst]),
+                *(of[stage, worst] for of in places),
+                delay=most,
                 limit=limit,
-                above=int((delay[stage] > limit).sum()),
-            ),
-            key=stage,
-            extent=int(delay[stage, worst]),
-        )
+                above=above,
+            )
+            yield fault(finding, key=stage, extent=most)
 
 
 def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:
-    for rank in range(schedule.ranks):
+    for rank, start in enumerate(schedule.columns.starts[:-1].tolist()):
         for stage, versions in sorted(weight_versions(schedule.columns, rank).items()):
             alive, index = versions.peak()
             if alive > limit and index is not None:
-                place = int(schedule.columns.starts[rank]) + index
-                yield fault(
-                    rules.VERSIONS_ABOVE_LIMIT.at(schedule, place, alive=alive, limit=limit),
-                    key=stage * schedule.ranks + rank,
-                    extent=alive,
+                finding = rules.VERSIONS_ABOVE_LIMIT.at(
+                    schedule, start + index, alive=alive, limit=limit
                 )
+                yield fault(finding, key=stage * schedule.ranks + rank, extent=alive)
+
+
+def _activations_alive(graph: Graph, limit: int, held_until: HeldUntil) -> Iterator[Faults]:
+    for rank, (peak, index) in enumerate(peak_activations(graph, held_until)):
+        if peak > limit:
+            finding = rules.ACTIVATIONS_ABOVE_LIMIT.at(
+                graph.schedule,
+                int(graph.columns.starts[rank]) + index,
+                peak=peak,
+                limit=limit,
+                held_until=held_until,
+            )
+            yield fault(finding, key=rank, extent=peak)

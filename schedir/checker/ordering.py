@@ -6,10 +6,10 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
-import attrs
 import numpy as np
 
 from schedir.checker import rules
@@ -19,6 +19,7 @@ from schedir.checker.changes import (
     Edit,
     Move,
     Side,
+    after_stage,
     ahead,
     anywhere,
     back,
@@ -32,7 +33,7 @@ from schedir.checker.changes import (
 from schedir.checker.fixes import Faults, Finding, fault
 from schedir.checker.values import values, wrong
 from schedir.graph.compile import Graph, graph_of
-from schedir.ir import COMPLETES_GRADIENTS, STEPS, Action, Bools, Ints, Kind, Schedule, Ties
+from schedir.ir import COMPLETES_GRADIENTS, STEPS, Action, Ints, Kind, Schedule, Ties
 from schedir.ir.kinds import uses_of
 
 (_STEP,) = STEPS
@@ -61,106 +62,66 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
 # Sums of gradients: once, of all that a round of steps applies.
 
 
-@attrs.frozen(eq=False)
-class _Sums:
-    """The sums of a schedule, by place, ascending.
-
-    Each belongs to a round, which lasts from one step of its stage on its rank to the next; of the
-    gradients of its round `late` are computed after it, `last` is the place of the last one, and
-    `new` says whether any of them is before it and after the sum before. By round, `many` says how
-    many sums it has, and `whole` whether one of these is after all of its gradients.
-    """
-
-    graph: Graph
-    places: Ints
-    round: Ints
-    late: Ints
-    last: Ints
-    new: Bools
-    many: Ints
-    whole: Bools
-
-    def at(self, place: int) -> int:
-        """The number of the sum at a place."""
-        return bisect(self.places, place) - 1
-
-
 def _round(graph: Graph, places: Ints) -> Ints:
-    """The number of the round that each of the places is in."""
+    """The number of the round that each of the places is in: from one step of its stage on its rank
+    to the next."""
     rounds: Ints = graph.first_round[graph.holding[places]] + graph.turn[places]
     return rounds
 
 
 def _summed_once(graph: Graph) -> Iterator[Faults]:
     """Between two steps the gradients come first, then their sum, which all replicas make."""
-    columns = graph.columns
-    rounds, size = int(graph.first_round[-1]), len(columns)
-    gradients, places = graph.weight_gradients.ravel(), columns.where(_SUM)
-    # The gradients, round by round.
-    listed = np.sort(_round(graph, gradients) * size + gradients)
-    number = _round(graph, places)
-    begin, here, end = (np.searchsorted(listed, number * size + at) for at in (0, places, size))
-    order = np.lexsort((places, number))
-    before = np.append(0, here[order][:-1])
-    fresh = np.empty(len(places), np.bool_)
-    fresh[order] = here[order] > np.maximum(before, begin[order])
-    sums = _Sums(
-        graph,
-        places,
-        number,
-        end - here,
-        np.append(listed, 0)[end - 1] % size,
-        fresh,
-        np.bincount(number, minlength=rounds),
-        np.bincount(number[end == here], minlength=rounds) > 0,
+    columns, size = graph.columns, len(graph.columns)
+    # By round, then place.
+    gradients, sums = (
+        np.sort(_round(graph, places) * size + places)
+        for places in (graph.weight_gradients.ravel(), columns.where(_SUM))
     )
-    yield from _without_sum(sums, listed)
-    early = np.flatnonzero(sums.late)
+    places, rounds = sums % size, sums // size
+    bounds = rounds * size, sums, (rounds + 1) * size
+    begin, here, end = (np.searchsorted(gradients, bound) for bound in bounds)
+    many = np.bincount(rounds, minlength=int(graph.first_round[-1]))
+    yield _without_sum(graph, gradients, places[end > begin], many)
+    late = end - here
+    early = np.flatnonzero(late)
+    whole = np.isin(rounds[early], rounds[late == 0])
+    facts = places[early], gradients[end[early] - 1] % size, late[early], whole
     yield Faults(
         rule=rules.REDUCE_BEFORE_GRADIENTS,
         keys=graph.holding[places[early]],
-        extents=sums.late[early],
-        findings=(_summed_early(sums, number) for number in early.tolist()),
+        extents=late[early],
+        findings=map(partial(_summed_early, graph), *(fact.tolist() for fact in facts)),
     )
-    across: list[tuple[int, ...]] = []
-    empty: list[tuple[int, ...]] = []
-    for meeting in graph.collectives:
-        own = np.searchsorted(places, meeting)
-        if len({*graph.turn[[*meeting]].tolist()}) > 1:
-            across.append(meeting)
-        elif not sums.new[own].any():
-            empty.append(meeting)
+    # Of each gradient the sum after it.
+    after = np.searchsorted(sums, gradients)
+    summed = np.append(rounds, -1)[after] == gradients // size
+    new = {*places[after[summed]].tolist()}
+    turns = {p: len({*graph.turn[[*p]].tolist()}) for p in graph.collectives}
+    across = [p for p in graph.collectives if turns[p] > 1]
+    empty = [p for p in graph.collectives if turns[p] == 1 and new.isdisjoint(p)]
     for rule, found, finding in (
-        (rules.REDUCE_ACROSS_STEPS, across, _across),
-        (rules.EMPTY_REDUCE, empty, _empty_sum),
+        (rules.REDUCE_ACROSS_STEPS, across, partial(_across, graph, many)),
+        (rules.EMPTY_REDUCE, empty, partial(_empty_sum, graph)),
     ):
         firsts = np.array([meeting[0] for meeting in found], np.int64)
-        yield Faults(
-            rule=rule,
-            keys=columns.stage[firsts],
-            findings=map(finding, [sums] * len(found), found),
-        )
+        yield Faults(rule=rule, keys=columns.stage[firsts], findings=map(finding, found))
 
 
-def _without_sum(sums: _Sums, listed: Ints) -> Iterator[Faults]:
+def _without_sum(graph: Graph, gradients: Ints, sums: Ints, many: Ints) -> Faults:
     """The rounds that have no sum, though their stage lives on several ranks; or though a stage on
-    one rank has, over a data-parallel group that the schedule does not show."""
-    graph, size = sums.graph, len(sums.graph.columns)
-    holding = np.repeat(np.arange(len(graph.steps_of)), graph.steps_of + 1)
-    held = np.array([len(held) for held in graph.schedule.placement])
-    replicated = held[np.array(graph.schedule.holdings)[holding, 0]] > 1
-    computed = np.zeros(len(holding), np.bool_)
-    computed[listed // size] = True
-    needed = replicated | bool((computed & ~replicated & (sums.many > 0)).any())
-    lacks = needed & (sums.many == 0)
-    side: Side = "before"
-    where = graph.steps[lacks[_round(graph, graph.steps)]]
-    if not len(graph.steps):
+    one rank has one of its `gradients`, over a data-parallel group that the schedule does not show.
+    `many` says how many each round has."""
+    stage, size = graph.columns.stage, len(graph.columns)
+    replicated = np.array([len(held) > 1 for held in graph.schedule.placement])
+    needed = replicated | bool((~replicated[stage[sums]]).any())
+    where = graph.steps
+    side: Side = "before" if len(where) else "after"
+    if not len(where):
         # Gradients after the last step are never applied, which is another finding.
-        side = "after"
-        lacking = np.flatnonzero(lacks & computed)
-        where = np.sort(listed[np.searchsorted(listed, (lacking + 1) * size) - 1] % size)
-    yield Faults(
+        last = np.append(np.diff(gradients // size) > 0, True)
+        where = np.sort(gradients[last] % size)
+    where = where[needed[stage[where]] & (many[_round(graph, where)] == 0)]
+    return Faults(
         rule=rules.STEP_WITHOUT_REDUCE,
         keys=graph.holding[where],
         findings=(_unsummed(graph.schedule, place, side) for place in where.tolist()),
@@ -187,13 +148,14 @@ def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
         yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
 
 
-def _summed_early(sums: _Sums, number: int) -> Finding:
-    schedule, place = sums.graph.schedule, int(sums.places[number])
-    last, late = int(sums.last[number]), int(sums.late[number])
+def _summed_early(graph: Graph, place: int, last: int, late: int, whole: bool) -> Finding:
+    """The finding for a sum with so many gradients `late`, to the `last` one; another one may sum
+    the `whole` round."""
+    schedule = graph.schedule
     finding = rules.REDUCE_BEFORE_GRADIENTS.at(schedule, place, last, late=late)
-    if sums.whole[sums.round[number]]:  # the early one is one too many
+    if whole:  # the early one is one too many
         alone = removal(schedule, place)
-        return Finding(finding, (alone, several(_everywhere(sums.graph, place))), alone)
+        return Finding(finding, (alone, several(_everywhere(graph, place))), alone)
     slides = [back(schedule, place, last)]
     if late == 1:
         slides.append(ahead(schedule, last, place))
@@ -207,30 +169,28 @@ def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
     yield from (removal(graph.schedule, own[turn]) for own in by_rank.values() if turn < len(own))
 
 
-def _empty_sum(sums: _Sums, places: tuple[int, ...]) -> Finding:
-    schedule = sums.graph.schedule
-    out = several(removal(schedule, place) for place in places)
-    return Finding(
-        rules.EMPTY_REDUCE.at(schedule, *places), chain((out,), anywhere(schedule, places)), out
-    )
+def _empty_sum(graph: Graph, places: tuple[int, ...]) -> Finding:
+    out, moves = _removals(graph.schedule, places), anywhere(graph.schedule, places)
+    return Finding(rules.EMPTY_REDUCE.at(graph.schedule, *places), chain((out,), moves), out)
 
 
-def _across(sums: _Sums, places: tuple[int, ...]) -> Finding:
+def _removals(schedule: Schedule, places: Iterable[int]) -> Change:
+    return several(removal(schedule, place) for place in places)
+
+
+def _across(graph: Graph, many: Ints, places: tuple[int, ...]) -> Finding:
     """Where some ranks have one sum more in an earlier round than others, that goes, or the others
     get one."""
-    schedule = sums.graph.schedule
-    turns = sums.graph.turn[[*places]].tolist()
-    first = min(turns)
-    behind = [place for place, turn in zip(places, turns, strict=True) if turn == first]
-    further = [place for place, turn in zip(places, turns, strict=True) if turn > first]
+    schedule, turns = graph.schedule, graph.turn[[*places]]
+    behind = np.array(places)[turns == turns.min()]
+    further = np.array(places)[turns > turns.min()].tolist()
     changes: list[Change] = []
-    if all(sums.many[sums.round[sums.at(place)]] > 1 for place in behind):
-        changes.append(several(removal(schedule, place) for place in behind))
-    changes.append(several(_one_more_sum(sums.graph, place, first) for place in further))
-    moves: Iterable[Change] = anywhere(schedule, places)
+    if (many[_round(graph, behind)] > 1).all():
+        changes.append(_removals(schedule, behind.tolist()))
+    changes.append(several(_one_more_sum(graph, place, int(turns.min())) for place in further))
     return Finding(
-        rules.REDUCE_ACROSS_STEPS.at(schedule, *places, steps=tuple(turns)),
-        chain(changes, moves),
+        rules.REDUCE_ACROSS_STEPS.at(schedule, *places, steps=tuple(turns.tolist())),
+        chain(changes, anywhere(schedule, places)),
         changes[0],
     )
 
@@ -270,40 +230,36 @@ def _usual(graph: Graph, holding: int) -> int:
 
 def _never_applied(graph: Graph, late: Ints) -> Iterator[Faults]:
     """The stages, on each of their ranks, with gradients after their last step."""
-    numbers, extents = np.unique(graph.holding[late], return_counts=True)
+    holding = graph.holding[late]
+    numbers, extents = np.unique(holding, return_counts=True)
     stepping = graph.steps_of[numbers] > 0
-    late_of = {number: late[graph.holding[late] == number].tolist() for number in numbers.tolist()}
-    yield Faults(
-        rule=rules.STEP_BEFORE_GRADIENTS,
-        keys=numbers[stepping],
-        extents=extents[stepping],
-        findings=(
-            _step_too_early(graph, number, late_of[number]) for number in numbers[stepping].tolist()
-        ),
-    )
-    yield Faults(
-        rule=rules.GRADIENT_NEVER_APPLIED,
-        keys=numbers[~stepping],
-        extents=extents[~stepping],
-        findings=(
-            Finding(
-                rules.GRADIENT_NEVER_APPLIED.at(graph.schedule, *late_of[number]),
-                otherwise=_one_more_step(graph.schedule, *graph.schedule.holdings[number]),
-            )
-            for number in numbers[~stepping].tolist()
-        ),
-    )
+    for rule, which in (
+        (rules.STEP_BEFORE_GRADIENTS, stepping),
+        (rules.GRADIENT_NEVER_APPLIED, ~stepping),
+    ):
+        yield Faults(
+            rule=rule,
+            keys=numbers[which],
+            extents=extents[which],
+            findings=(
+                _unapplied(graph, number, late[holding == number].tolist())
+                for number in numbers[which].tolist()
+            ),
+        )
 
 
-def _step_too_early(graph: Graph, number: int, gradients: list[int]) -> Finding:
+def _unapplied(graph: Graph, number: int, gradients: list[int]) -> Finding:
     """The finding for a stage on a rank."""
-    schedule, last = graph.schedule, _steps_of(graph, number)[-1]
+    schedule, steps = graph.schedule, _steps_of(graph, number)
+    add = _one_more_step(schedule, *schedule.holdings[number])
+    if not steps:
+        return Finding(rules.GRADIENT_NEVER_APPLIED.at(schedule, *gradients), otherwise=add)
+    last = steps[-1]
     slides = [back(schedule, last, gradients[-1])]
     if len(gradients) == 1:
         slides.append(ahead(schedule, gradients[0], last))
     moves: Iterable[Change] = in_turn(slides)
-    add = _one_more_step(schedule, *schedule.holdings[number])
-    lacks = graph.steps_of[number] < _usual(graph, number)
+    lacks = len(steps) < _usual(graph, number)
     return Finding(
         rules.STEP_BEFORE_GRADIENTS.at(schedule, last, *gradients, late=len(gradients)),
         chain((add,), moves) if lacks else moves,
@@ -313,18 +269,7 @@ def _step_too_early(graph: Graph, number: int, gradients: list[int]) -> Finding:
 
 def _one_more_step(schedule: Schedule, stage: int, rank: int) -> Add:
     """A step after all that a stage has to apply on a rank, and has summed."""
-    last = last_of_stage(schedule.columns, stage, rank, *_ENDS_WITH_A_STEP)
-    step = Action(_STEP, stage)
-    if last < 0:
-        return Add(step, rank, "after", _last_index(schedule, rank))
-    return beside(schedule, step, "after", last)
-
-
-def _last_index(schedule: Schedule, rank: int) -> int | None:
-    columns = schedule.columns
-    if columns.starts[rank] == columns.starts[rank + 1]:
-        return None
-    return columns.position(int(columns.starts[rank + 1]) - 1)[1]
+    return after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
 
 
 def _empty_steps(graph: Graph, gradients: Ints) -> Faults:
@@ -354,9 +299,7 @@ def _empty(graph: Graph, place: int) -> Finding:
     turns = graph.turn
     if not (turns[graph.weight_gradients[stage]] == turns[place]).any():  # nor on other ranks
         own = graph.steps[columns.stage[graph.steps] == stage]
-        otherwise = several(
-            removal(schedule, step) for step in own[turns[own] == turns[place]].tolist()
-        )
+        otherwise = _removals(schedule, own[turns[own] == turns[place]].tolist())
     elif len(schedule.placement[stage]) > 1:
         last = last_of_stage(columns, stage, rank, *_ENDS_WITH_A_STEP)
         if columns.is_kind(_SUM)[last] and last > place:
@@ -369,33 +312,29 @@ def _empty(graph: Graph, place: int) -> Finding:
 def _equally_often(graph: Graph) -> Iterator[Faults]:
     """The replicas of a stage have the same number of steps."""
     schedule, many = graph.schedule, graph.steps_of.tolist()
-    usual = Counter(many)
-    number = {holding: number for number, holding in enumerate(schedule.holdings)}
+    usual, first = Counter(many), 0
     for stage, held in enumerate(schedule.placement):
-        has = {rank: many[number[stage, rank]] for rank in held} if len(held) > 1 else {}
-        least = min(has, key=lambda rank: (has[rank], rank), default=-1)
-        for rank in has:
-            if has[rank] > has[least]:
-                own = _steps_of(graph, number[stage, rank])
+        counts = many[first : first + len(held)]
+        fewest = min(counts)
+        least = held[counts.index(fewest)]
+        for number, steps in enumerate(counts, first):
+            if steps > fewest:
+                own = _steps_of(graph, number)
                 add = _one_more_step(schedule, stage, least)
-                out = several(removal(schedule, step) for step in own[has[least] :])
-                lacks = usual[has[least]] <= usual[has[rank]]
-                enough = has[rank] - has[least] == 1
-                likely, other = (add, out) if lacks and enough else (out, add)
-                single = map(removal, [schedule] * len(own), own)
-                yield fault(
-                    rules.UNEVEN_REPLICAS.at(
-                        schedule,
-                        own[has[least]],
-                        steps=has[rank],
-                        least=least,
-                        fewest=has[least],
-                    ),
-                    chain((likely, other), single),
-                    otherwise=likely,
-                    key=number[stage, rank],
-                    extent=has[rank] - has[least],
+                out = _removals(schedule, own[fewest:])
+                adds = usual[fewest] <= usual[steps] and steps - fewest == 1
+                likely, other = (add, out) if adds else (out, add)
+                finding = rules.UNEVEN_REPLICAS.at(
+                    schedule, own[fewest], steps=steps, least=least, fewest=fewest
                 )
+                yield fault(
+                    finding,
+                    chain((likely, other), map(removal, [schedule] * steps, own)),
+                    otherwise=likely,
+                    key=number,
+                    extent=steps - fewest,
+                )
+        first += len(held)
 
 
 def _tied_groups(graph: Graph, ties: Ties) -> Iterator[Faults]:

@@ -398,6 +398,7 @@ USED_AFTER_ITS_END = Rule(
     fix="List the action where what it uses is alive, or add what makes it.",
     example=_example(1, "0", "0F0 0B0 0OFFLOAD0"),
     message=_not_alive,
+    advice="list {action} where that is alive",
 )
 
 # S3xx: each send meets its receive, compute has its input, and nobody waits for ever.
@@ -742,6 +743,7 @@ NEVER_ENDED = Rule(
     fix="Add the action that ends it, or leave out the one that makes it.",
     example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
     message="nobody ends the {word} that {action} makes",
+    advice="add what ends it, or leave out what makes it",
 )
 
 # S5xx: what is right, but slower than it need be.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
 
 import attrs
@@ -11,7 +11,7 @@ import numpy as np
 
 from schedir.checker.communication import communication, unmatched_reduces
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Location, Report
+from schedir.checker.diagnostics import Diagnostic, Report
 from schedir.checker.fixes import Faults, Finding, Trials
 from schedir.checker.lints import lints
 from schedir.checker.memory import Limits, memory
@@ -117,7 +117,9 @@ def sound(schedule: Schedule) -> Schedule | None:
     For whoever runs it to its end anyhow, and so sees whether it gets there.
     """
     known = schedule.memo.get((_Judgement, ()))
-    judged = known if isinstance(known, _Judgement) else _judged(schedule, _Terms(Limits(), ()))
+    if isinstance(known, _Judgement):
+        return known.complete or schedule
+    judged = _judged(schedule, _Terms(Limits(), ()))
     return None if _has_errors(judged.found) else judged.complete
 
 
@@ -133,11 +135,9 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
         found += deadlock(complete, channel, clean, ties, given=given)
     proved = None if _has_errors(found) else complete
     if proved is not None and advise:
-        found += (
-            *without_steps(schedule),
-            *different_rates(schedule),
-            *_lints(schedule, proved, channel),
-        )
+        found += without_steps(schedule)
+        found += different_rates(schedule)
+        found += _lints(schedule, proved, channel)
     diagnostics = _diagnostics(schedule, channel, terms, found)
     return Report(channel, diagnostics, clean, proved)
 
@@ -148,16 +148,19 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
     known = schedule.memo.get(key)
     if isinstance(known, _Judgement):
         # Limits may be others now, and notes name places in this very list.
-        return attrs.evolve(known, found=_present(memory(schedule, terms.limits, terms.ties)))
-    found = _present(structure(schedule))
-    if found:
-        return _Judgement(found)
-    found, complete = _collected(_faults(schedule, terms))
-    if complete is None:
-        return _Judgement(found)
-    if not _has_errors(found):
-        # Both have the same compute, and the communication is the complete one's.
-        schedule.memo[key] = complete.memo[key] = _Judgement([], complete)
+        found = _present(memory(schedule, terms.limits, terms.ties))
+        return _Judgement(found, known.complete or schedule)
+    found, complete = _present(structure(schedule)), None
+    for each in () if found else _proof(schedule, terms):
+        if isinstance(each, Schedule):
+            complete = each
+        else:
+            found.append(each)
+    if complete is not None and not _has_errors(found):
+        # Both have the same compute, and the communication is the complete one's; that does not
+        # remember itself, so that memory is freed as soon as nobody has it.
+        schedule.memo[key] = _Judgement([], complete)
+        complete.memo[key] = _Judgement([])
     return _Judgement(found, complete)
 
 
@@ -175,79 +178,52 @@ def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
     return known
 
 
-_Search = Generator[Faults, None, Schedule | None]
-"""Yields what is wrong with a schedule of sound structure; returns its complete form to look for
-deadlock in, None where a wait has no meaning yet."""
-
-
 def _present(found: Iterable[Faults]) -> list[Faults]:
     return [faults for faults in found if faults.many]
 
 
-def _collected(search: _Search) -> tuple[list[Faults], Schedule | None]:
-    found = []
-    while True:
-        try:
-            found.append(next(search))
-        except StopIteration as end:
-            return found, end.value
-
-
-def _faults(schedule: Schedule, terms: _Terms) -> _Search:
-    """All but deadlock, where the list has its communication."""
-    complete = yield from _compute(schedule, terms)
-    if complete is not None:
-        for faults in _present(communication(complete)):
-            complete = None
-            yield faults
-    return complete
-
-
-def _compute(schedule: Schedule, terms: _Terms) -> _Search:
-    """What is wrong with the compute. No complete form where communication can't be inserted, or
-    where what its check would find were an echo."""
+def _proof(schedule: Schedule, terms: _Terms) -> Iterator[Faults | Schedule]:
+    """What is wrong with a schedule of sound structure, but for deadlock; at last its complete form
+    to look for that in, unless some wait has no meaning yet, or would be an echo."""
     wrong = _present(ordering(schedule, terms.ties))
-    waits = not any(faults.rule in _OWN_LIST for faults in wrong)
-    ties = _ties_that_hold(terms.ties, wrong)
     yield from wrong
     yield from _present(memory(schedule, terms.limits, terms.ties))
-    if not waits or schedule.is_complete:
-        return schedule if waits else None
-    blocking = _present(unmatched_reduces(schedule))
-    if not blocking:
-        try:
-            complete = insert_communication(schedule)
-        except UnsoundError:
-            blocking = list(deadlock(schedule, _WEAKEST, (), ties))
-        else:
+    if any(faults.rule in _OWN_LIST for faults in wrong):
+        return
+    complete: Schedule | None = schedule
+    blocking = []
+    if not schedule.is_complete:
+        blocking = _present(unmatched_reduces(schedule))
+        ties = _ties_that_hold(terms.ties, wrong)
+        if not blocking:
+            try:
+                complete = insert_communication(schedule)
+            except UnsoundError:
+                complete = None
             # The collectives that the author has placed, and ties, are all that can block still.
-            if ties or any(len(places) > 1 for places in graph_of(schedule).collectives):
-                blocking = list(deadlock(schedule, _WEAKEST, (), ties))
+            if complete is None or ties or any(len(p) > 1 for p in graph_of(schedule).collectives):
+                blocking = [*deadlock(schedule, _WEAKEST, (), ties)]
+    if complete is not None and not blocking:
+        blocking = _present(communication(complete))
     yield from blocking
-    return None if blocking else complete
+    if complete is not None and not blocking:
+        yield complete
 
 
 def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
     """What is wrong with a changed schedule, whose structure is known to be sound."""
-    search = _faults(schedule, terms)
     right, ties = True, terms.ties
-    while True:
-        try:
-            faults = next(search)
-        except StopIteration as end:
-            complete = end.value
-            break
-        is_error = faults.rule.severity == "error"
-        right = right and not is_error
-        ties = _ties_that_hold(ties, [faults])
-        if is_error or not errors_only:
-            yield faults
-    if complete is None:
-        return
-    if not runs(complete, channel, ties):
-        yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
-    elif right and not errors_only:
-        yield from _lints(schedule, complete, channel)
+    for each in _proof(schedule, terms):
+        if not isinstance(each, Schedule):
+            is_error = each.rule.severity == "error"
+            right = right and not is_error
+            ties = _ties_that_hold(ties, [each])
+            if is_error or not errors_only:
+                yield each
+        elif not runs(each, channel, ties):
+            yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
+        elif right and not errors_only:
+            yield from _lints(schedule, each, channel)
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
@@ -261,34 +237,29 @@ def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]
     return 0, blocked(schedule, channel, terms.ties)
 
 
-def _lints(schedule: Schedule, complete: Schedule, channel: str) -> list[Faults]:
-    found = list(lints(complete, channel))
-    if complete is schedule:
-        return found
-    # Where schedir puts the communication is not for the author to fix.
-    return [
-        attrs.evolve(
-            faults, findings=[Finding(_as_given(complete, x.diagnostic)) for x in faults.findings]
-        )
-        for faults in found
-        if not any(_communicates(each.diagnostic) for each in faults.findings)
-    ]
+def _lints(schedule: Schedule, complete: Schedule, channel: str) -> Iterator[Faults]:
+    for faults in lints(complete, channel):
+        if complete is schedule:
+            yield faults
+            continue
+        # Where schedir puts the communication is not for the author to fix.
+        given = [_as_given(complete, finding.diagnostic) for finding in faults.findings]
+        if all(given):
+            yield attrs.evolve(faults, findings=[Finding(each) for each in given if each])
 
 
-def _communicates(finding: Diagnostic) -> bool:
-    return any(place.action.kind in COMMUNICATION for place in finding.locations)
-
-
-def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
-    """The finding with its places counted without the communication that was inserted."""
-    columns = complete.columns
+def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic | None:
+    """The finding with its places counted without the communication that was inserted; None where
+    it is about that."""
+    columns, locations = complete.columns, []
     kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
-
-    def without(place: Location) -> Location:
-        start, end = columns.starts[place.rank], columns.place(place.rank, place.index or 0)
-        return attrs.evolve(place, index=int(kept[start:end].sum()))
-
-    return attrs.evolve(finding, locations=tuple(map(without, finding.locations)))
+    for each in finding.locations:
+        place = columns.place(each.rank, each.index or 0)
+        if not kept[place]:
+            return None
+        index = int(kept[columns.starts[each.rank] : place].sum())
+        locations.append(attrs.evolve(each, index=index))
+    return attrs.evolve(finding, locations=tuple(locations))
 
 
 def _has_errors(found: list[Faults]) -> bool:

@@ -34,7 +34,6 @@ from schedir.ir import (
     KIND_INDEX,
     KINDS,
     Action,
-    Bools,
     Ints,
     Kind,
     Schedule,
@@ -55,7 +54,24 @@ def _way(kind: Kind) -> tuple[Kind, ...]:
 _WAYS = [_way(kind) for kind in Kind if kind in COMPLETES_GRADIENTS]
 """What a stage may run to a microbatch's goal, with what alone makes what that ends: a B, or an I
 and its W."""
-_PARTS = (*HOMES, *chain.from_iterable(_WAYS))
+_HOME = next(kind for kind in Kind if kind in HOMES)
+_PARTS = (_HOME, *chain.from_iterable(_WAYS))
+
+
+def _lacking(listed: set[Kind]) -> list[Kind]:
+    lacks = [] if _HOME in listed else [_HOME]
+    if not any(listed.issuperset(way) for way in _WAYS):
+        begun = next((way for way in _WAYS if not listed.isdisjoint(way)), _WAYS[0])
+        lacks += (kind for kind in begun if kind not in listed)
+    return lacks
+
+
+_LACKING = [
+    _lacking({kind for bit, kind in enumerate(_PARTS) if listed >> bit & 1})
+    for listed in range(1 << len(_PARTS))
+]
+"""What a (stage, microbatch) lacks, by which of the parts it has, as a binary number: its forward,
+and the rest of a way to its goal, of the first that is begun."""
 _BESIDE = [kind for kind in Kind if kind in COMPUTE | COPIES and kind not in HOMES | STAGE_WIDE]
 """What stands on the rank of its forward."""
 
@@ -91,7 +107,7 @@ class _Table:
         ranks = self.schedule.columns.rank
         found = [
             int(ranks[place])
-            for kind in (*HOMES, *KINDS)
+            for kind in (_HOME, *KINDS)
             if (place := self.listed(kind, stage, microbatch)) >= 0
         ]
         held = [rank for rank in found if rank in self.schedule.placement[stage]]
@@ -100,36 +116,38 @@ class _Table:
 
 def structure(schedule: Schedule) -> Iterator[Faults]:
     """What is wrong with single actions, and with the set of them. No order can fix it."""
-    columns = schedule.columns
-    no_stage = columns.stage >= schedule.stages
-    no_microbatch = ~no_stage & (columns.microbatch >= schedule.microbatches)
-    yield _each(
-        np.flatnonzero(no_stage),
-        rules.UNKNOWN_STAGE,
-        lambda place: Finding(
-            rules.UNKNOWN_STAGE.at(schedule, place, stages=schedule.stages),
-            otherwise=removal(schedule, place),
-        ),
-    )
-    yield _each(
-        np.flatnonzero(no_microbatch),
-        rules.UNKNOWN_MICROBATCH,
-        lambda place: Finding(
-            rules.UNKNOWN_MICROBATCH.at(schedule, place, microbatches=schedule.microbatches),
-            otherwise=removal(schedule, place),
-        ),
-    )
+    columns, out = schedule.columns, partial(removal, schedule)
+    stages, microbatches = schedule.stages, schedule.microbatches
+    no_stage = columns.stage >= stages
+    no_microbatch = ~no_stage & (columns.microbatch >= microbatches)
+    strange = np.flatnonzero(no_stage), np.flatnonzero(no_microbatch)
+    yield _told(schedule, rules.UNKNOWN_STAGE, out, strange[0], stages=stages)
+    yield _told(schedule, rules.UNKNOWN_MICROBATCH, out, strange[1], microbatches=microbatches)
     known = np.flatnonzero(~(no_stage | no_microbatch))
     places = known[columns.microbatch[known] >= 0]
     rows, table = _table(schedule, places)
     yield _on_their_ranks(schedule, known, table)
     yield from _once_each(schedule, places, rows, table)
+    yield _missing(schedule, table)
+    yield from _in_one_way(schedule, table)
+    yield from _on_one_rank(schedule, table)
 
 
-def _each(places: Ints, rule: Rule, finding: Callable[[int], Finding]) -> Faults:
-    """One fault at each of the places."""
-    findings = map(finding, places.tolist())
-    return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
+def _told(
+    schedule: Schedule, rule: Rule, change: Callable[..., Change], *columns: Ints, **facts: int
+) -> Faults:
+    """One fault at each of the places in the first of the columns, about those in the others as
+    well."""
+    order = np.argsort(columns[0])
+    rows = zip(*(column[order].tolist() for column in columns), strict=True)
+    return Faults(
+        rule=rule,
+        keys=_ORDERLESS,
+        findings=(
+            Finding(rule.at(schedule, *row, **facts), otherwise=change(*row)) for row in rows
+        ),
+        many=len(order),
+    )
 
 
 def _table(schedule: Schedule, places: Ints) -> tuple[Ints, _Table]:
@@ -152,13 +170,18 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
     apart = places[first[columns.stage[places]] != columns.rank[places]]
     held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
     holding = columns.stage[apart] * schedule.ranks + columns.rank[apart]
-    return _each(
-        apart[~np.isin(holding, held)],
-        rules.WRONG_RANK,
-        lambda place: Finding(
-            rules.WRONG_RANK.at(schedule, place, held=schedule.placement[columns.stage[place]]),
-            otherwise=_to_its_rank(schedule, place, table),
+    wrong = apart[~np.isin(holding, held)].tolist()
+    return Faults(
+        rule=rules.WRONG_RANK,
+        keys=_ORDERLESS,
+        findings=(
+            Finding(
+                rules.WRONG_RANK.at(schedule, place, held=schedule.placement[columns.stage[place]]),
+                otherwise=_to_its_rank(schedule, place, table),
+            )
+            for place in wrong
         ),
+        many=len(wrong),
     )
 
 
@@ -192,60 +215,50 @@ def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
 
 
 def _once_each(schedule: Schedule, places: Ints, rows: Ints, table: _Table) -> Iterator[Faults]:
-    """Each (stage, microbatch) has one forward, reaches its goal in one way, and has all else at
-    most once, on the same rank."""
-    columns = schedule.columns
-    first = table.places[columns.kind[places], rows]
+    """Nothing is listed twice."""
+    first = table.places[schedule.columns.kind[places], rows]
     again = first != places
-    yield _pairs(
-        schedule,
-        rules.DUPLICATE_ACTION,
-        places[again],
-        first[again],
-        lambda place, other: removal(schedule, _spare(schedule, place, other, table)),
-    )
-    yield _missing(schedule, table)
+    spare = partial(_spare, schedule, table)
+    yield _told(schedule, rules.DUPLICATE_ACTION, spare, places[again], first[again])
+
+
+def _in_one_way(schedule: Schedule, table: _Table) -> Iterator[Faults]:
+    """Each (stage, microbatch) reaches its goal in one way."""
     for whole, way in combinations(_WAYS, 2):
         complete = np.logical_and.reduce([table.of(part) >= 0 for part in way])
         for part, other in product(way, whole):
             both = (table.of(part) >= 0) & (table.of(other) >= 0)
             to_go = {*table.of(other)[both & complete].tolist()}
-            yield _pairs(
-                schedule,
-                rules.MIXED_BACKWARD,
-                table.of(part)[both],
-                table.of(other)[both],
-                partial(_one_way, schedule, to_go),
-            )
-    home = np.maximum.reduce([table.of(kind) for kind in HOMES])
-    for kind in _BESIDE:
-        some = table.of(kind)
-        apart = (some >= 0) & (home >= 0) & (columns.rank[some] != columns.rank[home])
-        yield _pairs(
-            schedule,
-            rules.SPLIT_MICROBATCH,
-            some[apart],
-            home[apart],
-            lambda place, other: _brought_together(schedule, place, other, table),
-        )
+            ends = table.of(part)[both], table.of(other)[both]
+            yield _told(schedule, rules.MIXED_BACKWARD, partial(_one_way, schedule, to_go), *ends)
 
 
 def _one_way(schedule: Schedule, to_go: set[int], place: int, other: int) -> Change:
     return removal(schedule, other if other in to_go else place)
 
 
-def _spare(schedule: Schedule, again: int, first: int, table: _Table) -> int:
-    """Which of two like actions is to go: the second, unless that alone stands where it belongs."""
+def _on_one_rank(schedule: Schedule, table: _Table) -> Iterator[Faults]:
+    """All of a (stage, microbatch) stands on the rank of its forward."""
+    home, ranks = table.of(_HOME), schedule.columns.rank
+    together = partial(_brought_together, schedule, table)
+    for kind in _BESIDE:
+        some = table.of(kind)
+        apart = (some >= 0) & (home >= 0) & (ranks[some] != ranks[home])
+        yield _told(schedule, rules.SPLIT_MICROBATCH, together, some[apart], home[apart])
+
+
+def _spare(schedule: Schedule, table: _Table, again: int, first: int) -> Change:
+    """One of two like actions taken out: the second, unless that alone stands where it belongs."""
     ranks = schedule.columns.rank
     home = table.home(int(schedule.columns.stage[first]), int(schedule.columns.microbatch[first]))
 
     def astray(place: int) -> bool:
         return ranks[place] != home or is_misplaced(schedule, place, table.listed)
 
-    return first if astray(first) and not astray(again) else again
+    return removal(schedule, first if astray(first) and not astray(again) else again)
 
 
-def _brought_together(schedule: Schedule, place: int, forward: int, table: _Table) -> Change:
+def _brought_together(schedule: Schedule, table: _Table, place: int, forward: int) -> Change:
     """A part of a microbatch's work taken to the rank that has most of it: the forward, if it is
     alone."""
     columns = schedule.columns
@@ -256,31 +269,15 @@ def _brought_together(schedule: Schedule, place: int, forward: int, table: _Tabl
     return taken_to(schedule, moved, rank, table.listed, there=False)
 
 
-def _pairs(
-    schedule: Schedule,
-    rule: Rule,
-    places: Ints,
-    others: Ints,
-    change: Callable[[int, int], Change],
-) -> Faults:
-    """One fault at each of the places, about another one as well."""
-    order = np.argsort(places)
-    findings = (
-        Finding(rule.at(schedule, *pair), otherwise=change(*pair))
-        for pair in zip(places[order].tolist(), others[order].tolist(), strict=True)
-    )
-    return Faults(rule=rule, keys=_ORDERLESS, findings=findings, many=len(places))
-
-
 def _missing(schedule: Schedule, table: _Table) -> Faults:
     """Every forward, and what leads to every goal. Of the (stage, microbatch) pairs, the table has
     those of which there is something: a file that claims a billion of them need not have them
     all."""
-    numbers = table.numbers
-    lacks = _lacks(table)
-    rows = np.flatnonzero(np.logical_or.reduce([*lacks.values()]))
+    numbers, parts = table.numbers, np.stack([table.of(kind) for kind in _PARTS])
+    listed = (1 << np.arange(len(parts))) @ (parts >= 0)
+    many = np.array([len(lacks) for lacks in _LACKING])[listed]
+    rows = np.flatnonzero(many)
     absent = schedule.stages * schedule.microbatches - len(numbers)
-    nothing = [next(iter(HOMES)), *_WAYS[0]]
 
     def findings() -> Iterator[Finding]:
         row_of = dict(zip(numbers[rows].tolist(), rows.tolist(), strict=True))
@@ -288,14 +285,13 @@ def _missing(schedule: Schedule, table: _Table) -> Faults:
         for number in merge(row_of, _absent(numbers, end) if absent else ()):
             stage, microbatch = divmod(number, schedule.microbatches)
             row = row_of.get(number)
-            missing, listed = nothing, []
+            lacks, places = _LACKING[0], _ORDERLESS
             if row is not None:
-                missing = [kind for kind, lacking in lacks.items() if lacking[row]]
-                listed = [place for kind in _PARTS if (place := int(table.of(kind)[row])) >= 0]
-            related = locations(schedule, listed)
+                lacks, places = _LACKING[listed[row]], parts[:, row]
+            related = locations(schedule, places[places >= 0])
             # On the rank of what is there of its microbatch, else of its stage.
             rank = related[0].rank if related else schedule.placement[stage][0]
-            for kind in missing:
+            for kind in lacks:
                 action = Action(kind, stage, microbatch)
                 where = Location(rank, None, action)
                 yield Finding(
@@ -303,23 +299,8 @@ def _missing(schedule: Schedule, table: _Table) -> Faults:
                     otherwise=added(schedule, action, rank, table.listed),
                 )
 
-    many = sum(int(lacking.sum()) for lacking in lacks.values()) + len(nothing) * absent
-    return Faults(rule=rules.MISSING_ACTION, keys=_ORDERLESS, findings=findings(), many=many)
-
-
-def _lacks(table: _Table) -> dict[Kind, Bools]:
-    """By kind, which rows of the table lack it: the forward, or the rest of the first way to the
-    goal that is begun."""
-    home = np.maximum.reduce([table.of(kind) for kind in HOMES])
-    lacks = dict.fromkeys([*HOMES][:1], home < 0)
-    listed = [np.stack([table.of(kind) >= 0 for kind in way]) for way in _WAYS]
-    left = ~np.logical_or.reduce([own.all(axis=0) for own in listed])
-    begun = np.stack([own.any(axis=0) for own in listed])
-    first = np.where(begun.any(axis=0), begun.argmax(axis=0), 0)
-    for number, (way, own) in enumerate(zip(_WAYS, listed, strict=True)):
-        for kind, there in zip(way, own, strict=True):
-            lacks[kind] = left & (first == number) & ~there
-    return lacks
+    total = int(many.sum()) + len(_LACKING[0]) * absent
+    return Faults(rule=rules.MISSING_ACTION, keys=_ORDERLESS, findings=findings(), many=total)
 
 
 def _absent(numbers: Ints, end: int) -> Iterator[int]:

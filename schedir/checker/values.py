@@ -11,6 +11,7 @@ import numpy as np
 from schedir.checker import rules
 from schedir.checker.changes import (
     Add,
+    Change,
     added,
     ahead,
     anywhere,
@@ -131,11 +132,13 @@ def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
             communicates = fault.kind in COMMUNICATION
             yield Finding(found, in_turn(slides), moved, of_communication=communicates)
         else:
-            # What makes or ends it and nobody lists is added; or what is one too many goes.
+            # What makes or ends it and nobody lists is added; or what is one too many goes, but
+            # for compute, of which nothing is.
             adds = _unlisted(schedule, place, "end" if label == "unended" else "make", fault.value)
-            keeps = label != "gone" or computes[other]
-            out = removal(schedule, place if keeps else other)
-            yield Finding(found, chain(adds, anywhere(schedule, places), (out,)), out)
+            spare = [p for p in (other, place)[label != "gone" :] if not computes[p]][:1]
+            out = [removal(schedule, each) for each in spare]
+            changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
+            yield Finding(found, changes, out[0] if out else None)
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:

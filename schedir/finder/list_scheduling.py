@@ -35,7 +35,7 @@ NEVER, NEEDED, ALWAYS = range(3)
 
 @attrs.frozen(eq=False)
 class Rule:
-    """What a rank takes first: the step with the least `keys[step][microbatch]`.
+    """What a rank takes first: of the queue with the least `keys[queue][turn]`.
 
     It waits for a better one for `patience` of the time until the first of the others would end,
     before its first backward for `eager` of it, after its last forward for `late`.
@@ -87,41 +87,34 @@ class _Ruled:
     def choose(self, rank: int, now: float) -> tuple[float, int]:
         """The step that a rank takes next, and when it can start; -1 for none that it knows of."""
         task, rule, board = self.task, self.rule, self.board
-        stages, turns = task.stages, board.turns
-        keys = rule.keys
+        stages, turns, keys = task.stages, board.turns, rule.keys
         found: list[tuple[float, float, int]] = []
-        late: list[int] = []
-        short = None  # how urgent a forward is that memory is missing for
+        late: list[tuple[float, int]] = []
+        short = math.inf  # how urgent a step is that memory is missing for
         for start, value, stage in options(board, rank, now):
+            queue = (BACK if value == KEPT else value) * stages + stage
+            m = turns[queue]
+            key = keys[queue][m]
             if value == DOWN:
-                m = turns[stage]
                 step = self._forward(rank, stage, m)
-                key = keys[stage][m]
                 if step >= 0:
                     found.append((key, start, step))
-                elif start <= now and (short is None or key < short):
+                elif start <= now and key < short:
                     short = key
             elif value == BACK:
-                m = turns[BACK * stages + stage]
-                step = (INPUT if rule.split[stage][m] else BACKWARD) * stages + stage
-                found.append((keys[step][m], start, step))
+                way = INPUT if rule.split[stage][m] else BACKWARD
+                found.append((key, start, way * stages + stage))
             elif value == DEFERRED:
-                late.append(stage)
-            else:
-                # Only ahead of its backward.
-                back = BACK * stages + stage
-                m = turns[back]
-                if board.there[KEPT * stages + stage][0] == m and board.there[back]:
-                    step = RECOMPUTE * stages + stage
-                    key = keys[step][m]
-                    if board.held[rank] + task.steps.changes[step] <= self.limit[rank]:
-                        found.append((key, now, step))
-                    elif short is None or key < short:
-                        short = key
-        for stage in late:
-            step = WEIGHT * stages + stage
-            key = keys[step][turns[DEFERRED * stages + stage]]
-            found.append((key if short is None or key < short else short, now, step))
+                late.append((key, WEIGHT * stages + stage))
+            # One is run again only ahead of its backward.
+            elif board.there[queue] and board.there[KEPT * stages + stage][0] == m:
+                step = RECOMPUTE * stages + stage
+                if board.held[rank] + task.steps.changes[step] <= self.limit[rank]:
+                    found.append((key, now, step))
+                elif key < short:
+                    short = key
+        for key, step in late:
+            found.append((key if key < short else short, now, step))
         if not found:
             return -1, -1
         if len(found) == 1:
@@ -323,26 +316,24 @@ def rule_of(task: Task, style: Style) -> Rule:
         backwards[s] = now + jitter()
         now += back[s] * style.stretch
     times = [period * m for m in range(many)]
-    keys: list[list[float]] = [[] for _ in range(6 * stages)]
+    keys: list[list[float]] = [[] for _ in task.steps.channel]
     for s in range(stages):
         rank = task.placement[s]
         chunk = task.stages_of[rank].index(s)
         due = forwards[s] - style.deep * period * chunk
-        keys[s] = keys[stages + s] = [due + time for time in times]
+        keys[DOWN * stages + s] = [due + time for time in times]
         due = backwards[s] - style.urgent * period
-        keys[2 * stages + s] = keys[3 * stages + s] = keys[5 * stages + s] = [
-            due + time for time in times
-        ]
+        keys[BACK * stages + s] = [due + time for time in times]
         due = backwards[s] + back[s] + style.lazy * period + jitter()
         lag = style.lag * (rank + 1) / many
-        keys[4 * stages + s] = [due + time * (1 + lag) for time in times]
+        keys[DEFERRED * stages + s] = [due + time * (1 + lag) for time in times]
     return Rule(
         keys,
         style.patience,
         style.eager,
         style.late,
         [
-            style.cap * max(task.memory.full[s] for s in held) if style.cap else float("inf")
+            style.cap * max(task.memory.full[s] for s in held) if style.cap else math.inf
             for held in task.stages_of
         ],
         [[split] * many] * stages,

@@ -25,7 +25,7 @@ import attrs
 from schedir.finder.list_scheduling import ALWAYS, NEVER, Rule, scheduled
 from schedir.finder.orders import Run, fits, score, timed
 from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
-from schedir.graph.board import Order
+from schedir.graph.board import BACK, DEFERRED, DOWN, Order
 
 _MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
 _FAR = 0.25  # moves are by 1 + a geometric number of places
@@ -226,27 +226,19 @@ def rescheduled(
 def as_it_was(task: Task, order: Order, run: Run) -> Rule:
     """The rule whose keys are the times of an order."""
     stages, many = task.stages, task.microbatches
-    rows: list[list[float]] = [[] for _ in range(6 * stages)]
+    rows: list[list[float]] = [[] for _ in task.steps.channel]
     split: list[list[bool]] = [[] for _ in range(stages)]
     again: list[list[int]] = [[] for _ in range(stages)]
     for steps, starts in zip(order, run.starts, strict=True):
         for step, start in zip(steps, starts, strict=True):
             kind, stage = divmod(step, stages)
-            if kind <= LEAN:
-                rows[stage].append(start)
+            rows[task.steps.queue[step]].append(start)
+            if kind in (FORWARD, LEAN):
                 again[stage].append(ALWAYS if kind == LEAN else NEVER)
             elif kind in (BACKWARD, INPUT):
-                rows[BACKWARD * stages + stage].append(start)
                 split[stage].append(kind == INPUT)
-            elif kind == WEIGHT:
-                rows[step].append(start)
-    for stage in range(stages):
-        rows[LEAN * stages + stage] = rows[stage]
-        for kind in (INPUT, RECOMPUTE):
-            rows[kind * stages + stage] = rows[BACKWARD * stages + stage]
-        # Of those that are whole now, last.
-        due = rows[WEIGHT * stages + stage]
-        due += [math.inf] * (many - len(due))
+    for due in rows[DEFERRED * stages :]:
+        due += [math.inf] * (many - len(due))  # of those that are whole now, last
     return Rule(rows, 0.3, 1.0, 0.3, [math.inf] * task.ranks, split, again)
 
 
@@ -255,7 +247,7 @@ def _changed_rule(task: Task, rule: Rule, random: Random) -> Rule:
     stages, ranks, many = task.stages, task.ranks, task.microbatches
     keys = [*rule.keys]
     for _ in range(1 + int(random.expovariate(1))):
-        kind = random.choice((FORWARD, BACKWARD, WEIGHT))
+        value = random.choice((DOWN, BACK, DEFERRED))
         rank = random.randrange(ranks)
         where = random.choice(
             (
@@ -270,10 +262,8 @@ def _changed_rule(task: Task, rule: Rule, random: Random) -> Rule:
         until = first + 1 + int(random.expovariate(1 / _FEW))
         later = random.gauss(0, 1) * task.period * random.choice((0.3, 1, 3))
         for stage in where:
-            row = [*keys[kind * stages + stage]]
+            row = keys[value * stages + stage] = [*keys[value * stages + stage]]
             row[first:until] = [due + later for due in row[first:until]]
-            for same in _SAME[kind]:
-                keys[same * stages + stage] = row
     return attrs.evolve(
         rule,
         keys=keys,
@@ -283,13 +273,6 @@ def _changed_rule(task: Task, rule: Rule, random: Random) -> Rule:
         split=_flipped(rule.split, random) if task.split else rule.split,
         again=_flipped_again(rule.again, random) if task.recompute else rule.again,
     )
-
-
-_SAME = {
-    FORWARD: (FORWARD, LEAN),
-    BACKWARD: (BACKWARD, INPUT, RECOMPUTE),
-    WEIGHT: (WEIGHT,),
-}
 
 
 def _near(patience: float, random: Random) -> float:

@@ -84,10 +84,26 @@ class Transfers:
         for ranks in (self.target, self.source):
             short = ranks[order].astype(np.min_scalar_type(ranks.max(initial=0)))
             order = order[np.argsort(short, kind="stable")]
-        source, target = self.source[order], self.target[order]
         follows = np.zeros(len(order), dtype=np.bool_)
-        follows[1:] = (source[1:] == source[:-1]) & (target[1:] == target[:-1])
+        follows[1:] = np.diff(self._channel[order]) == 0
         return order, follows
+
+    @cached_property
+    def _channel(self) -> Ints:
+        """By transfer, the number of its channel; these ascend with the source, then the target."""
+        channel: Ints = self.source * (1 + self.target.max(initial=0)) + self.target
+        return channel
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        return self._channel[self.by_channel[0]]
+
+    def beside(self, number: int) -> Ints:
+        """The matched transfers on the channel of a transfer, in the order of the sends."""
+        own = self._channel[number]
+        begin, end = np.searchsorted(self._bounds, [own, own + 1])
+        order, _ = self.by_channel
+        return order[begin:end]
 
 
 @attrs.frozen(eq=False)
@@ -401,10 +417,14 @@ class Graph:
         present = np.flatnonzero(np.bincount(self.columns.kind, minlength=len(KINDS))).tolist()
         numbers: dict[str, Ints] = {}
         for kind in (KINDS[code] for code in present):
+            alike: dict[tuple[str, ...], tuple[Ints, Ints]] = {}
             for use in kind.meaning.uses:
                 if names and use.value not in names:
                     continue
-                places, at = self._restricted(kind, use)
+                where = use.where, use.beside, use.without
+                if where not in alike:
+                    alike[where] = self._restricted(kind, use)
+                places, at = alike[where]
                 if VALUES[use.value].per == "microbatch":
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
@@ -520,7 +540,8 @@ def _compiled(schedule: Schedule) -> Graph:
     named = np.flatnonzero(columns.microbatch >= 0)
     pair = columns.stage[named] * microbatches + columns.microbatch[named]
     places = first_places(columns.kind[named], pair, named, stages * microbatches)
-    return Graph(schedule, places.reshape(-1, stages, microbatches))
+    # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
+    return Graph(attrs.evolve(schedule), places.reshape(-1, stages, microbatches))
 
 
 def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:

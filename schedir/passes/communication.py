@@ -57,7 +57,10 @@ def insert_communication(schedule: Schedule) -> Schedule:
     run = _run(schedule)
     if run is None:
         waiting = waits(schedule, "host")
-        place = int(np.flatnonzero(waiting.stuck[waiting.node])[0])
+        never = waiting.stuck[waiting.node]
+        user, made = graph_of(schedule).needs
+        lacking = user[never[user] & never[made]]
+        place = int(lacking.min(initial=len(never) - 1))
         rank, index = schedule.columns.position(place)
         raise UnsoundError(
             f"communication can't be inserted: rank {rank} #{index} "
