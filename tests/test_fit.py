@@ -17,7 +17,7 @@ from schedir import CostModel, LoadError, SchedirError, Timeline
 from schedir.graph.compile import graph_of
 from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
-from schedir.simulator.observing import durations_of
+from schedir.simulator.samples import durations_of
 from tests.built_in import NAMES
 from tests.measured import even, jitter, measured_run
 

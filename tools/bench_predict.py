@@ -43,7 +43,7 @@ from predicted_run import Run
 import schedir
 from schedir import CostModel, SchedirError, Timeline
 from schedir.simulator import load_timelines
-from schedir.simulator.observing import durations_of
+from schedir.simulator.samples import durations_of
 
 LIMIT = 300  # seconds, of one run
 WORKER = Path(__file__).with_name("predicted_run.py")

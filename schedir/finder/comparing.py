@@ -39,7 +39,7 @@ from schedir.simulator import (
     simulate,
     unmeasured,
 )
-from schedir.simulator.recut import OF_A_PART
+from schedir.simulator.costs import OF_A_PART
 
 
 def compare(

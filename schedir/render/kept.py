@@ -8,7 +8,7 @@ from typing import TypeAlias
 import attrs
 
 from schedir.simulator import Timeline
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 Curve: TypeAlias = tuple[Numbers, Numbers]
 """The times, and the amounts from then on."""

@@ -26,7 +26,7 @@ import numpy as np
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator import IdleColumns, Timeline
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 _NOTHING = 1e-290  # what is as short has no ticks
 MOST_TICKS = 2**31 - 1

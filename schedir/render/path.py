@@ -15,7 +15,7 @@ import numpy as np
 
 from schedir.ir import COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Kind
 from schedir.simulator import Timeline
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 
 @attrs.frozen

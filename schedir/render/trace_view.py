@@ -15,7 +15,7 @@ from schedir.ir import KIND_INDEX, KINDS, READS_WEIGHTS, Bools, Ints
 from schedir.render.lanes import has_copies
 from schedir.render.tracks import Doing, Track, tracks_of
 from schedir.simulator import CAUSES, Timeline
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 _MICROSECONDS = {None: 1e6, "s": 1e6, "ms": 1e3, "us": 1.0}
 _PER_MICROSECOND = 8

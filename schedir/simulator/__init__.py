@@ -1,21 +1,19 @@
 """When does what run, and how much memory: Schedule × CostModel → Timeline."""
 
-from schedir.simulator.beside import UNITS, factor, in_unit, median_step
-from schedir.simulator.costs import CostModel
+from schedir.simulator.costs import CostModel, how_derived, recut, unmeasured
 from schedir.simulator.forecasting import Band, forecast
 from schedir.simulator.idle import CAUSES, Cause, Idle, IdleColumns
-from schedir.simulator.recut import recut
 from schedir.simulator.simulation import simulate
 from schedir.simulator.timeline import (
     RankStats,
     Span,
     Timeline,
+    in_unit,
     load_timelines,
+    median_step,
     save_timelines,
 )
-from schedir.simulator.times import Measured
-from schedir.simulator.unmeasured import how_derived, unmeasured
-from schedir.simulator.values import Sizes, Unit
+from schedir.simulator.values import UNITS, Measured, Sizes, Unit, factor
 
 __all__ = [
     "CAUSES",

@@ -35,8 +35,7 @@ from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
 from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
 from schedir.simulator.simulation import Prices, prices
-from schedir.simulator.steadiness import relative
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 _NOTHING = np.zeros(0, np.int64)
 _DEALS = 20
@@ -75,7 +74,7 @@ def drawn_prices(
     ahead, behind = order[:-1][follows[1:]], order[1:][follows[1:]]
     summed = np.arange(len(exchanges)) >= len(transfers)
     pace = _pace(samples, chance, schedule.ranks)
-    ratios = relative(samples)
+    ratios = samples.ratios
     computed = _lenders(_keys_of_compute(schedule, entries), _rows, samples)
     exchanged = _lenders(
         [*zip(*_ends(transfers), strict=True), *((-1, s) for s in columns.stage[sums].tolist())],
@@ -228,7 +227,7 @@ def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
     """How much longer all takes in each step on each rank, shape [steps, ranks]."""
     computes = np.flatnonzero(samples.cost < TRANSFER)
     step, rank = samples.step[computes], samples.rank[computes]
-    ratios = relative(samples)[computes]
+    ratios = samples.ratios[computes]
     number = np.zeros(len(samples), np.int64)
     number[computes] = np.arange(len(computes))
     groups = [number[rows] for rows in samples.groups.values() if samples.cost[rows[0]] < TRANSFER]

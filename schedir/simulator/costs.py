@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from schedir.errors import LoadError
-from schedir.ir import Kind
-from schedir.simulator import cost_file
-from schedir.simulator.fit import fitted
-from schedir.simulator.samples import Samples
+from schedir.errors import LoadError, SchedirError
+from schedir.ir import COPIES, HOMES, KINDS, Kind, Schedule
+from schedir.simulator import files
+from schedir.simulator.fit import fitted, fitted_times
+from schedir.simulator.samples import COSTS, Samples
 from schedir.simulator.transformer import Device, Transformer, split
 from schedir.simulator.values import (
     BY_LINK,
@@ -87,7 +87,7 @@ class CostModel:
 
     def save(self, path: str | Path) -> None:
         """Write the costs to a JSON file. Raises OSError where it can't be written."""
-        cost_file.write(attrs.asdict(self, recurse=False), path)
+        files.write_costs(attrs.asdict(self, recurse=False), path)
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
@@ -98,7 +98,7 @@ class CostModel:
         twice, and for what is no finite number >= 0.
         """
         try:
-            return cls(**cost_file.read(path, attrs.fields_dict(cls)))
+            return cls(**files.read_costs(path, attrs.fields_dict(cls)))
         except (TypeError, ValueError) as error:
             raise LoadError(f"{path}: {error}") from None
 
@@ -239,3 +239,160 @@ class CostModel:
             self.optimizer_bytes,
             self.deferred_bytes,
         )
+
+
+# Another number of stages.
+
+OF_A_PART = (
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "reduce_grad",
+    "optim_step",
+    "overlapped",
+    "activation_bytes",
+    "deferred_bytes",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+)
+"""What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link."""
+
+
+def recut(costs: CostModel, stages: int, of: int) -> CostModel:
+    """The costs of a model that is cut into `stages` stages, where `costs` are by stage or, where
+    they are one number, those of one of `of` equal stages.
+
+        4 stages        1   1   1   2        of forward = (1, 1, 1, 2)
+        2 stages          2       3          exact: the sums
+        8 stages       ½ ½ ½ ½ ½ ½ 1 1       as if each were made of equal parts
+
+    A boundary that is new has the bytes of the next old one, or of the last; the input that a new
+    part keeps is that of the next old stage, or of the last. What was observed of other stages, the
+    samples, is left behind.
+
+    Raises SchedirError where neither number of stages is a multiple of the other.
+    """
+    changed: dict[str, Any] = {}
+    for name in OF_A_PART:
+        changed[name] = _parts(name, getattr(costs, name), stages, of)
+    for name, every in (("input_bytes", 0), ("boundary_bytes", 1)):
+        changed[name] = _edges(name, getattr(costs, name), stages, every)
+    found = attrs.evolve(costs, **changed)
+    return costs if found == costs else attrs.evolve(found, samples=None)
+
+
+def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage | None:
+    if value is None:
+        return None
+    if not isinstance(value, tuple):
+        return _share(value * of, stages)
+    if len(value) == stages:
+        return value
+    many, rest = divmod(len(value), stages)
+    if not rest:
+        return tuple(sum(value[s * many : (s + 1) * many]) for s in range(stages))
+    many = _multiple(name, len(value), stages)
+    return tuple(_share(one, many) for one in value for _ in range(many))
+
+
+def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
+    """What stands at the beginning of each stage (`every` 0), or between two of them (1)."""
+    if not isinstance(value, tuple) or len(value) == stages - every:
+        return value
+    had = len(value) + every
+    many, rest = divmod(had, stages)
+    if not rest:
+        return value[every * (many - 1) :: many][: stages - every]
+    many = _multiple(name, had, stages)
+    # Stage s becomes `many`: where the first of them begins and the last ends was known before.
+    return tuple(_edge(value, s, many, every) for s in range(stages - every))
+
+
+def _edge(value: Sequence[float], stage: int, many: int, every: int) -> float:
+    old, part = divmod(stage, many)
+    known = part == (many - 1 if every else 0)
+    after = old if known or every else old + 1
+    return value[min(after, len(value) - 1)]
+
+
+def _multiple(name: str, had: int, stages: int) -> int:
+    many, rest = divmod(stages, had)
+    if rest:
+        raise SchedirError(
+            f"{name} is given for {had} stages, which can't be made {stages}: neither is a "
+            "multiple of the other"
+        )
+    return many
+
+
+def _share(value: float, many: int) -> float:
+    """A part of a cost, whole where that is exact."""
+    return value // many if isinstance(value, int) and value % many == 0 else value / many
+
+
+# What no run has shown.
+
+_DERIVED = {
+    "backward": "the sum of its two parts",
+    "backward_input": "half of the backward",
+    "backward_weight": "half of the backward",
+    "recompute": "as the forward",
+    "overlapped": "the sum of the two",
+    "reduce_grad": "free, or as at other stages",
+    "optim_step": "free, or as at other stages",
+    "host_bandwidth": "copies are free",
+}
+
+
+def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
+    """The costs that the schedule has and no run has shown, where they were fitted: the names of
+    CostModel's fields, in its order. One that was set by hand is none.
+
+    A schedule of fewer stages, made of those that were measured, has the sums of their costs; one
+    of more stages has parts of them, of which none was measured.
+    """
+    if costs.samples is None or not isinstance(costs.forward, tuple):
+        return ()
+    stages = len(costs.forward)
+    each, parts = divmod(stages, schedule.stages)
+    used = _used(schedule)
+    if parts or not each:
+        fields = {_FIELDS[cost] for cost, _ in used}
+        return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in fields)
+    derived = {"host_bandwidth": math.inf, **fitted_times(costs.samples, stages)}
+    found = {
+        _FIELDS[cost]
+        for cost, stage in used
+        for one in range(stage * each, (stage + 1) * each)
+        if (cost, one) not in costs.samples.groups
+    }
+    return tuple(
+        name
+        for name in dict.fromkeys(_FIELDS.values())
+        if name in found and getattr(costs, name) == derived[name]
+    )
+
+
+def how_derived(names: Iterable[str]) -> str:
+    """What was taken for these costs, as in: backward_input (half of the backward)."""
+    return ", ".join(f"{name} ({_DERIVED[name]})" if name in _DERIVED else name for name in names)
+
+
+_FIELDS = {
+    **{cost: cost for cost in COSTS if hasattr(CostModel, cost)},
+    **{kind.name.lower(): "host_bandwidth" for kind in COPIES},
+}
+"""By what is observed, the field of the CostModel that says what it takes."""
+
+
+def _used(schedule: Schedule) -> set[tuple[str, int]]:
+    """What of a schedule costs anything, as is observed, each with its stage."""
+    columns = schedule.columns
+    pairs = columns.shared & columns.is_kind(*HOMES)
+    found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
+    kinds, stages = (column[~columns.shared].tolist() for column in (columns.kind, columns.stage))
+    found |= {(KINDS[k].name.lower(), s) for k, s in {*zip(kinds, stages, strict=True)}}
+    return {(cost, stage) for cost, stage in found if cost in _FIELDS}

@@ -16,10 +16,17 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.ir import COPIES, Bools, Kind
-from schedir.simulator.observing import agreed, observe
-from schedir.simulator.samples import COSTS, DELAYED, TRANSFER, WITHIN, Samples, median
-from schedir.simulator.times import Numbers
-from schedir.simulator.values import MOST, PerStage
+from schedir.simulator.samples import (
+    COSTS,
+    DELAYED,
+    TRANSFER,
+    WITHIN,
+    Samples,
+    agreed,
+    median,
+    observe,
+)
+from schedir.simulator.values import MOST, Numbers, PerStage
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost

@@ -47,7 +47,7 @@ from schedir.ir import (
     Schedule,
 )
 from schedir.simulator.moments import Moments, last_before
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 
 class Cause(StrEnum):

@@ -36,8 +36,7 @@ from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import Graph, Touch, Transfers
 from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, COPIES, READS_WEIGHTS, SENDS, Ints
 from schedir.simulator.moments import Moments
-from schedir.simulator.times import Numbers
-from schedir.simulator.values import PerStage, Sizes
+from schedir.simulator.values import Numbers, PerStage, Sizes
 
 Amounts: TypeAlias = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import waits
 from schedir.ir import COMMUNICATION, COMPUTE, Columns, Ints, Kind, Schedule
 from schedir.passes import split_batches
-from schedir.simulator.times import Numbers
+from schedir.simulator.values import Numbers
 
 CHANNEL = "edge"
 """The channel model that schedules are simulated on."""

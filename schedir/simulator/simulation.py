@@ -44,8 +44,7 @@ from schedir.ir import (
 from schedir.simulator.costs import CostModel
 from schedir.simulator.moments import CHANNEL, as_run
 from schedir.simulator.timeline import Timeline
-from schedir.simulator.times import Numbers
-from schedir.simulator.values import MOST, PerLink, PerStage, expect_number
+from schedir.simulator.values import MOST, Numbers, PerLink, PerStage, expect_number
 
 Receives: TypeAlias = Literal["ahead", "listed"]
 """When receives are posted: from the beginning on, or where they are listed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +14,12 @@ from schedir.errors import LoadError
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, flat
-from schedir.simulator import saving
+from schedir.simulator import files
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
 from schedir.simulator.moments import Moments, moments_of
-from schedir.simulator.times import Measured, Numbers, numbers
-from schedir.simulator.values import Sizes, Unit, check_unit
+from schedir.simulator.values import Measured, Numbers, Sizes, Unit, check_unit, factor, numbers
 
 
 @attrs.frozen
@@ -265,11 +264,11 @@ class Timeline:
 
 
 def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
-    """Write timelines, such as those of a run's steps, to one file: JSON, see `saving`.
+    """Write timelines, such as those of a run's steps, to one file: JSON, see `files`.
 
     Raises OSError where the file can't be written.
     """
-    saving.write(timelines, path)
+    files.write_timelines(timelines, path)
 
 
 def load_timelines(path: str | Path) -> list[Timeline]:
@@ -278,4 +277,31 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     Raises LoadError, or ParseError with line and column, for a file that can't be read, is cut
     short or holds what is no timeline, with the place.
     """
-    return saving.read(path, Timeline)
+    return files.read_timelines(path, Timeline)
+
+
+def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
+    """The same in another unit of time. One of no unit is taken to be in that one already."""
+    times = factor(timeline.unit, unit)
+    if times == 1:
+        return attrs.evolve(timeline, unit=unit)
+    measured = timeline.measured
+    if measured is not None:
+        measured = attrs.evolve(measured, clock_error=measured.clock_error * times)
+    return attrs.evolve(
+        timeline,
+        starts=timeline.starts * times,
+        ends=timeline.ends * times,
+        unit=unit,
+        measured=measured,
+    )
+
+
+def median_step(timelines: Sequence[Timeline]) -> Timeline:
+    """The one of the median makespan, of an even number the quicker of the two in the middle.
+
+    Raises ValueError where there is none.
+    """
+    if not timelines:
+        raise ValueError("there is no timeline to choose from")
+    return sorted(timelines, key=lambda line: line.makespan)[(len(timelines) - 1) // 2]

@@ -1,15 +1,38 @@
-"""What a cost can be: a number for all stages or links, or one for each."""
+"""What costs, times and sizes are: numbers, for all stages or links or for each, and units."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import attrs
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from schedir.ir import is_number
-from schedir.simulator.json_file import clip
+
+Numbers: TypeAlias = NDArray[Any]
+"""Times: all of them integers, or all floats."""
+
+
+def numbers(values: ArrayLike) -> Numbers:
+    """The times as an array that nobody writes: of int64 where they are integers, else float64."""
+    times = np.asarray(values)
+    whole = times.size > 0 and times.dtype.kind in "iu"
+    times = times.astype(np.int64 if whole else np.float64)
+    times.flags.writeable = False
+    return times
+
+
+@attrs.frozen
+class Measured:
+    """How a measured timeline came about: the `step` that it is of, and by how much, in its unit of
+    time, the clocks of two ranks may differ at most (`clock_error`)."""
+
+    step: int
+    clock_error: float = 0.0
+
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -17,6 +40,9 @@ PerLink: TypeAlias = float | Mapping[tuple[int, int], float]
 """One number for all links, or one for each (source rank, target rank)."""
 Unit: TypeAlias = Literal["s", "ms", "us"]
 """What one unit of time is: a second, a millisecond, a microsecond."""
+_PER_SECOND: dict[Unit, int] = {"s": 1, "ms": 10**3, "us": 10**6}
+UNITS: tuple[Unit, ...] = tuple(_PER_SECOND)
+"""The units of time, the longest first."""
 
 MOST = 10**15
 """The largest cost: sums over millions of actions stay far from overflow."""
@@ -35,66 +61,75 @@ def _check_stages(instance: object, attribute: attrs.Attribute[Any], value: Any)
         return
     if not isinstance(value, tuple):
         expect_number(attribute.name, value)
-        return
-    if not value:
+    elif not value:
         raise ValueError(f"{attribute.name} must have one number for each stage, not none")
-    of = "boundary" if attribute.name == "boundary_bytes" else "stage"
-    for number, one in enumerate(value):
-        expect_number(f"{attribute.name} of {of} {number}", one)
+    else:
+        of = "boundary" if attribute.name == "boundary_bytes" else "stage"
+        for number, one in enumerate(value):
+            expect_number(f"{attribute.name} of {of} {number}", one)
 
 
 def _check_links(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     name = attribute.name
-    if not isinstance(value, dict):
-        _expect_of_link(name, value, name)
-        return
-    for link, one in value.items():
-        if not (isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link))):
+    for link, one in (value if isinstance(value, dict) else {None: value}).items():
+        if link is None:
+            check_bandwidth(instance, attribute, one)
+        elif isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link)):
+            check_bandwidth(instance, attribute, one, f"{name} of link {link}")
+        else:
             raise ValueError(f"{name} must be by (source rank, target rank), not by {link!r}")
-        _expect_of_link(name, one, f"{name} of link {link}")
 
 
-def _expect_of_link(name: str, value: Any, called: str) -> None:
-    if name.endswith("bandwidth") and value == math.inf:
+def check_bandwidth(
+    instance: object, attribute: attrs.Attribute[Any], value: Any, called: str = ""
+) -> None:
+    """The validator of a field that is one number, above 0 or infinite if it is a bandwidth."""
+    called, limited = called or attribute.name, attribute.name.endswith("bandwidth")
+    if limited and value == math.inf:
         return
     expect_number(called, value)
-    if name.endswith("bandwidth") and value == 0:
+    if limited and value == 0:
         raise ValueError(f"{called} must be above 0")
 
 
-def check_bandwidth(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """The validator of a field that is one bandwidth."""
-    _expect_of_link(attribute.name, value, attribute.name)
-
-
 def _check_engines(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    pairs = value.items() if isinstance(value, dict) else ((None, None),)
-    if value is not None and not all(map(is_number, sum(pairs, ()))):
+    if value is not None and not (
+        isinstance(value, dict) and all(map(is_number, (*value, *value.values())))
+    ):
         raise ValueError(
             f"{attribute.name} must be {{rank: number of its engine}} or None, not {clip(value)}"
         )
 
 
-def _tuple(value: Any) -> Any:
+def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """The validator of a field that is a unit of time."""
+    if value not in (None, *UNITS):
+        raise ValueError(f"unit must be {', '.join(UNITS)} or None, not {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _dict(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """The validator of a field that is a unit of time."""
-    if value not in (None, *get_args(Unit)):
-        raise ValueError(f"unit must be {', '.join(get_args(Unit))} or None, not {value!r}")
-
-
-BY_STAGE: dict[str, Any] = {"validator": _check_stages, "converter": _tuple}
+BY_STAGE: dict[str, Any] = {"validator": _check_stages, "converter": _plain}
 """The arguments of a field that is by stage."""
-BY_LINK: dict[str, Any] = {"validator": _check_links, "converter": _dict, "hash": False}
+BY_LINK: dict[str, Any] = {"validator": _check_links, "converter": _plain, "hash": False}
 """The arguments of a field that is by link."""
-ENGINES: dict[str, Any] = {"validator": _check_engines, "converter": _dict, "hash": False}
+ENGINES: dict[str, Any] = {"validator": _check_engines, "converter": _plain, "hash": False}
 """The arguments of a field that says which ranks share an engine."""
+
+
+def factor(unit: Unit | None, other: Unit) -> float:
+    """How many of the `other` unit one is. What has no unit is taken to be in that one already."""
+    return 1 if unit in (None, other) else _PER_SECOND[other] / _PER_SECOND[unit]
+
+
+def clip(value: object) -> str:
+    """The value in short, to be quoted in an error."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 @attrs.frozen
