@@ -10,7 +10,7 @@ import attrs
 import pytest
 from bench_drift import row
 from size import tokens
-from trial_verdicts import Case, case_of, differing, lists_of, summed_twice, text_of
+from trial_verdicts import Case, case_of, differing, lists_of, summed_alone, summed_twice, text_of
 from verdict_run import answers
 
 import schedir
@@ -88,7 +88,10 @@ def test_sums_in_vain_on_one_rank_are_explained() -> None:
     new = {"codes": [["S210", "error", ["rank 0 #3 0REDUCE_GRAD"]]]}
     assert summed_twice(case, {"codes": []}, new)
     assert not summed_twice(case, new, new)
-    assert not summed_twice(attrs.evolve(case, text=text.format("0,1")), {"codes": []}, new)
+    replicated = attrs.evolve(case, text=text.format("0,1"))
+    assert not summed_twice(replicated, {"codes": []}, new)
+    assert summed_alone(case, {}, {})
+    assert not summed_alone(replicated, {}, {})
 
 
 def test_a_row_of_drift() -> None:

@@ -354,11 +354,20 @@ def code_base(tree: Path) -> Iterator[CodeBase]:
 # What differs, and why.
 
 
+def on_one_rank(case: Case) -> set[str]:
+    """The stages that live on one rank."""
+    (placement,) = re.findall("^placement (.*)$", case.text, re.MULTILINE)
+    return {str(s) for s, held in enumerate(placement.split()) if "," not in held}
+
+
+def summed_alone(case: Case, then: Answers, now: Answers) -> bool:
+    """Whether a stage on one rank has sums, of which no change may leave one nothing to sum."""
+    return not on_one_rank(case).isdisjoint(re.findall(r"\b(\d+)REDUCE_GRAD", case.text))
+
+
 def summed_twice(case: Case, then: Answers, now: Answers) -> bool:
     """Whether all that is new are sums that a stage on one rank lists in vain or too early."""
-    head, _ = lists_of(case.text)
-    (placement,) = re.findall("^placement (.*)$", head, re.MULTILINE)
-    alone = {str(s) for s, held in enumerate(placement.split()) if "," not in held}
+    alone = on_one_rank(case)
 
     def errors(answers: Answers) -> list[Any]:
         found = answers.get("codes", ())
@@ -381,6 +390,7 @@ EXPLAINED: tuple[tuple[str, tuple[str, ...], Callable[[Case, Answers, Answers], 
         (),
         summed_twice,
     ),
+    ("no help leaves a stage on one rank a sum of nothing", ("help",), summed_alone),
     ("a critical path with batches has no gaps and starts at 0", ("critical path",), batched),
 )
 """Differences that are wanted: the reason, the answers that may differ (all where none is named),
