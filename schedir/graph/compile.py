@@ -392,11 +392,10 @@ class Graph:
     def numbers(self, name: str) -> Ints:
         """The numbers of a name's values by (stage, microbatch): those of a neighbour, where one
         rank runs both stages and they are one. Shape [stages × microbatches]."""
-        value = VALUES[name]
-        own = self.base[name] + np.arange(self._pairs)
-        if value.link is None:
+        own, link = self.base[name] + np.arange(self._pairs), VALUES[name].link
+        if link is None:
             return own
-        other, further = value.link
+        other, further = link
         grid, runs = own.reshape(self.runs.shape), self.runs
         linked = self.linked(name)
         of = slice(linked.start + further, linked.stop + further)
@@ -425,10 +424,13 @@ class Graph:
                 if where not in alike:
                     alike[where] = self._restricted(kind, use)
                 places, at = alike[where]
-                if VALUES[use.value].per == "microbatch":
+                value = VALUES[use.value]
+                if value.link:
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
                     values = numbers[use.value][at]
+                elif value.per == "microbatch":
+                    values = self.base[use.value] + at
                 else:
                     holding, turn = self.holding[places], self._round(use, places)
                     # A version that nobody makes has the number of none.

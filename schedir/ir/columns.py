@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 import attrs
@@ -105,9 +105,7 @@ class Columns:
 
     def is_kind(self, *kinds: Kind) -> Bools:
         """Where an action of one of `kinds` stands."""
-        wanted = np.zeros(len(KINDS), dtype=np.bool_)
-        wanted[[KIND_INDEX[kind] for kind in kinds]] = True
-        return wanted[self.kind]
+        return _among(kinds)[self.kind]
 
     def where(self, *kinds: Kind) -> Ints:
         """The places of the actions of `kinds`, ascending."""
@@ -179,6 +177,14 @@ class Columns:
             joined[1:] = (entry[1:] == entry[:-1]) & (places[1:] > places[:-1])
             joined[starts[starts < len(places)]] = False
         return joined
+
+
+@cache
+def _among(kinds: tuple[Kind, ...]) -> Bools:
+    """By the index of each kind, whether it is one of these."""
+    wanted = np.zeros(len(KINDS), dtype=np.bool_)
+    wanted[[KIND_INDEX[kind] for kind in kinds]] = True
+    return wanted
 
 
 def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from functools import cache
 from typing import Literal, TypeAlias
 
 import attrs
@@ -266,6 +267,7 @@ class Kind(StrEnum):
     )
 
 
+@cache
 def uses_of(kind: Kind, does: str = "", value: str = "") -> tuple[Use, ...]:
     """What a kind does to values: all of it, or one thing alone, or what it does to one value."""
     return tuple(u for u in kind.meaning.uses if does in ("", u.does) and value in ("", u.value))

@@ -15,6 +15,7 @@ simulated timeline goes from 0 to the makespan without a gap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -98,7 +99,7 @@ class _Walk:
 
     def _on_its_engine(self, place: int, begin: float) -> Iterator[tuple[int, int, int]]:
         """For a copy, those that end as it begins: ranks may share an engine."""
-        if place in self.copies:
+        if len(self.copies) and place in self.copies:
             begins, ends = self.moments.begins[self.copies], self.moments.ends[self.copies]
             for other in self.copies[(begins < begin) & (ends == begin)].tolist():
                 yield QUEUED, place, other
@@ -118,7 +119,8 @@ class _Walk:
         if why == AFTER and self.receives[waiter]:
             return end if end == begin else None
         if why == NEEDS:  # what seems late, or is not known, explains all of a gap
-            return float(np.nan_to_num(end if end < begin else begin, nan=-np.inf))
+            until = end if end < begin else begin
+            return until if until == until else -math.inf
         return min(end, begin) if why == AFTER or end <= begin else None
 
 

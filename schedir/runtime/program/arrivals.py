@@ -21,7 +21,7 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     transfers, start = graph_of(schedule).transfers, int(schedule.columns.starts[rank])
     found: dict[int, list[int]] = {}
     sent = np.flatnonzero((transfers.source == rank) & transfers.matched)
-    for peer in np.unique(transfers.target[sent]).tolist():
+    for peer in sorted({*transfers.target[sent].tolist()}):
         to = sent[transfers.target[sent] == peer]
         answers = (transfers.source == peer) & (transfers.target == rank)
         back = np.flatnonzero(answers & transfers.matched)
