@@ -11,7 +11,7 @@ from torch import Tensor
 
 from schedir.passes import forward_only
 from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
-from schedir.runtime.boundaries.signature import Signatures
+from schedir.runtime.call import Now
 from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
@@ -25,19 +25,16 @@ from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import FirstCall
-from schedir.runtime.program.observers import BusyClock, Observer, busy_clock
-from schedir.runtime.program.opening import Announcements, Opening
-from schedir.runtime.program.programs import Programs
-from schedir.runtime.program.runner import Runner
-from schedir.runtime.program.trail import Trail
-from schedir.runtime.stage.cells import Cells
-from schedir.runtime.stage.lives import lives_of
+from schedir.runtime.program.handshake import Handshake
+from schedir.runtime.program.observers import BusyClock, busy_clock
+from schedir.runtime.program.program import Programs
+from schedir.runtime.program.progress import Progress
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.stage.weights import StageWeights, lives_of
 from schedir.runtime.trace.trace import Trace
-from schedir.runtime.transports.transport import Work
-from schedir.runtime.world import Transports, World
+from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.world import World
 
 
 @attrs.frozen(eq=False)
@@ -51,8 +48,8 @@ class Parts:
     plan: Plan
     control: Control
     shared: Shared
-    announcements: Announcements
-    transports: Transports
+    handshake: Handshake
+    transports: Mapping[int, Transport]
     reductions: Mapping[int, Reduction]
     accumulated: Accumulated
     ties: Sequence[Tie]
@@ -64,46 +61,50 @@ class Parts:
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
-    trail: Trail
+    progress: Progress
     clock: BusyClock
     trace: Trace | None
     under_way: list[Work] = attrs.field(factory=list)
+    now: Now = attrs.field(factory=Now)
 
-    def runner(self, trains: bool) -> Runner:
-        """The runner of the plan's list, or of its forwards alone."""
+    @property
+    def queues(self) -> bool:
+        """Whether the stages are on a device that queues its work."""
+        return self.plan.accelerator.queues
+
+    @property
+    def busy(self) -> list[float]:
+        """The seconds of compute of the present call, in its only place."""
+        return self.clock.busy
+
+    def programs(self, trains: bool) -> Programs:
+        """The programs of the plan's list, or of its forwards alone."""
         plan = self.plan
         schedule = plan.schedule if trains else forward_only(plan.schedule)
-        transports = self.transports.training if trains else self.transports.evaluation
-        first_draw = plan.grid.pipeline * schedule.microbatches
-        cells = Cells(schedule, plan.local_stages, first_draw, plan.accelerator)
-        barriers = self.barriers if plan.updates else None
-        beside = None
-        if plan.accelerator.queues and not plan.grid.alone:
-            beside = self.control.beside()
         trace = self.trace if trains else None
-        clock = self.clock if trace is None else trace.recorder
-        observers: list[Observer] = [clock, self.trail]
         compiler = Compiler(
             plan.accelerator,
             self.stages,
             self.replicas,
-            cells,
-            barriers,
+            self.barriers if plan.updates else None,
             self.scaling,
             self.nonfinite,
-            observers,
-            beside,
+            [self.clock if trace is None else trace.recorder, self.progress],
+            self.control.beside() if self.queues and not plan.grid.alone else None,
+            trains,
+            self.now,
         )
-        first = FirstCall(
-            self._messengers(trains), plan.arguments.boundaries or {}, self._stepped()
+        return Programs(
+            plan,
+            schedule,
+            compiler,
+            self.transports,
+            self.control,
+            self.handshake,
+            FirstCall(self._messengers(trains), plan.arguments.boundaries or {}, self._stepped()),
+            self.under_way,
+            None if trace is None else trace.observers,
         )
-        programs = Programs(plan, schedule, compiler, transports, self.control, first)
-        newcomers = None if trace is None else trace.observers
-        signatures = Signatures(sees_input=0 in plan.local_stages)
-        opening = Opening(
-            self.announcements, signatures, programs, cells, plan.local_ranks, newcomers
-        )
-        return Runner(plan, schedule, cells, opening, clock, self.under_way)
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """How each rank here sends what first calls describe."""
@@ -130,7 +131,7 @@ def assemble(plan: Plan, world: World) -> Parts:
     optimizers = plan.optimizers()
     nonfinite = NonFinite(plan, world.control, optimizers)
     shared = Shared(plan, world)
-    announcements = Announcements(plan, world.control)
+    handshake = Handshake(plan, world.control)
     transports = world.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
     ties = shared.ties()
@@ -139,12 +140,13 @@ def assemble(plan: Plan, world: World) -> Parts:
     barriers = shared.barriers(ties, together)
     scaling = Scaling(plan, world.control, world.groups)
     drift = shared.drift()
-    stages = _stages(plan, reductions, optimizers, nonfinite)
+    clock = busy_clock(plan.accelerator)
+    stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy)
     return Parts(
         plan,
         world.control,
         shared,
-        announcements,
+        handshake,
         transports,
         reductions,
         shared.accumulated(),
@@ -157,13 +159,13 @@ def assemble(plan: Plan, world: World) -> Parts:
         optimizers,
         stages,
         _replicas(plan, stages),
-        Trail(
+        Progress(
             world.groups.patience,
             world.groups.posted,
             plan.accelerator,
             follows=plan.transport.queues,
         ),
-        busy_clock(plan.accelerator),
+        clock,
         Trace(plan, world.control, stages) if plan.traced else None,
     )
 
@@ -173,6 +175,7 @@ def _stages(
     reductions: Mapping[int, Reduction],
     optimizers: Mapping[int, torch.optim.Optimizer],
     nonfinite: NonFinite,
+    busy: list[float],
 ) -> dict[int, Stage]:
     read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     return {
@@ -183,6 +186,7 @@ def _stages(
             reductions.get(stage),
             optimizers.get(stage),
             nonfinite,
+            busy,
         )
         for stage in plan.local_stages
     }

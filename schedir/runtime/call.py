@@ -46,37 +46,28 @@ def autocast_kinds(device: torch.device) -> Collection[str]:
 
 @attrs.frozen(eq=False)
 class Call:
-    """One call of the executor, handed to whatever it runs.
+    """One call of the executor.
 
-    `number` counts the calls before this one, `step` the calls of `step`; with `seed` that seeds
-    the forwards. `keeps` makes of the last stage's output and the target what the result holds of a
-    microbatch, None for nothing. `autocast` are the types of device on which the caller computes in
-    lower precision, which forwards alone do; `precision` is the type that it computes in on the
-    stages' device, None for no autocast.
+    `number` counts the calls before this one, `step` the calls of `step`; with the executor's seed
+    that seeds the forwards. `keeps` makes of the last stage's output and the target what the result
+    holds of a microbatch, None for nothing. `autocast` are the types of device on which the caller
+    computes in lower precision, which forwards alone do; `precision` is the type that it computes
+    in on the stages' device, None for no autocast.
     """
 
     request: Request
     number: int
-    seed: int = 0
     step: int = 0
     keeps: Keep | None = None
     autocast: tuple[str, ...] = ()
     precision: torch.dtype | None = None
 
-    @classmethod
-    def begun(
-        cls,
-        request: Request,
-        number: int,
-        device: torch.device,
-        seed: int,
-        step: int,
-        keeps: Keep | None,
-    ) -> Call:
-        """A call that begins now, under its caller's autocast; `device` is that of the stages."""
-        autocast = tuple(kind for kind in autocast_kinds(device) if torch.is_autocast_enabled(kind))
-        precision = torch.get_autocast_dtype(device.type) if device.type in autocast else None
-        return cls(request, number, seed, step, keeps, autocast, precision)
-
     def __str__(self) -> str:
         return f"call {self.number}, {self.request.name}"
+
+
+@attrs.define(eq=False)
+class Now:
+    """The call that a program is run for: bound calls that depend on it read it here."""
+
+    call: Call = attrs.field(factory=lambda: Call(STEP, 0))

@@ -17,16 +17,16 @@ from schedir.runtime.assembly import assemble
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
 from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
-from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request
+from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request, autocast_kinds
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.courier import Courier
 from schedir.runtime.processes.failure import OneLineError, WaitError, describe
-from schedir.runtime.program.announcement import Announcement
-from schedir.runtime.program.runner import Runner
-from schedir.runtime.program.trail import Trail
+from schedir.runtime.program.compiler import set_autocast
+from schedir.runtime.program.handshake import Announcement
+from schedir.runtime.program.program import Opened
+from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
-from schedir.runtime.stage.autocast import suspended
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
@@ -49,20 +49,32 @@ class Engine:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
+        self._device_type = plan.device.type
+        self._autocast_kinds = autocast_kinds(plan.device)
         with plan.accelerator.chosen():
             self._world = World(plan)
             with self._world.together("making the executor"):
-                self.parts = assemble(plan, self._world)
+                self.parts = parts = assemble(plan, self._world)
                 self._feeder = Feeder(plan, self._world.control, self._world.groups)
             self._losses = Losses(plan, self._world.control)
-            self.training = self.parts.runner(trains=True)
-            self.evaluation = self.parts.runner(trains=False)
+            self.training = parts.programs(trains=True)
+            self.evaluation = parts.programs(trains=False)
+        # What a plan has none of is not looked at in its steps.
+        self._stages = [*parts.stages.values()]
+        self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
+        self._begins = [
+            *(reduction.begin for reduction in parts.reductions.values()),
+            *(replicas.begin for replicas in parts.replicas.values()),
+        ]
+        # At what earlier calls have left on the device.
+        earlier = [self._feeder.look, parts.scaling.look, parts.nonfinite.look_at_earlier]
+        self._look_at_earlier = earlier if parts.queues else []
         # Without a close, too, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
             self,
             _arrive,
-            self.parts.under_way,
-            self.parts.trail,
+            parts.under_way,
+            parts.progress,
             self._world.control.courier,
             plan.accelerator,
         )
@@ -71,7 +83,7 @@ class Engine:
     @property
     def schedule(self) -> Schedule:
         """The list that the latest step has carried out, or the first one would."""
-        return self.training.opening.programs.schedule
+        return self.training.schedule
 
     def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, as every rank does.
@@ -80,7 +92,7 @@ class Engine:
         """
         with self._plan.accelerator.chosen():
             if not request.trains:
-                with evaluating(self.parts.stages.values()):
+                with evaluating(self._stages):
                     return self._call(request, given, keeps)
             if torch.is_inference_mode_enabled():
                 raise ExecutionError(
@@ -94,88 +106,91 @@ class Engine:
 
     def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
         self._world.check_usable()
-        began = self._plan.accelerator.mark(timed=True)
-        seed, device = self._plan.arguments.seed, self._plan.device
-        call = Call.begun(request, self._world.calls, device, seed, self.steps, keeps)
-        runner = self.training if request.trains else self.evaluation
+        parts, mark = self.parts, self._plan.accelerator.mark
+        began = mark(timed=True)
+        kinds = self._autocast_kinds
+        autocast = tuple(filter(torch.is_autocast_enabled, kinds))
+        precision = None
+        if self._device_type in autocast:
+            precision = torch.get_autocast_dtype(self._device_type)
+        call = Call(request, self._world.calls, self.steps, keeps, autocast, precision)
+        clock = parts.clock if parts.trace is None or not request.trains else parts.trace.recorder
+        parts.busy[0] = 0.0
         saved = SavedRng(self._generators)
+        opened: Opened | None = None
         try:
             # What is refused here has moved nothing.
             feed = self._feeder.cut(given, request)
-            runner.cells.fill(feed)
             if request.trains:
-                self.parts.shared.check_frozen()
+                parts.shared.check_frozen()
             try:
-                losses, outputs, ended, listed = self._run(runner, call, given.inputs, feed)
+                opened, losses, outputs = self._run(call, given.inputs, feed)
+                ended = parts.progress.end()
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if failure is error:
                     raise
                 raise failure from None
         finally:
-            self._tidy(runner)
+            self._tidy()
             saved.restore()
-            busy = runner.clock.take()
+            busy = clock.take()
         self._world.calls += 1
-        if request.trains and self.parts.trace is not None:
-            self.parts.trace.keep(call, listed, began, runner.cells)
-        clipping = self.parts.clipping
-        norm = clipping.norm if clipping and request.updates else None
-        elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
-        skipped = self.parts.nonfinite.skipped if request.updates else ()
+        if request.trains and parts.trace is not None:
+            parts.trace.keep(call, opened.program.schedule, began, opened.program.cells)
+        programs = self.training if request.trains else self.evaluation
+        programs.post_ahead(opened)
+        norm = parts.clipping.norm if parts.clipping and request.updates else None
+        elapsed = partial(_between, began, mark(timed=True))
+        skipped = tuple(sorted(parts.nonfinite.skipped)) if request.updates else ()
         read = partial(self._read, call, ended)
-        return StepResult(losses, norm, outputs, tuple(sorted(skipped)), busy, elapsed, read)
+        return StepResult(losses, norm, outputs, skipped, busy, elapsed, read)
 
     def _run(
-        self, runner: Runner, call: Call, inputs: Batch | None, feed: Feed
-    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None, Callable[[], bool], Schedule]:
-        """Run the list; returns how to get the losses, and the outputs, where they are wanted, what
-        tells whether the device has come to the end, and the list."""
-        request, cells = call.request, runner.cells
-        self.parts.trail.begin()
-        self._look_back(wait=False)
+        self, call: Call, inputs: Batch | None, feed: Feed
+    ) -> tuple[Opened, Callable[[], CallLosses] | None, list[Any] | None]:
+        """Run the list; returns what was run, how to get the losses, and the outputs, where they
+        are wanted."""
+        request, parts = call.request, self.parts
+        parts.progress.begin()
+        for look in self._look_at_earlier:
+            look(wait=False)
         exchange = self._losses.expect() if request.has_loss else None
-        opened = runner.opening.open(call, inputs, feed)
+        programs = self.training if request.trains else self.evaluation
+        opened = programs.open(call, inputs, feed)
+        cells = opened.program.cells
+        cells.fill(feed)
         shares = self._feeder.shares(feed.counts, request)
         cells.share_loss(shares)
+        for stage in self._stages:
+            stage.begin(call.step)
         if request.trains:
-            self.parts.scaling.begin(shares, request)
-            self.parts.nonfinite.begin(request.updates)
-            self._begin_training()
-        with suspended(call.autocast):
-            runner.run(opened, call)
+            parts.scaling.begin(shares, request)
+            parts.nonfinite.begin(request.updates)
+            parts.accumulated.set_aside()
+            for stage in self._stages:
+                stage.weights.begin(0)
+            for begin in self._begins:
+                begin()
+        set_autocast(call.autocast, enabled=False)
+        try:
+            programs.run(opened, call)
+        finally:
+            set_autocast(call.autocast, enabled=True)
         self._world.control.settle()
         if request.trains:
             self._complete_gradients()
-            self.parts.drift.step()
-            self.parts.nonfinite.end()
+            parts.drift.step()
+            parts.nonfinite.end()
         losses = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else []
             losses = self._losses.share(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
-        runner.opening.end(opened)
-        return losses, outputs, self.parts.trail.end(), opened.program.schedule
-
-    def _look_back(self, wait: bool) -> None:
-        """At what earlier calls have left on the device: what has arrived here, or all.
-
-        Raises ExecutionError where that was wrong.
-        """
-        self._feeder.look(wait)
-        self.parts.scaling.look(wait)
-        self.parts.nonfinite.look_back(wait)
-
-    def _begin_training(self) -> None:
-        """At the present weights, with no gradients of this call."""
-        self.parts.accumulated.set_aside()
-        for stage in self.parts.stages.values():
-            stage.weights.begin(0)
-        for reduction in self.parts.reductions.values():
-            reduction.begin()
-        for replicas in self.parts.replicas.values():
-            replicas.begin()
+        cells.clear(feed)
+        programs.learn(opened)
+        return opened, losses, outputs
 
     def _complete_gradients(self) -> None:
         """End the sums that are under way; where the caller steps, take those of tied copies."""
@@ -187,33 +202,32 @@ class Engine:
             for tie in self.parts.ties:
                 tie.sum()
 
-    def _tidy(self, runner: Runner) -> None:
+    def _tidy(self) -> None:
         """Leave nothing of a call but weights and gradients."""
-        for stage in self.parts.stages.values():
-            stage.weights.restore()
+        for weights in self._versioned:
+            weights.restore()
         for replicas in self.parts.replicas.values():
             replicas.restore()
         self.parts.accumulated.restore()
-        runner.cells.clear()
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
         try:
-            self.parts.trail.reach(ended)
+            self.parts.progress.reach(ended)
             return fetch()
         except WaitError as stalled:
             raise self._failed(stalled, f"the {what} of {call}") from None
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
         """A call has failed, and with several processes the executor; returns what to raise."""
-        for runner in (self.training, self.evaluation):
-            runner.reset()
+        for programs in (self.training, self.evaluation):
+            programs.reset()
         self.parts.barriers.reset()
         for replicas in self.parts.replicas.values():
             replicas.reset()
         self.parts.shared.reset()
         self.parts.scaling.reset()
-        self.parts.trail.drop()
+        self.parts.progress.drop()
         failure = self._world.failure(error, where)
         if self._world.broken is not None:
             self._leave.detach()  # what is under way will not arrive
@@ -246,7 +260,7 @@ class Engine:
 
     def _announce(self, request: Request) -> None:
         """Raise OneLineError where another rank makes a call meanwhile."""
-        self.parts.announcements.exchange(Announcement(request, self._world.calls, self.steps))
+        self.parts.handshake.exchange(Announcement(request, self._world.calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
@@ -277,7 +291,7 @@ class Engine:
         if trace is None:
             return []
         with self._plan.accelerator.chosen(), self._world.together("timelines"):
-            self.parts.trail.settle()
+            self.parts.progress.settle()
             return trace.timelines()
 
     def close(self) -> None:
@@ -287,15 +301,16 @@ class Engine:
                 # End what is under way, and say that there is no other call.
                 self._leave.detach()
                 wait_for(self.parts.under_way)
-                self.parts.trail.settle()
+                self.parts.progress.settle()
                 self.parts.shared.settle()
                 self._world.control.courier.finish()
-                self.parts.announcements.last(Call(CLOSE, self._world.calls))
+                self.parts.handshake.last(Call(CLOSE, self._world.calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
                     self._world.control.settle()
                 self.parts.drift.compare()
                 self._world.leave()
-                self._look_back(wait=True)
+                for look in self._look_at_earlier:
+                    look(wait=True)
 
 
 def _between(began: Mark, ended: Mark) -> float:
@@ -304,9 +319,11 @@ def _between(began: Mark, ended: Mark) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _arrive(works: list[Work], trail: Trail, courier: Courier, accelerator: Accelerator) -> None:
+def _arrive(
+    works: list[Work], progress: Progress, courier: Courier, accelerator: Accelerator
+) -> None:
     with suppress(WaitError):  # the other side may be gone, and the device wait for it for ever
         wait_for(works)
-        trail.settle()
+        progress.settle()
         accelerator.synchronize()
         courier.finish()

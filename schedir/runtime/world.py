@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import attrs
 import torch.distributed as dist
 
 from schedir.errors import ExecutionError
@@ -32,14 +31,6 @@ from schedir.runtime.transports.transport import Transport
 
 _OTHERS = 3
 """The groups on a device beside those of transfers and gradients: for norms, samples and scales."""
-
-
-@attrs.frozen
-class Transports:
-    """Those of each rank here: what is sent for training meets nothing of evaluation."""
-
-    training: Mapping[int, Transport]
-    evaluation: Mapping[int, Transport]
 
 
 class World:
@@ -70,7 +61,9 @@ class World:
         with self.together("making the executor"):
             self.control.connect(self.groups)
 
-    def transports(self, sums: Sequence[Collection[int]], processors: int) -> Transports:
+    def transports(
+        self, sums: Sequence[Collection[int]], processors: int
+    ) -> Mapping[int, Transport]:
         """How each rank here sends to others and receives.
 
         `sums` are the processes of each group for sums, which is made after this. `processors` are
@@ -78,12 +71,10 @@ class World:
         """
         choice, device, rank = self._transport, self.device, self.grid.rank
         if choice is Endpoint:
-            hub = {rank: self._hub.of(rank) for rank in self._ranks}
-            return Transports(hub, hub)
+            return {rank: self._hub.of(rank) for rank in self._ranks}
         processes = self.grid.processes[self.grid.pipeline]
         if choice is GlooTransport:
-            gloo = GlooTransport(processes, rank, self.groups)
-            return Transports({rank: gloo.tagged(0)}, {rank: gloo.tagged(1)})
+            return {rank: GlooTransport(processes, rank, self.groups)}
         if choice is not NcclTransport:
             raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
         found = communicators_of(self._schedule)
@@ -91,8 +82,7 @@ class World:
         held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
         held.update(process for members in sums for process in members)
         self.groups.share_gpu(processors, most=max(held.values(), default=0) + _OTHERS)
-        nccl = {rank: NcclTransport(processes, rank, found, device, self.groups)}
-        return Transports(nccl, nccl)
+        return {rank: NcclTransport(processes, rank, found, device, self.groups)}
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

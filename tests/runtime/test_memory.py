@@ -18,7 +18,7 @@ import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.boundaries.buffers import FromBuffers, Pool
+from schedir.runtime.transports.buffers import FromBuffers, Pool
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import programs
 from schedir.runtime.program.joined import Batch

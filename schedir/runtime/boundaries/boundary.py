@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
-from schedir.runtime.boundaries.memory import any_shared
+from schedir.runtime.boundaries.aliasing import any_shared
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 
@@ -31,6 +31,7 @@ class TensorMeta:
     dtype: torch.dtype
     requires_grad: bool
     contiguous: bool = attrs.field(init=False)
+    is_plain: bool = attrs.field(init=False)  # a contiguous tensor is its own payload
 
     @contiguous.default
     def _contiguous(self) -> bool:
@@ -38,6 +39,10 @@ class TensorMeta:
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
         return self.lies_as(tuple(reversed(steps[: len(self.shape)])))
+
+    @is_plain.default
+    def _is_plain(self) -> bool:
+        return self.contiguous and not self.dtype.is_complex
 
     @property
     def nbytes(self) -> int:

@@ -91,7 +91,7 @@ class NonFinite:
             self._unread.add(Late(self._accelerator, values, look))
             self._losses.clear()
 
-    def look_back(self, wait: bool) -> None:
+    def look_at_earlier(self, wait: bool) -> None:
         """Look at the losses that earlier calls have left, as far as they are there, or at all.
 
         Raises ExecutionError for one that is not finite.
@@ -119,11 +119,16 @@ class NonFinite:
             self._losses[microbatch] = value
             return kept, share
         number = float(loss.item())
-        if looks and share and not math.isfinite(number):
-            if self._raises:
-                self._look_at_losses({microbatch: number})
-            return number, math.nan
+        if looks and not math.isfinite(number):
+            share = self.share_of_unfinite(number, microbatch, share)
         return number, share
+
+    def share_of_unfinite(self, loss: float, microbatch: int, share: Count) -> Count:
+        """What the backward of a loss that is not finite starts from. Raises ExecutionError where
+        that is refused."""
+        if share and self._raises:
+            self._look_at_losses({microbatch: loss})
+        return math.nan if share and self._skips else share
 
     def look(self, steps: Sequence[Step]) -> None:
         """Look at the gradients that a rank's consecutive OPTIM_STEPs will apply.

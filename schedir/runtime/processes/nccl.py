@@ -9,7 +9,7 @@ What they do is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which th
   transfer or sum alone would (`batch_isend_irecv` and `_coalescing_manager`, which do that for
   torch's own groups, are in torch/distributed/distributed_c10d.py).
 - It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
-  host has seen the transfer's stream come past; see `schedir.runtime.boundaries.buffers`.
+  host has seen the transfer's stream come past; see `schedir.runtime.transports.buffers`.
 - A work's `wait` has the current stream wait, not the host.
 - `shutdown` waits for what is under way, `abort` does not. Each ends its kernels first and then
   frees memory, which waits for the kernels of all communicators, and does so on a thread of its own

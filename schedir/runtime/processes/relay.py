@@ -40,12 +40,14 @@ class Relay:
         buffer = torch.empty(self._size, dtype=torch.int64, device="cpu")
         return Message(self._group.recv, buffer, self._parent, self._tag, "the call of")
 
-    def pass_on(self, own: Tensor) -> Tensor:
-        """The first member's vector, on every member; only its own counts."""
+    def pass_on(self, own: Tensor | None) -> Tensor:
+        """The first member's vector, on every member; only it has to give its own."""
         for message in self._sent:
             message.wait()
-        vector = own
-        if self._next is not None:
+        if self._next is None:
+            assert own is not None  # it is the first member's
+            vector = own
+        else:
             vector = self._next.wait()
             self._next = self._post_receive()
         self._sent = [

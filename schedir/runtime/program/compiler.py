@@ -1,291 +1,396 @@
-"""One rank's list, compiled: each action resolved once to operations, in the order they run in."""
+"""One rank's list, compiled: each action resolved once to bound calls, in the order they run in.
+
+A send has arrived when something comes back that its receiver sent after it had used it; then the
+tensor that it holds can go:
+
+    rank 0   SEND_ACT0 ──▶ … RECV_GRAD0  B0       by B0 its SEND_ACT0 has arrived: rank 1 has sent
+    rank 1   RECV_ACT0  F0  B0  SEND_GRAD0        SEND_GRAD0 after the F0 that used it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
+import numpy as np
+import torch
 
 from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPLETES_GRADIENTS, Action, Kind, Schedule, Together
+from schedir.ir import COMMUNICATION, COMPLETES_GRADIENTS, COMPUTE, Action, Kind, Schedule, Together
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundaries.boundary import empty
-from schedir.runtime.boundaries.buffers import FromBuffers
+from schedir.runtime.boundaries.described import Messenger
+from schedir.runtime.call import Now
 from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.program.abreast import Pair, forwards_aside
-from schedir.runtime.program.arrivals import arrivals
 from schedir.runtime.program.compute import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Recompute,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    hand_back,
+    recompute,
 )
 from schedir.runtime.program.first_call import (
-    DescribeActivations,
-    Described,
-    DescribeGradients,
-    FirstBackward,
-    FirstBackwardInput,
     FirstCall,
-    FirstForward,
-    TakeActivations,
-    TakeGradients,
+    describe_activations,
+    describe_gradients,
+    first_forward,
+    learn_gradients,
+    take_activations,
+    take_gradients,
 )
-from schedir.runtime.program.instruction import Instruction, Operation, instruction
-from schedir.runtime.program.joined import Batch, communicates, post_of, wait_of
-from schedir.runtime.program.observers import Observer, observed
-from schedir.runtime.program.transfer import (
-    Receive,
-    ReceiveActivations,
-    ReceiveGradients,
-    Send,
-    SendActivations,
-    SendGradients,
+from schedir.runtime.program.instruction import Bound, Instruction, waiting
+from schedir.runtime.program.observers import Observer
+from schedir.runtime.program.together import (
+    Batch,
+    Pair,
+    communicates,
+    forwards_aside,
+    post_of,
+    wait_of,
 )
-from schedir.runtime.program.update import OptimStep, PassBarriers, ReduceGrad, SumReplicas
-from schedir.runtime.stage.cells import Cell, Cells
+from schedir.runtime.program.transfers import (
+    Make,
+    receive_activations,
+    receive_gradients,
+    send_activations,
+    send_gradients,
+)
+from schedir.runtime.program.update import PassBarriers, optim_step, reduce_grad, sum_replicas
+from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.transports.transport import Poster, Transport, Work
-
-
-@attrs.frozen
-class _Place:
-    """An action of a rank's list, what versions the rank reads, and how it reaches others.
-
-    `index` is that of its entry, `turn` its own among the rank's actions.
-    """
-
-    schedule: Schedule
-    rank: int
-    index: int
-    turn: int
-    action: Action
-    versions: Mapping[int, StageVersions]
-    poster: Poster
-    beside: Poster
+from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.transports.buffers import FromBuffers, Pool
+from schedir.runtime.transports.transport import BatchPoster, Poster, Transport, Work
 
 
 @attrs.frozen
 class Compiler:
     """What the lists' actions are resolved against.
 
-    `replicas` are of the stages that several ranks of this process hold. `barriers` come before
-    OPTIM_STEPs; None where these are left to the caller. `scaling` is for those that apply other
-    microbatches than the loss stage's, and `nonfinite` looks at what they apply. `observers` watch
-    every run. `beside` takes from rank to rank what hosts have to know; None where the transport of
-    the payloads does that as well. `first` is given where programs are for the first call of an
-    input signature. `sides` are the streams beside those of the ranks, for the second of two that
-    run abreast.
+    `now` is the call that is being made, which `trains` or not. `replicas` are of the stages that
+    several ranks of this process hold. `barriers` come before OPTIM_STEPs; None where these are
+    left to the caller. `scaling` is for those that apply other microbatches than the loss stage's,
+    and `nonfinite` looks at what they apply. `observers` watch every run. `beside` takes from rank
+    to rank what hosts have to know; None where the transport of the payloads does that as well.
+    `sides` are the streams beside those of the ranks, for the second of two that run abreast, and
+    `pools` what ranks send from and receive into.
     """
 
     accelerator: Accelerator
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
-    cells: Cells
     barriers: Barriers | None
     scaling: Scaling
     nonfinite: NonFinite
     observers: Sequence[Observer]
     beside: Poster | None
-    first: FirstCall | None = None
+    trains: bool
+    now: Now
     sides: dict[int, Any] = attrs.field(factory=dict)
+    pools: dict[int, Pool] = attrs.field(factory=dict)
 
     def compile(
-        self, schedule: Schedule, rank: int, transport: Transport, listed_at: Sequence[int]
+        self,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        listed_at: Sequence[int],
+        cells: Cells,
+        autocast: bool,
+        first: FirstCall | None = None,
     ) -> Sequence[Instruction]:
         """The instructions of a rank here, in the order of its list in `schedule`.
 
-        `listed_at` has the place of each in the list before its receives were moved.
+        `listed_at` has the place of each in the list before its receives were moved. `cells` know
+        what is sent, unless this is for the `first` call of an input signature. `autocast` where
+        the caller may compute in lower precision.
         """
-        learns = self.first is not None
-        makers = {**_MAKERS, **_FIRST} if learns else _MAKERS
-        pool = self.cells.pool(rank)
-        poster = transport if pool is None else FromBuffers(transport, pool)
-        actions = schedule.flat[rank]
-        arrived = {} if learns else arrivals(schedule, rank)
-        versions = weight_versions(schedule.columns, rank)
-        beside = self.beside or transport
-        program: list[Instruction] = []
-        aside = forwards_aside(schedule.actions[rank])
+        list_ = _List(self, schedule, rank, transport, listed_at, cells, autocast, first)
+        return list_.instructions()
+
+
+class _List:
+    """One rank's list, with what its actions are resolved against."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        listed_at: Sequence[int],
+        cells: Cells,
+        autocast: bool,
+        first: FirstCall | None,
+    ) -> None:
+        self._compiler, self._stages, self._now = compiler, compiler.stages, compiler.now
+        self._graph, self._rank, self._listed_at = graph_of(schedule), rank, listed_at
+        self._cells, self._autocast, self._first = cells, autocast, first
+        self._messenger: Messenger | None = None if first is None else first.messengers[rank]
+        self._entries, self._actions = schedule.actions[rank], schedule.flat[rank]
+        self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
+        self._arrived = {} if first is not None else arrivals(schedule, rank)
+        self._beside = compiler.beside or transport
+        self._poster: BatchPoster = transport
+        accelerator = compiler.accelerator
+        self._make: Make = partial(torch.empty_strided, device=accelerator.device)
+        if accelerator.queues:
+            pool = compiler.pools.setdefault(rank, Pool(accelerator.device))
+            self._poster, self._make = FromBuffers(transport, pool), pool.empty
+
+    def instructions(self) -> Sequence[Instruction]:
+        """All of them."""
+        compiler = self._compiler
+        aside = forwards_aside(self._entries)
+        found: list[Instruction] = []
         turn = 0
-        for index, entry in enumerate(schedule.actions[rank]):
+        for index, entry in enumerate(self._entries):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
-            communicating = communicates(parts)
-            batch = Batch(poster) if communicating and not learns else None
-            made = []
+            batch = None
+            if communicates(parts) and self._first is None:
+                batch = Batch(self._poster)
+            made: list[Instruction] = []
             for action in parts:
-                sends = [self._sends(actions[send]) for send in arrived.get(turn, ())]
-                place = _Place(
-                    schedule, rank, index, turn, action, versions, batch or poster, beside
-                )
-                for operation in makers[action.kind](self, place):
-                    made.append(
-                        self._in_turn(
-                            instruction(rank, index, listed_at[index], action, operation, sends)
-                        )
-                    )
+                made += self._made(index, turn, action, batch or self._poster)
                 turn += 1
             if batch is not None:
                 made.append(post_of(batch, made))
-            elif len(parts) > 1 and not communicating:
+            elif len(parts) > 1 and not communicates(parts):
                 wait = wait_of(made[1])
-                if self.accelerator.queues:
+                if compiler.accelerator.queues:
                     made = self._abreast(made, index in aside)
                 made.insert(0, wait)
-            program += made
-        return observed(program, self.observers)
+            found += made
+        return found
+
+    def _made(self, index: int, turn: int, action: Action, poster: Poster) -> Iterator[Instruction]:
+        """What one action is compiled to: itself, and what has to be done before it."""
+        place = self._rank, index, self._listed_at[index], action
+        stage = self._stages[action.stage]
+        if action.kind is Kind.OPTIM_STEP:
+            if self._compiler.barriers is not None:
+                if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
+                    yield self._barriers(place, turn)
+                step = self._step(action.stage, turn)
+                run = optim_step(stage, self._compiler.nonfinite, step, self._now)
+                yield self._in_turn(Instruction(*place, run, computes=True, stage=stage))
+        elif action.kind is Kind.REDUCE_GRAD:
+            replicas = self._compiler.replicas.get(action.stage)
+            if replicas is not None:
+                run = sum_replicas(replicas, self._rank, self._now)
+                # The sum before this one has to be taken.
+                yield Instruction(*place, run, blocked=partial(_not_over, replicas, self._rank))
+            elif stage.reduction is not None:
+                run = reduce_grad(stage.reduction, self._now)
+                yield Instruction(*place, run, sums=(stage.reduction,))
+        elif action.kind in COMPUTE:
+            yield self._in_turn(self._compute(place, turn, action, stage))
+        else:
+            peer = self._graph.peer(action)
+            if peer is None:
+                raise ExecutionError(f"{action} has no peer", rank=self._rank, index=index)
+            run = self._transfer(action, poster, peer)
+            yield Instruction(*place, run, cell=self._cell(action), peer=peer)
+
+    def _compute(
+        self, place: tuple[int, int, int, Action], turn: int, action: Action, stage: Stage
+    ) -> Instruction:
+        cell, kind, trains = self._cell(action), action.kind, self._compiler.trains
+        versions = self._versions[cell.stage]
+        version = versions.reads[cell.microbatch]
+        last_read = versions.last_read[version] == turn
+        hand = hand_back if self._first is None else learn_gradients
+        nobody: list[Work] = []
+        receives = nobody
+        if kind is Kind.FORWARD:
+            replayed = bool(self._graph.of(Kind.RECOMPUTE)[cell.stage, cell.microbatch] >= 0)
+            if self._first is None:
+                run = forward(stage, cell, self._now, trains, replayed)
+            else:
+                run = first_forward(stage, cell, self._now, trains, replayed, self._first)
+            if cell.stage and cell.previous is None:
+                receives = cell.input_receives
+        elif kind is Kind.RECOMPUTE:
+            run = recompute(stage, cell)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            run = backward_weight(stage, cell, version)
+        else:
+            if kind is Kind.BACKWARD:
+                run = backward(stage, cell, version, hand)
+            else:
+                run = backward_input(stage, cell, hand)
+            if stage.loss_fn is None and cell.following is None:
+                receives = cell.grad_receives
+        if self._autocast and kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            run = _under_autocast(run, self._now)
+        if stage.weights.stashes:
+            run = _at_version(run, stage.weights, version, last_read)
+        wait = None
+        if receives is not nobody:
+            wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
+        return Instruction(*place, run, wait, receives, computes=True, cell=cell, stage=stage)
+
+    def _transfer(self, action: Action, poster: Poster, peer: int) -> Bound:
+        cell, kind = self._cell(action), action.kind
+        if self._first is not None:
+            assert self._messenger is not None  # given for first calls
+            if kind is Kind.SEND_GRAD:
+                return describe_gradients(cell, self._messenger, peer, self._first)
+            return _DESCRIBED[kind](cell, self._messenger, peer)
+        device = self._compiler.accelerator.device
+        if kind is Kind.SEND_ACT:
+            return send_activations(cell, poster, peer)
+        if kind is Kind.SEND_GRAD:
+            return send_gradients(cell, poster, self._beside, peer, device)
+        if kind is Kind.RECV_ACT:
+            return receive_activations(cell, poster, peer, self._make)
+        return receive_gradients(cell, poster, self._beside, peer, self._make)
+
+    def _barriers(self, place: tuple[int, int, int, Action], turn: int) -> Instruction:
+        """What the consecutive OPTIM_STEPs from a turn on wait for."""
+        compiler, replicas = self._compiler, self._compiler.replicas
+        assert compiler.barriers is not None  # asked where the executor steps
+        steps = [
+            (action.stage, self._step(action.stage, at))
+            for at, action in enumerate(
+                takewhile(lambda action: action.kind is Kind.OPTIM_STEP, self._actions[turn:]), turn
+            )
+        ]
+        stages = [stage for stage, _ in steps]
+        reductions = [r for stage in stages if (r := self._stages[stage].reduction) is not None]
+        passing = PassBarriers(
+            self._now,
+            self._rank,
+            reductions,
+            [replicas[stage] for stage in stages if stage in replicas],
+            [self._scale(*step) for step in steps if compiler.scaling.scales(*step)],
+            compiler.barriers.before(stages),
+            partial(compiler.nonfinite.look, steps) if compiler.nonfinite.looks_alone else None,
+        )
+        return Instruction(
+            *place, passing.run, blocked=passing.is_blocked, listed=False, sums=reductions
+        )
+
+    def _scale(self, stage: int, step: int) -> Callable[[], None]:
+        weights = self._stages[stage].weights
+        scale = partial(self._compiler.scaling.scale, weights.newest, stage, step)
+        replicas = self._compiler.replicas.get(stage)
+        return scale if replicas is None else partial(replicas.scale, step, scale)
+
+    def _step(self, stage: int, turn: int) -> int:
+        """Which of its stage's OPTIM_STEPs stands at a turn of the rank."""
+        return self._versions[stage].steps.index(turn)
 
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        if first.rank not in self.sides:
-            self.sides[first.rank] = self.accelerator.side()
+        sides, accelerator = self._compiler.sides, self._compiler.accelerator
+        if self._rank not in sides:
+            sides[self._rank] = accelerator.side()
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
-        made = Pair(self.accelerator, self.sides[first.rank], self._cell(first.action))
+        made = Pair(accelerator, sides[self._rank], self._cell(first.action))
         return made.abreast(first, second, aside)
 
     def _in_turn(self, made: Instruction) -> Instruction:
         """One that uses a stage which other ranks here use as well waits for these."""
-        replicas, kind = self.replicas.get(made.action.stage), made.action.kind
-        if replicas is None or not made.operation.computes:
+        replicas = self._compiler.replicas.get(made.action.stage)
+        if replicas is None:
             return made
-        adding = made.rank if kind in COMPLETES_GRADIENTS else None
+        adding = made.rank if made.action.kind in COMPLETES_GRADIENTS else None
         return attrs.evolve(made, run=replicas.in_turn(made.run, adding))
 
-    def _sends(self, send: Action) -> list[Work]:
-        """Where the works of a send are."""
+    def _sends(self, turn: int) -> list[Work]:
+        """Where the works of the send at a turn are."""
+        send = self._actions[turn]
         cell = self._cell(send)
         return cell.output_sends if send.kind is Kind.SEND_ACT else cell.grad_sends
 
     def _cell(self, action: Action) -> Cell:
         assert action.microbatch is not None  # asked for those that name one
-        return self.cells[action.stage, action.microbatch]
-
-    def _forward(
-        self, place: _Place, make: Callable[..., Compute] = Forward
-    ) -> Iterator[Operation]:
-        again = graph_of(place.schedule).of(Kind.RECOMPUTE)
-        replayed = bool(again[place.action.stage, place.action.microbatch] >= 0)
-        yield from self._compute(place, partial(make, replayed=replayed))
-
-    def _first_forward(self, place: _Place) -> Iterator[Operation]:
-        assert self.first is not None  # asked in first calls
-        yield from self._forward(place, partial(FirstForward, first=self.first))
-
-    def _described(self, place: _Place, make: type[Described]) -> Iterator[Operation]:
-        assert self.first is not None  # asked in first calls
-        yield make(self._cell(place.action), self.first, place.rank, _peer(place))
-
-    def _compute(self, place: _Place, make: Callable[..., Compute]) -> Iterator[Operation]:
-        cell = self._cell(place.action)
-        versions = place.versions[cell.stage]
-        version = versions.reads[cell.microbatch]
-        last_read = versions.last_read[version] == place.turn
-        yield make(self.stages[cell.stage], cell, version, last_read)
-
-    def _send(self, place: _Place, kind: type[Send]) -> Iterator[Operation]:
-        device = self.stages[place.action.stage].device
-        yield kind(self._cell(place.action), place.poster, place.beside, _peer(place), device)
-
-    def _receive(self, place: _Place, kind: type[Receive]) -> Iterator[Operation]:
-        pool, device = self.cells.pool(place.rank), self.stages[place.action.stage].device
-        make = partial(empty, device=device) if pool is None else pool.empty
-        cell = self._cell(place.action)
-        yield kind(cell, place.poster, place.beside, _peer(place), device, make)
-
-    def _reduce_grad(self, place: _Place) -> Iterator[Operation]:
-        stage = place.action.stage
-        reduction = self.stages[stage].reduction
-        if stage in self.replicas:
-            yield SumReplicas(self.replicas[stage], place.rank)
-        elif reduction is not None:
-            yield ReduceGrad(reduction)
-
-    def _optim_step(self, place: _Place) -> Iterator[Operation]:
-        """The step, and before the first of a rank's consecutive ones what they wait for."""
-        if self.barriers is None:
-            return
-        actions, turn = place.schedule.flat[place.rank], place.turn
-        if not turn or actions[turn - 1].kind is not Kind.OPTIM_STEP:
-            following = takewhile(lambda action: action.kind is Kind.OPTIM_STEP, actions[turn:])
-            stages = [action.stage for action in following]
-            reductions = [self.stages[stage].reduction for stage in stages]
-            steps = [(stage, _step(place, stage, at)) for at, stage in enumerate(stages, turn)]
-            yield PassBarriers(
-                place.rank,
-                [r for r in reductions if r is not None],
-                [self.replicas[stage] for stage in stages if stage in self.replicas],
-                [self._scale(*step) for step in steps if self.scaling.scales(*step)],
-                self.barriers.before(stages),
-                partial(self.nonfinite.look, steps) if self.nonfinite.looks_alone else None,
-            )
-        stage = place.action.stage
-        yield OptimStep(self.stages[stage], self.nonfinite, _step(place, stage, turn))
-
-    def _scale(self, stage: int, step: int) -> Callable[[], None]:
-        weights = self.stages[stage].weights
-        scale = partial(self.scaling.scale, weights.newest, stage, step)
-        replicas = self.replicas.get(stage)
-        return scale if replicas is None else partial(replicas.scale, step, scale)
+        return self._cells[action.stage, action.microbatch]
 
 
-def _step(place: _Place, stage: int, turn: int) -> int:
-    """Which of its stage's OPTIM_STEPs stands at a turn of the rank."""
-    return place.versions[stage].steps.index(turn)
-
-
-def _peer(place: _Place) -> int:
-    peer = graph_of(place.schedule).peer(place.action)
-    if peer is None:
-        raise ExecutionError(f"{place.action} has no peer", rank=place.rank, index=place.index)
-    return peer
-
-
-_Maker: TypeAlias = Callable[[Compiler, _Place], Iterator[Operation]]
-
-_MAKERS: Mapping[Kind, _Maker] = {
-    Kind.FORWARD: Compiler._forward,
-    Kind.RECOMPUTE: partial(Compiler._compute, make=Recompute),
-    Kind.BACKWARD: partial(Compiler._compute, make=Backward),
-    Kind.BACKWARD_INPUT: partial(Compiler._compute, make=BackwardInput),
-    Kind.BACKWARD_WEIGHT: partial(Compiler._compute, make=BackwardWeight),
-    Kind.SEND_ACT: partial(Compiler._send, kind=SendActivations),
-    Kind.SEND_GRAD: partial(Compiler._send, kind=SendGradients),
-    Kind.RECV_ACT: partial(Compiler._receive, kind=ReceiveActivations),
-    Kind.RECV_GRAD: partial(Compiler._receive, kind=ReceiveGradients),
-    Kind.REDUCE_GRAD: Compiler._reduce_grad,
-    Kind.OPTIM_STEP: Compiler._optim_step,
+_DESCRIBED: Mapping[Kind, Callable[[Cell, Messenger, int], Bound]] = {
+    Kind.SEND_ACT: describe_activations,
+    Kind.RECV_ACT: take_activations,
+    Kind.RECV_GRAD: take_gradients,
 }
-"""What an action of each kind is compiled to."""
 
-_FIRST: Mapping[Kind, _Maker] = {
-    Kind.FORWARD: Compiler._first_forward,
-    Kind.BACKWARD: partial(Compiler._compute, make=FirstBackward),
-    Kind.BACKWARD_INPUT: partial(Compiler._compute, make=FirstBackwardInput),
-    Kind.SEND_ACT: partial(Compiler._described, make=DescribeActivations),
-    Kind.SEND_GRAD: partial(Compiler._described, make=DescribeGradients),
-    Kind.RECV_ACT: partial(Compiler._described, make=TakeActivations),
-    Kind.RECV_GRAD: partial(Compiler._described, make=TakeGradients),
-}
-"""What it is compiled to instead for the first call of an input signature."""
+
+def _not_over(replicas: Replicas, rank: int) -> bool:
+    return not replicas.is_over(rank)
+
+
+def _at_version(run: Bound, weights: StageWeights, version: int, last_read: bool) -> Bound:
+    """A computation at a weight version, after whose last read its copy goes."""
+
+    def versioned() -> None:
+        weights.install(version)
+        run()
+        if last_read:
+            weights.release(version)
+
+    return versioned
+
+
+def _under_autocast(run: Bound, now: Now) -> Bound:
+    """A forward in the types that the caller's autocast computes in."""
+
+    def resumed() -> None:
+        set_autocast(now.call.autocast, enabled=True)
+        try:
+            run()
+        finally:
+            set_autocast(now.call.autocast, enabled=False)
+
+    return resumed
+
+
+def set_autocast(devices: Iterable[str], enabled: bool) -> None:
+    """Turn autocast on or off. It is for forwards alone: backwards and updates compute in the types
+    of what they work on."""
+    for device in devices:
+        torch.set_autocast_enabled(device, enabled)
+
+
+def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
+    """For each compute action of the rank that consumes a receive, the sends that have arrived by
+    then: as indices into the rank's list."""
+    transfers, start = graph_of(schedule).transfers, int(schedule.columns.starts[rank])
+    found: dict[int, list[int]] = {}
+    sent = np.flatnonzero((transfers.source == rank) & transfers.matched)
+    for peer in sorted({*transfers.target[sent].tolist()}):
+        to = sent[transfers.target[sent] == peer]
+        answers = (transfers.source == peer) & (transfers.target == rank)
+        back = np.flatnonzero(answers & transfers.matched)
+        back = back[np.argsort(transfers.send[back])]
+        # The first that the peer sends after the compute that has used what it was sent.
+        first = np.searchsorted(transfers.send[back], transfers.user[to])
+        for send, answer in zip(transfers.send[to].tolist(), first.tolist(), strict=True):
+            if answer < len(back):
+                # Of all answers from there on, the one that this rank looks at first.
+                user = int(transfers.user[back[answer:]].min())
+                found.setdefault(user - start, []).append(send - start)
+    return found
+
+
+_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, Kind.REDUCE_GRAD}
 
 
 def expect_carried_out(schedule: Schedule) -> None:
-    """Raise ExecutionError, with its place, for an action of a kind that has no operation yet."""
+    """Raise ExecutionError, with its place, for an action of a kind that has no bound call yet."""
     columns = schedule.columns
-    unknown = columns.where(*(kind for kind in Kind if kind not in _MAKERS))
+    unknown = columns.where(*(kind for kind in Kind if kind not in _CARRIED_OUT))
     if len(unknown):
         rank, index = columns.position(int(unknown[0]))
         action = columns.action(int(unknown[0]))

@@ -1,125 +1,220 @@
-"""FORWARD, RECOMPUTE and the kinds of BACKWARD as operations; their tensors lie in cells."""
+"""F, R, B, I and W as bound calls: one function for each kind, which looks up all that does not
+change from call to call.
+
+    F    seed, run the module on the cell's input, hand its output on
+    B    take the gradients of the outputs, run autograd, hand those of the inputs on
+
+A stage that does what most do, one tensor in and one out, has an F of its own with all of this in
+one function; `_forward` is for all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, ClassVar, TypeAlias, cast
+from time import perf_counter
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch._C import _FunctionBase
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.runtime.boundaries.learned import EVERY
-from schedir.runtime.call import Call
-from schedir.runtime.program.instruction import Operation
-from schedir.runtime.stage.autocast import resumed
-from schedir.runtime.stage.cells import Cell
+from schedir.runtime.call import Now
+from schedir.runtime.program.instruction import Bound
+from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
-from schedir.runtime.stage.stage import Stage
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.stage.stage import Stage, arguments, no_loss
 
-_Root: TypeAlias = Tensor | GradientEdge
+Root: TypeAlias = Tensor | GradientEdge
+Output: TypeAlias = Callable[[Stage, Cell, bool], Any]
+"""Runs a stage's module on the input of a cell, with a graph or not."""
+Loss: TypeAlias = Callable[[Stage, Cell, Any], Tensor]
 
-
-class Compute(Operation):
-    """A part of a stage's work on a microbatch, at a weight version; `last_read` where no other
-    action reads that version after this one."""
-
-    computes: ClassVar[bool] = True
-
-    def __init__(self, stage: Stage, cell: Cell, version: int, last_read: bool) -> None:
-        self.stage, self.cell, self.version, self.last_read = stage, cell, version, last_read
+# What torch.autograd.backward calls after a look at the gradients' shapes, which have been agreed
+# on: that takes as long as the forward of a small stage.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-class Forward(Compute):
-    """FORWARD; on the last stage it computes the loss as well.
+def run_module(stage: Stage, cell: Cell, with_graph: bool) -> Any:
+    """Run a stage's module on the input of a cell."""
+    given, extra = arguments(stage, cell, with_graph)
+    return cell.learned.convention(stage.module, given, extra)
+
+
+def run_loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
+    """The last stage's loss."""
+    return stage.loss(cell, output)
+
+
+def forward(stage: Stage, cell: Cell, now: Now, trains: bool, replayed: bool) -> Bound:
+    """F of a known input signature; on the last stage it computes the loss as well.
 
     With `replayed` a RECOMPUTE is listed for it: it keeps its input, and makes no graph.
     """
-
-    def __init__(
-        self, stage: Stage, cell: Cell, version: int, last_read: bool, replayed: bool
-    ) -> None:
-        super().__init__(stage, cell, version, last_read)
-        self.replayed = replayed
-
-    @property
-    def receives(self) -> list[Work]:
-        """Those of the stage's inputs."""
-        return self.cell.input_receives
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        weights = self.stage.weights
-        weights.install(self.version)
-        if call.autocast:
-            with resumed(call.autocast):
-                self._forward(call)
-        else:
-            self._forward(call)
-        if self.last_read:
-            weights.release(self.version)
-
-    def _forward(self, call: Call) -> None:
-        cell, stage = self.cell, self.stage
-        if not torch.is_grad_enabled():
-            self._once(call, with_graph=False, keep_input=False)
-        elif self.replayed:
-            with torch.no_grad(), stage.statistics.keeping(False) as cell.statistics:
-                self._once(call, with_graph=False, keep_input=True)
-        else:
-            self._once(call, with_graph=True, keep_input=False)
-
-    def _once(self, call: Call, with_graph: bool, keep_input: bool) -> None:
-        cell, stage = self.cell, self.stage
-        output = self._output(call, keep_input)
-        if stage.loss_fn is None:
-            made, copied = cell.learned.after.tensors(output, with_graph), cell.learned.copied
-            outputs = _with_copies(made, copied) if copied else made
-            if cell.following is not None:
-                cell.following.inputs = outputs
-            else:
-                cell.outputs_to_send = outputs
-            # Without a graph a view of a parameter still says that it requires grad.
-            if with_graph:
-                cell.outputs = (_edges_of if cell.following is None else _roots_of)(made)
-        else:
-            # The loss may work in place, and so may what is made of the output, after it.
-            kept = None if call.keeps is None else _for_caller(call, cell, output)
-            if call.request.has_loss:
-                loss = self._loss(output)
-                cell.loss, cell.loss_share = stage.nonfinite.loss(
-                    loss, cell.microbatch, cell.loss_share, call.request.trains
-                )
-                if with_graph:
-                    cell.outputs = (loss,)
-            if call.keeps is not None:
-                cell.result = call.keeps(kept, cell.target)
-        if not with_graph:  # no backward will ask for them
-            cell.leaves = ()
-
-    def _output(self, call: Call, keep_input: bool) -> Any:
-        return self.stage.output(call, self.cell, keep_input)
-
-    def _loss(self, output: Any) -> Tensor:
-        return self.stage.loss(self.cell, output)
-
-
-def _with_copies(outputs: tuple[Tensor, ...], copied: Collection[int]) -> tuple[Tensor, ...]:
-    """A stage's outputs for the next one, with copies of those that somebody may change before they
-    are used: of a buffer, say, which the stage's next forward updates."""
-    return tuple(
-        tensor.detach().clone() if number in copied else tensor
-        for number, tensor in enumerate(outputs)
+    learned = cell.learned
+    is_plain = (
+        (trains and not replayed and not stage.queues and not learned.changes_extra)
+        and (not any(learned.changes_inputs) and not learned.other_layout)
+        and not (learned.convention.spread or learned.copied)
+        and (stage.index == 0 or learned.before.single)
     )
+    if is_plain and stage.loss_fn is None and learned.after.single and not learned.after.declared:
+        return _plain_forward(stage, cell)
+    if is_plain and stage.loss_fn is not None and not learned.changes_target:
+        return _plain_last_forward(stage, cell, now)
+    return forward_with(stage, cell, now, trains, replayed)
 
 
-def _for_caller(call: Call, cell: Cell, output: Any) -> Any:
+def _plain_forward(stage: Stage, cell: Cell) -> Bound:
+    """F of a stage that turns one tensor into one, with a graph and nothing beside that."""
+    module, seed, seeds, m = stage.module, stage.seed, stage.seeds, cell.microbatch
+    is_first, following, busy = stage.index == 0, cell.following, stage.busy
+    agreed = cell.learned.after.tensors
+    (meta,) = cell.learned.after.metas
+    shape, stride, dtype, requires_grad = meta.shape, meta.stride, meta.dtype, meta.requires_grad
+
+    def call() -> None:
+        began = perf_counter()
+        seed(seeds[m])
+        given = cell.batch if is_first else cell.leaves[0]
+        output = module(given) if cell.extra is None else run_module(stage, cell, True)
+        if not (
+            isinstance(output, Tensor)
+            and (output.shape == shape and output.dtype is dtype)
+            and (output.requires_grad is requires_grad and output.stride() == stride)
+        ):
+            (output,) = agreed(output)
+        if following is not None:
+            following.leaves = (output.detach().requires_grad_(requires_grad),)
+        else:
+            cell.outputs_to_send = (output,)
+        edge = None
+        if requires_grad:
+            node: Any = output.grad_fn
+            if node is None or isinstance(node, _FunctionBase):  # torch keeps that alive
+                edge = get_gradient_edge(output)
+            else:
+                edge = GradientEdge(node, output.output_nr)
+        cell.outputs = (edge,)
+        busy[0] += perf_counter() - began
+
+    return call
+
+
+def _plain_last_forward(stage: Stage, cell: Cell, now: Now) -> Bound:
+    """F of a last stage that is given one tensor, with a graph and nothing beside that."""
+    module, seed, seeds, m = stage.module, stage.seed, stage.seeds, cell.microbatch
+    is_first, busy, nonfinite, run = stage.index == 0, stage.busy, stage.nonfinite, stage.loss_fn
+    isfinite = math.isfinite
+    assert run is not None  # asked of the last stage
+
+    def call() -> None:
+        began = perf_counter()
+        seed(seeds[m])
+        given = cell.batch if is_first else cell.leaves[0]
+        output = module(given) if cell.extra is None else run_module(stage, cell, True)
+        keeps = now.call.keeps
+        kept = None if keeps is None else _for_caller(cell, output, has_loss=True)
+        if cell.loss_share:
+            loss = run(output, cell.target, **cell.loss_keywords)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+                raise no_loss(loss)
+        else:
+            loss = run_loss(stage, cell, output)
+        value = cell.loss = loss.item()
+        if not isfinite(value):
+            cell.loss_share = nonfinite.share_of_unfinite(value, m, cell.loss_share)
+        cell.outputs = (loss,)
+        if keeps is not None:
+            cell.result = keeps(kept, cell.target)
+        busy[0] += perf_counter() - began
+
+    return call
+
+
+def forward_with(
+    stage: Stage,
+    cell: Cell,
+    now: Now,
+    trains: bool,
+    replayed: bool,
+    output: Output = run_module,
+    loss: Loss = run_loss,
+    learns: bool = False,
+) -> Bound:
+    """F by these functions; one that `learns` keeps all attributes of a module that is run again,
+    and makes a graph all the same, which tells what its R will make requires grad."""
+
+    def once(with_graph: bool) -> None:
+        made = output(stage, cell, with_graph)
+        if stage.loss_fn is None:
+            _hand_on(cell, made, with_graph)
+            return
+        request, keeps = now.call.request, now.call.keeps
+        # The loss may work in place, and so may what is made of the output, after it.
+        kept = None if keeps is None else _for_caller(cell, made, request.has_loss)
+        if request.has_loss:
+            found = loss(stage, cell, made)
+            cell.loss, cell.loss_share = stage.nonfinite.loss(
+                found, cell.microbatch, cell.loss_share, trains
+            )
+            if with_graph:
+                cell.outputs = (found,)
+        if keeps is not None:
+            cell.result = keeps(kept, cell.target)
+
+    def call() -> None:
+        began = perf_counter()
+        stage.seed(stage.seeds[cell.microbatch])
+        if not trains:
+            once(with_graph=False)
+            cell.leaves = ()  # no backward will ask for them
+        elif replayed:
+            graph: AbstractContextManager[object] = nullcontext() if learns else torch.no_grad()
+            with graph, stage.buffers.keeping(learns) as cell.kept:
+                once(with_graph=False)
+        else:
+            once(with_graph=True)
+        stage.busy[0] += perf_counter() - began
+
+    return call
+
+
+def _hand_on(cell: Cell, output: Any, with_graph: bool) -> None:
+    """Give a stage's output to the next one, and keep where its backward starts."""
+    learned, following = cell.learned, cell.following
+    made = learned.after.tensors(output, with_graph)
+    handed = [
+        tensor.detach().clone() if number in learned.copied else tensor
+        for number, tensor in enumerate(made)
+    ]
+    if following is not None:
+        metas = following.learned.before.metas
+        following.leaves = tuple(
+            tensor.detach().requires_grad_(meta.requires_grad)
+            for tensor, meta in zip(handed, metas, strict=True)
+        )
+    else:
+        cell.outputs_to_send = tuple([tensor.detach() for tensor in handed])
+    # Without a graph a view of a parameter still says that it requires grad.
+    if with_graph:
+        cell.outputs = _edges_of(made)
+
+
+def _edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
+    """Where a backward starts, without the outputs themselves."""
+    return tuple([get_gradient_edge(t) if t.requires_grad else None for t in outputs])
+
+
+def _for_caller(cell: Cell, output: Any, has_loss: bool) -> Any:
     """What the last stage has returned, without its graph, with copies of what may change later."""
-    copied = EVERY if call.request.has_loss else cell.learned.copied
+    copied: Collection[int] = EVERY if has_loss else cell.learned.copied
     numbers = count()
     return tree_map_only(
         Tensor,
@@ -128,141 +223,150 @@ def _for_caller(call: Call, cell: Cell, output: Any) -> Any:
     )
 
 
-def _roots_of(outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Those that a backward can start from: nearly always all of them, so that is quick."""
-    for output in outputs:
-        if not output.requires_grad:
-            return tuple([output if output.requires_grad else None for output in outputs])
-    return outputs
+def recompute(stage: Stage, cell: Cell) -> Bound:
+    """R: the forward again, with its graph, on the buffers and random numbers that it had."""
 
-
-def _edges_of(outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | None, ...]:
-    """Where a backward can start from, without the outputs themselves."""
-    return tuple([get_gradient_edge(t) if t.requires_grad else None for t in outputs])
-
-
-class Recompute(Compute):
-    """RECOMPUTE: the forward, this time with its graph, on the weights, the state and the random
-    numbers that it had. Its output goes nowhere, and its loss does not count."""
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        cell, stage = self.cell, self.stage
-        stage.weights.install(self.version)
-        assert cell.statistics is not None  # kept by the forward
-        with stage.statistics.as_kept(cell.statistics), resumed(call.autocast):
-            output = stage.output(call, cell, keep_input=False)
+    def call() -> None:
+        began = perf_counter()
+        kept = cell.kept
+        assert kept is not None  # the F before it has left that
+        stage.seed(stage.seeds[cell.microbatch])
+        with stage.buffers.as_kept(kept):
+            output = run_module(stage, cell, True)
             if stage.loss_fn is None:
-                cell.outputs = _edges_of(cell.learned.after.tensors(output))
+                made = cell.learned.after.tensors(output)
+                cell.outputs = _edges_of(made)
             else:
-                cell.outputs = (stage.loss(cell, output),)
-        cell.statistics = None
-        if self.last_read:
-            stage.weights.release(self.version)
+                cell.outputs = (run_loss(stage, cell, output),)
+        cell.kept = None
+        stage.busy[0] += perf_counter() - began
+
+    return call
 
 
-class _FromOutputs(Compute):
-    """A backward that starts from the gradients of the outputs, or from the loss."""
-
-    @property
-    def receives(self) -> list[Work]:
-        """Those of the gradients of the stage's outputs."""
-        return self.cell.grad_receives
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        cell, stage = self.cell, self.stage
-        stage.weights.install(self.version)
-        self._backward(*self._roots())
-        cell.leaves = cell.outputs = cell.output_grads = ()
-        if self.last_read:
-            stage.weights.release(self.version)
-
-    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
-        raise NotImplementedError
-
-    def _roots(self) -> tuple[list[_Root], list[Tensor]]:
-        """The outputs to start from, and their gradients; the loss's own is its share."""
-        cell = self.cell
-        if self.stage.loss_fn is not None:
-            loss = cast(Tensor, cell.outputs[0])  # it goes nowhere
-            if not loss.requires_grad:
-                raise ExecutionError(
-                    "the loss depends on nothing that requires grad: all parameters that it comes "
-                    "from are frozen, or it is detached from them; thaw what is to be trained"
-                )
-            share = cell.loss_share
-            if isinstance(share, Tensor):
-                return [loss], [share.to(loss.dtype).expand_as(loss)]
-            return [loss], [torch.full_like(loss, share)]
-        if cell.mask is not None:
-            present = cell.mask.tolist()
-            cell.output_grads = tuple(
+def _roots(stage: Stage, cell: Cell) -> tuple[list[Root], list[Tensor]]:
+    """The outputs to start from, and their gradients; the loss's own is its share."""
+    if stage.loss_fn is not None:
+        loss = cast(Tensor, cell.outputs[0])  # it goes nowhere
+        if not loss.requires_grad:
+            raise ExecutionError(
+                "the loss depends on nothing that requires grad: all parameters that it comes "
+                "from are frozen, or it is detached from them; thaw what is to be trained"
+            )
+        share = cell.loss_share
+        if isinstance(share, Tensor):
+            return [loss], [share.to(loss.dtype).expand_as(loss)]
+        return [loss], [torch.full_like(loss, share)]
+    if cell.mask is not None:
+        present = cell.mask.tolist()
+        cell.output_grads = tuple(
+            [
                 grad if there else None
                 for grad, there in zip(cell.output_grads, present, strict=True)
-            )
-            cell.mask = None
-        roots: list[_Root] = []
-        grads: list[Tensor] = []
-        for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
-            # Of a declared boundary the next stage can't know what requires none.
-            if grad is not None and output is not None:
-                roots.append(output)
-                grads.append(grad)
-        return roots, grads
-
-    def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Give the gradients of the inputs to the stage before."""
-        cell = self.cell
-        if cell.previous is not None:
-            cell.previous.output_grads = grads
-        else:
-            cell.input_grads = grads
+            ]
+        )
+        cell.mask = None
+    roots: list[Root] = []
+    grads: list[Tensor] = []
+    for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
+        # Of a declared boundary the next stage can't know what requires none.
+        if grad is not None and output is not None:
+            roots.append(output)
+            grads.append(grad)
+    return roots, grads
 
 
-class Backward(_FromOutputs):
-    """BACKWARD: the gradients of the input and of the parameters."""
+HandOn: TypeAlias = Callable[[Cell, tuple[Tensor | None, ...]], None]
 
-    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
-        cell = self.cell
+
+def hand_back(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
+    """Give the gradients of the inputs to the stage before."""
+    if cell.previous is not None:
+        cell.previous.output_grads = grads
+    else:
+        cell.input_grads = grads
+    cell.leaves = cell.outputs = cell.output_grads = ()
+
+
+def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -> Bound:
+    """B: the gradients of the input and of the parameters."""
+    weights, busy, previous = stage.weights, stage.busy, cell.previous
+    is_last = stage.loss_fn is not None
+    makes_share = is_last and not stage.queues
+
+    def call() -> None:
+        began = perf_counter()
+        roots: Sequence[Any] = cell.outputs
+        grads: Sequence[Any] = cell.output_grads
+        if makes_share and roots[0].requires_grad:
+            kept, share = cell.root_grad, cell.loss_share
+            if kept is None or kept[0] != share or kept[1].dtype is not roots[0].dtype:
+                kept = cell.root_grad = share, torch.full_like(roots[0], cast(float, share))
+            grads = (kept[1],)
+        elif (
+            is_last
+            or cell.mask is not None
+            or len(grads) != 1
+            or grads[0] is None
+            or roots[0] is None
+        ):
+            roots, grads = _roots(stage, cell)
         if roots:
-            _run_engine(roots, grads)
-        input_grads = tuple(leaf.grad for leaf in cell.leaves)
+            _run_backward(
+                tuple(roots),
+                tuple(grads),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+        found = tuple([leaf.grad for leaf in cell.leaves])
         if cell.computed_grads:
-            input_grads = tuple(cell.computed_grads.pop(n, g) for n, g in enumerate(input_grads))
-        self._hand_on(input_grads)
-        self.stage.weights.collect(self.version, grads, input_grads)
+            computed = cell.computed_grads
+            found = tuple([computed.pop(n, grad) for n, grad in enumerate(found)])
+        if hand is not hand_back:
+            hand(cell, found)
+        else:  # the same, without a call
+            if previous is not None:
+                previous.output_grads = found
+            else:
+                cell.input_grads = found
+            cell.leaves = cell.outputs = cell.output_grads = ()
+        if weights.collects:
+            weights.collect(version, grads, found)
+        busy[0] += perf_counter() - began
+
+    return call
 
 
-class BackwardInput(_FromOutputs):
-    """BACKWARD_INPUT: the gradients of the input, and what is left to BACKWARD_WEIGHT."""
+def backward_input(stage: Stage, cell: Cell, hand: HandOn = hand_back) -> Bound:
+    """I: the gradients of the input, and what is left to W."""
 
-    def _backward(self, roots: list[_Root], grads: list[Tensor]) -> None:
-        cell = self.cell
+    def call() -> None:
+        began = perf_counter()
+        roots, grads = _roots(stage, cell)
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
         found, cell.weight_part = input_part(roots, grads, wanted)
+        cell.computed_grads.clear()
         in_order = iter(found)
-        self._hand_on(tuple(next(in_order) if t.requires_grad else None for t in cell.leaves))
+        hand(cell, tuple([next(in_order) if t.requires_grad else None for t in cell.leaves]))
+        stage.busy[0] += perf_counter() - began
+
+    return call
 
 
-class BackwardWeight(Compute):
-    """BACKWARD_WEIGHT: the gradients of the parameters."""
+def backward_weight(stage: Stage, cell: Cell, version: int) -> Bound:
+    """W: the gradients of the parameters."""
+    weights = stage.weights
 
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        cell, weights = self.cell, self.stage.weights
-        weights.install(self.version)
+    def call() -> None:
+        began = perf_counter()
         if cell.weight_part is not None:
             part, cell.weight_part = cell.weight_part, None
             part.run()
-        weights.collect(self.version)
-        if self.last_read:
-            weights.release(self.version)
+        if weights.collects:
+            weights.collect(version)
+        stage.busy[0] += perf_counter() - began
 
-
-def _run_engine(roots: list[_Root], grads: list[Tensor]) -> None:
-    """What torch.autograd.backward does, but for its look at the gradients' shapes, which have been
-    agreed on: that takes as long as the forward of a small stage."""
-    _engine_run_backward(
-        tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    return call

@@ -7,8 +7,8 @@ its description (see `described`), and whatever may be changed in place is copie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
+from schedir.runtime.boundaries.aliasing import sharing
 from schedir.runtime.boundaries.boundary import boundary_of, declared
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.boundaries.described import Message, Messenger
 from schedir.runtime.boundaries.learned import Watched, held_by, tensors_of
-from schedir.runtime.boundaries.memory import sharing
-from schedir.runtime.call import Call
-from schedir.runtime.program.compute import Backward, BackwardInput, Forward
-from schedir.runtime.program.instruction import Operation
-from schedir.runtime.stage.cells import Cell
-from schedir.runtime.stage.stage import Stage, copy_of
+from schedir.runtime.call import Now
+from schedir.runtime.program.compute import forward_with, hand_back
+from schedir.runtime.program.instruction import Bound
+from schedir.runtime.stage.activations import Cell
+from schedir.runtime.stage.stage import Stage, arguments, copy_of
 from schedir.runtime.stage.weights import StageWeights
-from schedir.runtime.transports.transport import Work
 
 logger = logging.getLogger("schedir")
 
@@ -74,149 +73,105 @@ class FirstCall:
             nodes += [child for child, _ in node.next_functions]
 
 
-class FirstForward(Forward):
-    """FORWARD: runs the module, and learns what it returns and what it changes."""
+def first_forward(
+    stage: Stage, cell: Cell, now: Now, trains: bool, replayed: bool, first: FirstCall
+) -> Bound:
+    """F: runs the module, and learns what it returns and what it changes."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        cell: Cell,
-        version: int,
-        last_read: bool,
-        replayed: bool,
-        first: FirstCall,
-    ) -> None:
-        super().__init__(stage, cell, version, last_read, replayed)
-        self.first = first
-
-    def _forward(self, call: Call) -> None:
-        if not self.replayed:
-            super()._forward(call)
-            return
-        # With a graph, which tells what its R will make requires grad; nobody keeps it.
-        cell = self.cell
-        with self.stage.statistics.keeping(True) as cell.statistics:
-            self._once(call, with_graph=False, keep_input=True)
-        cell.outputs_to_send = _detached(cell.outputs_to_send)
-        if cell.following is not None:
-            cell.following.inputs = _detached(cell.following.inputs)
-
-    def _output(self, call: Call, keep_input: bool) -> Any:
-        stage, cell, learned = self.stage, self.cell, self.cell.learned
-        given, extra = stage.arguments(call, cell, keep_input)
+    def output(stage: Stage, cell: Cell, with_graph: bool) -> Any:
+        learned = cell.learned
+        given, extra = arguments(stage, cell, with_graph)
         inputs, beside = Watched(tensors_of(given)), Watched(tensors_of(extra))
         own = Watched(stage.module.parameters())
         learned.convention = convention_of(stage.module, given, extra)
-        output = learned.convention(stage.module, given, extra)
+        made = learned.convention(stage.module, given, extra)
         changes = inputs.changed()
         learned.changes_inputs = tuple(changes) if stage.index else (any(changes),)
         learned.changes_extra = any(beside.changed())
-        self._refuse(changes, any(own.changed()))
-        passed, lent = inputs.tensors, beside.tensors
-        if stage.index == 0:
-            passed, lent = [], [*passed, *lent]
-        found = sharing(tensors_of(output), passed, held_by([stage.module]), lent)
-        learned.copied = found.changeable
-        if stage.loss_fn is None:
-            learned.aliases_after = found.aliases_after(learned.aliases)
-            self._describe(output, [*passed, *lent])
-        return output
-
-    def _describe(self, output: Any, given: list[Tensor]) -> None:
-        """What the stage hands on, made of what it was given."""
-        stage, cell, learned = self.stage, self.cell, self.cell.learned
-        learned.after = boundary_of(output)
-        example = self.first.declared.get(stage.index)
-        if example is not None:
-            tensors = (*stage.module.parameters(), *given)
-            trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-            learned.after = declared(example, trained)
-        if cell.following is not None:
-            cell.following.learned.comes(learned.after, learned.aliases_after)
-
-    def _refuse(self, changes: list[bool], own: bool) -> None:
-        """Raise ExecutionError for what the stage must not change in place."""
-        stage = self.stage
-        if own and (self.replayed or stage.weights.stashes):
+        if any(own.changed()) and (replayed or stage.weights.stashes):
             raise ExecutionError(
                 f"stage {stage.index} changes a parameter of its own in place in its forward, "
                 "which is run again (recompute=), or on copies of older weight versions; make it a "
                 "buffer"
             )
         if stage.index:
-            reason = self.cell.learned.aliases.forbid(n for n, there in enumerate(changes) if there)
+            reason = learned.aliases.forbid(n for n, there in enumerate(changes) if there)
             if reason is not None:
                 raise ExecutionError(reason)
+        passed, lent = inputs.tensors, beside.tensors
+        if stage.index == 0:
+            passed, lent = [], [*passed, *lent]
+        found = sharing(tensors_of(made), passed, held_by([stage.module]), lent)
+        learned.copied = found.changeable
+        if stage.loss_fn is None:
+            learned.aliases_after = found.aliases_after(learned.aliases)
+            _describe(stage, cell, made, [*passed, *lent], first)
+        return made
 
-    def _loss(self, output: Any) -> Tensor:
-        cell = self.cell
+    def loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
         target, keywords = copy_of(cell.target), copy_of(cell.loss_keywords)
         given = Watched(tensors_of((target, keywords)))
-        loss = self.stage.loss_of(cell, output, target, keywords)
+        found = stage.loss_of(cell, output, target, keywords)
         cell.learned.changes_target = any(given.changed())
-        self.first.warn_of_unstepped(loss, self.stage.weights)
-        return loss
+        first.warn_of_unstepped(found, stage.weights)
+        return found
+
+    return forward_with(stage, cell, now, trains, replayed, output, loss, learns=True)
 
 
-def _detached(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple([tensor.detach() for tensor in tensors])
+def _describe(
+    stage: Stage, cell: Cell, output: Any, given: Sequence[Tensor], first: FirstCall
+) -> None:
+    """What the stage hands on, made of what it was given."""
+    learned = cell.learned
+    learned.after = boundary_of(output)
+    example = first.declared.get(stage.index)
+    if example is not None:
+        tensors = (*stage.module.parameters(), *given)
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        learned.after = declared(example, trained)
+    if cell.following is not None:
+        cell.following.learned.comes(learned.after, learned.aliases_after)
 
 
-class FirstBackward(Backward):
-    """BACKWARD: learns which gradients of the inputs there are, and how they lie in memory."""
-
-    def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
-        self.cell.learned.sends_back(grads)
-        super()._hand_on(grads)
-
-
-class FirstBackwardInput(BackwardInput):
-    """BACKWARD_INPUT: the same."""
-
-    def _hand_on(self, grads: tuple[Tensor | None, ...]) -> None:
-        self.cell.computed_grads.clear()
-        self.cell.learned.sends_back(grads)
-        super()._hand_on(grads)
+def learn_gradients(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
+    """Learn which gradients of the inputs there are, and how they lie in memory, and hand them
+    back."""
+    cell.learned.sends_back(grads)
+    hand_back(cell, grads)
 
 
-class Described(Operation):
-    """One end of a transfer between a cell and a peer."""
-
-    def __init__(self, cell: Cell, first: FirstCall, rank: int, peer: int) -> None:
-        self.cell, self.first, self.peer = cell, first, peer
-        self.messenger = first.messengers[rank]
-
-
-class DescribeActivations(Described):
+def describe_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
     """SEND_ACT: sends the cell's outputs with their description."""
+    key = "inputs", cell.stage + 1, cell.microbatch
 
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        cell, learned = self.cell, self.cell.learned
-        message = Message(
-            (learned.after, learned.aliases_after), learned.after.metas, cell.outputs_to_send
-        )
+    def call() -> None:
+        learned = cell.learned
+        beside = learned.after, learned.aliases_after
+        message = Message(beside, learned.after.metas, cell.outputs_to_send)
         cell.outputs_to_send = ()
-        key = "inputs", cell.stage + 1, cell.microbatch
-        cell.output_sends += self.messenger.send(key, message, self.peer)
+        cell.output_sends.extend(messenger.send(key, message, peer))
+
+    return call
 
 
-class DescribeGradients(Described):
+def describe_gradients(cell: Cell, messenger: Messenger, peer: int, first: FirstCall) -> Bound:
     """SEND_GRAD: sends the gradients of the cell's inputs that there are, and says which."""
+    key = "gradients", cell.stage - 1, cell.microbatch
 
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        cell, learned = self.cell, self.cell.learned
+    def call() -> None:
+        learned = cell.learned
         grads, cell.input_grads = cell.input_grads, ()
         # Across a declared boundary, and before it, which there are may always differ.
-        learned.masked_out = learned.before.declared or cell.stage in self.first.declared
+        learned.masked_out = learned.before.declared or cell.stage in first.declared
         message = Message(
             (learned.grads_out, learned.masked_out),
             [meta for meta in learned.grads_out if meta is not None],
             tuple([grad for grad in grads if grad is not None]),
         )
-        key = "gradients", cell.stage - 1, cell.microbatch
-        cell.grad_sends += self.messenger.send(key, message, self.peer)
+        cell.grad_sends.extend(messenger.send(key, message, peer))
+
+    return call
 
 
 @attrs.frozen(eq=False)
@@ -238,48 +193,28 @@ class _Coming:
         return self.messenger.has(self.key, self.peer)
 
 
-class _Take(Described):
-    """RECV_ACT or RECV_GRAD: posts nothing; the compute that consumes the message takes it."""
+def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """RECV_ACT: posts nothing; the forward takes the cell's inputs when it is their turn."""
 
-    what: ClassVar[str]
+    def put(message: Message) -> None:
+        cell.learned.comes(*message.beside)
+        described = zip(message.tensors, message.metas, strict=True)
+        cell.leaves = tuple([x.requires_grad_(meta.requires_grad) for x, meta in described])
 
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        key = self.what, self.cell.stage, self.cell.microbatch
-        self._works().append(_Coming(self.messenger, key, self.peer, self._put))
-
-    def _works(self) -> list[Work]:
-        raise NotImplementedError
-
-    def _put(self, message: Message) -> None:
-        raise NotImplementedError
+    coming = _Coming(messenger, ("inputs", cell.stage, cell.microbatch), peer, put)
+    return lambda: cell.input_receives.append(coming)
 
 
-class TakeActivations(_Take):
-    """RECV_ACT: the cell's inputs."""
+def take_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """RECV_GRAD: posts nothing; the backward takes the gradients of the cell's outputs."""
 
-    what = "inputs"
-
-    def _works(self) -> list[Work]:
-        return self.cell.input_receives
-
-    def _put(self, message: Message) -> None:
-        self.cell.inputs = message.tensors
-        self.cell.learned.comes(*message.beside)
-
-
-class TakeGradients(_Take):
-    """RECV_GRAD: the gradients of the cell's outputs."""
-
-    what = "gradients"
-
-    def _works(self) -> list[Work]:
-        return self.cell.grad_receives
-
-    def _put(self, message: Message) -> None:
-        learned = self.cell.learned
+    def put(message: Message) -> None:
+        learned = cell.learned
         learned.grads_in, learned.masked_in = message.beside
         coming = iter(message.tensors)
-        self.cell.output_grads = tuple(
+        cell.output_grads = tuple(
             [None if meta is None else next(coming) for meta in learned.grads_in]
         )
+
+    coming = _Coming(messenger, ("gradients", cell.stage, cell.microbatch), peer, put)
+    return lambda: cell.grad_receives.append(coming)

@@ -1,84 +1,74 @@
-"""An entry of a rank's list as it is carried out: an action and the operation that does it."""
+"""An entry of a rank's list as it is carried out: an action and the bound calls that do it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
 from schedir.ir import Action
-from schedir.runtime.call import Call
+from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.stage.activations import Cell
 from schedir.runtime.transports.transport import Work, wait_for
 
+if TYPE_CHECKING:
+    from schedir.runtime.stage.stage import Stage
 
-class Operation:
-    """What one action does; all that it works on is resolved once, when the list is compiled.
-
-    `computes` where the time it takes is compute, `listed` where it is what its action says, rather
-    than what has to be done before that. `receives` is where the works of the receives are that it
-    waits for.
-    """
-
-    computes: ClassVar[bool] = False
-    listed: ClassVar[bool] = True
-
-    @property
-    def receives(self) -> list[Work]:
-        """Empty at all times but for compute that consumes what another rank sends."""
-        return []
-
-    def run(self, call: Call) -> None:
-        """Do it; what it waits for has been waited for."""
-        raise NotImplementedError
-
-    def is_blocked(self, call: Call) -> bool:
-        """Whether another rank of this process has to come first; asked where there are several."""
-        return False
+Bound: TypeAlias = Callable[[], object]
+"""A call with all that it works on: what one action does, resolved when the list is compiled."""
 
 
 @attrs.frozen(eq=False)
 class Instruction:
-    """An action of the list and what carries it out: first `wait`, if there are `receives` under
-    way, then `run`.
+    """An action of the list and what carries it out: first `wait`, where there is one, then `run`.
 
     `index` is its place in the list that is carried out, `listed_at` that in the list before its
-    receives were moved: the one that users have before them, and errors name.
+    receives were moved: the one that users have before them, and errors name. `receives` is where
+    the works of the receives are that it waits for, and `blocked` says whether another rank of this
+    process has to come first. It `computes` where the time it takes is compute, and is `listed`
+    where it is what its action says, rather than what has to be done before that.
+
+    For observers: the `cell` and `stage` that it works on, the `peer` of a transfer, the `sums`
+    that it posts or ends, and the `parts` of a batch that it posts.
     """
 
     rank: int
     index: int
     listed_at: int
     action: Action
-    operation: Operation
-    run: Callable[[Call], None]
-    wait: Callable[[], None]
-    receives: list[Work]
+    run: Bound
+    wait: Bound | None = None
+    receives: list[Work] = attrs.field(factory=list)
+    blocked: Callable[[], bool] | None = None
+    computes: bool = False
+    listed: bool = True
+    cell: Cell | None = None
+    stage: Stage | None = None
+    peer: int | None = None
+    sums: Sequence[Reduction] = ()
+    parts: Sequence[Instruction] = ()
 
-    def is_blocked(self, call: Call) -> bool:
+    def is_blocked(self) -> bool:
         """Whether it has to wait for another rank of this process."""
         if not all(work.is_completed() for work in self.receives):
             return True
-        return self.operation.is_blocked(call)
+        return self.blocked is not None and self.blocked()
 
 
-def instruction(
-    rank: int,
-    index: int,
-    listed_at: int,
-    action: Action,
-    operation: Operation,
-    arrived: Sequence[list[Work]] = (),
-) -> Instruction:
-    """An instruction that waits for what its operation receives.
-
-    `arrived` are the works of the sends that have arrived once that is there.
-    """
-    receives = operation.receives
+def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
+    """Wait for receives, and then for the sends that have `arrived` by then, which lets go of what
+    they hold."""
+    if not arrived:
+        return lambda: wait_for(receives)
+    every = (receives, *arrived)
 
     def wait() -> None:
-        wait_for(receives)
-        for sends in arrived:
-            wait_for(sends)
+        for works in every:
+            wait_for(works)
 
-    return Instruction(rank, index, listed_at, action, operation, operation.run, wait, receives)
+    return wait
+
+
+def nothing() -> None:
+    """Do nothing: of an entry that is there to be waited for, or observed."""

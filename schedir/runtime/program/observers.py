@@ -1,10 +1,9 @@
-"""Who watches a list being run: the clock of the compute, and torch's profiler.
+"""Who watches a list being run: the clock of a device's compute, and torch's profiler.
 
 An observer is a function Instruction → Instruction, which puts something of its own around what the
 instruction waits for and does:
 
     observer        around the wait                     around the run
-    BusyClock       nothing                             takes the time, of compute
     QueuedClock     nothing                             leaves two marks, of compute
     profiler        a range "wait for 0F1"              a range "0F1"
 
@@ -17,44 +16,33 @@ record when each entry of each rank has started and ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter
-from typing import ParamSpec, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import torch
+from torch._C._autograd import _enable_record_function
 from torch.autograd.profiler import record_function
 
+from schedir.ir import COMMUNICATION
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.call import Call
-from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.instruction import Bound, Instruction
 
 Observer: TypeAlias = Callable[[Instruction], Instruction]
-P = ParamSpec("P")
 
 
 class BusyClock:
-    """The time that this process spends in compute."""
+    """The time that this process spends in compute: bound calls add theirs to `busy[0]`."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.busy = [0.0]
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        if not instruction.operation.computes:
-            return instruction
-        return attrs.evolve(instruction, run=self._timed(instruction.run))
-
-    def _timed(self, run: Callable[[Call], None]) -> Callable[[Call], None]:
-        def timed(call: Call) -> None:
-            started = perf_counter()
-            run(call)
-            self._seconds += perf_counter() - started
-
-        return timed
+        return instruction
 
     def take(self) -> Callable[[], float]:
         """How to get the seconds since this was asked for last."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self.busy[0] = self.busy[0], 0.0
         return lambda: seconds
 
 
@@ -66,15 +54,18 @@ class QueuedClock(BusyClock):
         self._accelerator = accelerator
         self._spans: list[tuple[Mark, Mark]] = []
 
-    def _timed(self, run: Callable[[Call], None]) -> Callable[[Call], None]:
-        mark = self._accelerator.mark
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        if not instruction.computes:
+            return instruction
+        run, mark = instruction.run, self._accelerator.mark
 
-        def marked(call: Call) -> None:
+        def marked() -> None:
             started = mark(timed=True)
-            run(call)
+            run()
             self._spans.append((started, mark(timed=True)))
 
-        return marked
+        return attrs.evolve(instruction, run=marked)
 
     def take(self) -> Callable[[], float]:
         """How to get the seconds; the host waits for the device then."""
@@ -96,26 +87,49 @@ def busy_clock(accelerator: Accelerator) -> BusyClock:
 def profiler_ranges(instruction: Instruction) -> Instruction:
     """Show in a profile what an instruction waits for and what it does: each range costs what a
     send does."""
-    name = str(instruction.action)
-    waiting = f"wait for {name}"
+    name, wait, run = str(instruction.action), instruction.wait, instruction.run
+    if instruction.action.kind in COMMUNICATION:
+        run = unseen(run)
     return attrs.evolve(
         instruction,
-        wait=_in_range(waiting, instruction.wait),
-        run=_in_range(name if instruction.operation.listed else waiting, instruction.run),
+        wait=None if wait is None else _in_range(f"wait for {name}", wait),
+        run=_in_range(name if instruction.listed else f"wait for {name}", run),
     )
 
 
-def _in_range(name: str, function: Callable[P, None]) -> Callable[P, None]:
-    def in_range(*args: P.args, **kwargs: P.kwargs) -> None:
+def unseen(post: Bound) -> Bound:
+    """A call that posts, hidden from a profiler that runs.
+
+    Work that one has seen posted tells it when it ends, and if that is after the profile, as for
+    receives posted ahead, writes into memory that was freed.
+    """
+
+    def hidden() -> None:
+        _enable_record_function(False)
+        try:
+            post()
+        finally:
+            _enable_record_function(True)
+
+    return hidden
+
+
+def _in_range(name: str, function: Bound) -> Bound:
+    def in_range() -> None:
         with record_function(name):
-            function(*args, **kwargs)
+            function()
 
     return in_range
 
 
+def is_profiled() -> bool:
+    """Whether torch's profiler runs."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def listening() -> Sequence[Observer]:
     """Who watches the call that begins now, beside those that always do."""
-    return [profiler_ranges] if torch.autograd.profiler._is_profiler_enabled else []
+    return [profiler_ranges] if is_profiled() else ()
 
 
 def observed(

@@ -1,56 +1,47 @@
-"""REDUCE_GRAD and OPTIM_STEP as operations, and what comes before OPTIM_STEPs."""
+"""REDUCE_GRAD and OPTIM_STEP as bound calls, and what comes before OPTIM_STEPs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from time import perf_counter
 
-from schedir.runtime.call import Call
+from schedir.runtime.call import Now
 from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
-from schedir.runtime.program.instruction import Operation
+from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 
 
-class ReduceGrad(Operation):
+def reduce_grad(reduction: Reduction, now: Now) -> Bound:
     """REDUCE_GRAD: posts the sums of the gradients over all processes that run the stage."""
 
-    def __init__(self, reduction: Reduction) -> None:
-        self.reduction = reduction
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
+    def call() -> None:
         # Without an update the sum can wait: gradients add up here until there is one.
-        if call.request.updates or self.reduction.each_call:
-            self.reduction.post()
+        if now.call.request.updates or reduction.each_call:
+            reduction.post()
+
+    return call
 
 
-class SumReplicas(Operation):
+def sum_replicas(replicas: Replicas, rank: int, now: Now) -> Bound:
     """REDUCE_GRAD of a stage that several ranks of this process hold."""
 
-    def __init__(self, replicas: Replicas, rank: int) -> None:
-        self.replicas, self.rank = replicas, rank
+    def call() -> None:
+        if now.call.request.updates:
+            replicas.arrive(rank)
 
-    def is_blocked(self, call: Call) -> bool:
-        """Whether the sum before this one is not taken yet."""
-        return not self.replicas.is_over(self.rank)
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        if call.request.updates:
-            self.replicas.arrive(self.rank)
+    return call
 
 
-class PassBarriers(Operation):
+class PassBarriers:
     """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too,
     are scaled where that is due, all barriers are passed, and it may `look` at what is applied."""
 
-    listed: ClassVar[bool] = False
-
     def __init__(
         self,
+        now: Now,
         rank: int,
         reductions: Sequence[Reduction],
         replicas: Sequence[Replicas],
@@ -58,63 +49,60 @@ class PassBarriers(Operation):
         barriers: Sequence[Barrier],
         look: Callable[[], None] | None,
     ) -> None:
-        self.rank, self.reductions, self.scales = rank, reductions, scales
-        self.replicas, self.barriers, self.look = replicas, barriers, look
+        self._now, self._rank, self._reductions, self._scales = now, rank, reductions, scales
+        self._replicas, self._barriers, self._look = replicas, barriers, look
         self._turns: list[int] | None = None
 
-    def is_blocked(self, call: Call) -> bool:
+    def is_blocked(self) -> bool:
         """Whether some rank of this process has not arrived yet."""
-        if not call.request.updates:
+        if not self._now.call.request.updates:
             return False
-        for replicas in self.replicas:
-            if not replicas.is_over(self.rank):
+        for replicas in self._replicas:
+            if not replicas.is_over(self._rank):
                 return True
         turns = self._arrive()
         return not all(
-            barrier.is_past(turn) for barrier, turn in zip(self.barriers, turns, strict=True)
+            barrier.is_past(turn) for barrier, turn in zip(self._barriers, turns, strict=True)
         )
 
-    def run(self, call: Call) -> None:
+    def run(self) -> None:
         """Run it."""
-        if call.request.updates:
+        if self._now.call.request.updates:
             self._arrive()
-            for barrier in self.barriers:
+            for barrier in self._barriers:
                 barrier.leave()
-            if self.look is not None:
-                self.look()
+            if self._look is not None:
+                self._look()
         self._turns = None
 
     def _arrive(self) -> list[int]:
         if self._turns is None:
-            for reduction in self.reductions:
+            for reduction in self._reductions:
                 reduction.finish()
-            for replicas in self.replicas:
-                replicas.leave(self.rank)
-            for scale in self.scales:
+            for replicas in self._replicas:
+                replicas.leave(self._rank)
+            for scale in self._scales:
                 scale()
-            self._turns = [barrier.arrive() for barrier in self.barriers]
+            self._turns = [barrier.arrive() for barrier in self._barriers]
         return self._turns
 
 
-class OptimStep(Operation):
+def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound:
     """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
     newest weights, unless it is left out, and clears them. This makes the next version, unless a
     replica here has."""
+    place, makes, weights, optimizer = (stage.index, step), step + 1, stage.weights, stage.optimizer
 
-    computes: ClassVar[bool] = True
-
-    def __init__(self, stage: Stage, nonfinite: NonFinite, step: int) -> None:
-        self.stage, self.nonfinite, self.makes = stage, nonfinite, step + 1
-        self.place = stage.index, step
-
-    def run(self, call: Call) -> None:
-        """Run the action."""
-        if not call.request.updates or self.stage.weights.latest >= self.makes:
+    def call() -> None:
+        if not now.call.request.updates or weights.latest >= makes:
             return
-        is_left_out = self.nonfinite.leaves_out(self.place)
-        optimizer = self.stage.optimizer
+        began = perf_counter()
+        is_left_out = nonfinite.leaves_out(place)
         if optimizer is not None:  # a stage without parameters has none
             if not is_left_out:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.stage.weights.begin(self.makes)
+        weights.begin(makes)
+        stage.busy[0] += perf_counter() - began
+
+    return call

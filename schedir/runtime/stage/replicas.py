@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.call import Call
 from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.stage.weights import StageWeights
 
@@ -43,21 +42,19 @@ class Replicas:
         self._scaled = 0
         self._turn, self._latest = self._ranks[0], None
 
-    def in_turn(
-        self, run: Callable[[Call], None], rank: int | None = None
-    ) -> Callable[[Call], None]:
+    def in_turn(self, run: Callable[[], object], rank: int | None = None) -> Callable[[], None]:
         """What uses the stage, one after the other; with `rank` it adds to that rank's gradients.
 
         On a device the ranks have streams of their own, and the module, its buffers and versions
         are of all.
         """
 
-        def taken(call: Call) -> None:
+        def taken() -> None:
             if self._latest is not None:
                 self._latest.wait()
             if rank is not None and rank != self._turn:
                 self._give_turn(rank)
-            run(call)
+            run()
             if self._accelerator.queues:
                 self._latest = self._accelerator.mark()
 

@@ -6,10 +6,11 @@ and a loop in one process, drops out the same units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import torch
 
 from schedir.runtime.accelerator import current_accelerator
@@ -26,7 +27,8 @@ def rng(seed: int, step: int, stage: int, microbatch: int) -> SavedRng:
     """
     generators = (torch.default_generator, *current_accelerator().generators())
     saved = SavedRng(generators)
-    seed_generators(generators, seed, step, stage, microbatch)
+    (found,) = Seeds(seed, stage, [microbatch]).of(step)
+    seeder(generators)(found)
     return saved
 
 
@@ -53,24 +55,35 @@ class SavedRng:
         self.restore()
 
 
-def seed_generators(
-    generators: Iterable[torch.Generator], seed: int, step: int, stage: int, microbatch: int
-) -> None:
-    """Seed some generators from the four numbers."""
-    mixed = _mix(_of_stage(seed, step, stage) ^ _mix(microbatch + 1))
-    # The generators directly: torch.manual_seed costs a hundred times as much.
-    for generator in generators:
-        generator.manual_seed(mixed)
+def seeder(generators: Sequence[torch.Generator]) -> Callable[[int], object]:
+    """What seeds some generators: directly, as torch.manual_seed costs a hundred times as much."""
+    if len(generators) == 1:
+        return generators[0].manual_seed
+
+    def seed(number: int) -> None:
+        for generator in generators:
+            generator.manual_seed(number)
+
+    return seed
 
 
-@lru_cache(maxsize=1 << 10)
-def _of_stage(seed: int, step: int, stage: int) -> int:
-    """What all microbatches of a stage's step begin with."""
-    return _mix(_mix((seed & _MASK) ^ _mix(step + 1)) ^ _mix(stage + 1))
+class Seeds:
+    """The seeds of one stage's forwards, by the microbatches' numbers over all pipelines."""
+
+    def __init__(self, seed: int, stage: int, microbatches: Iterable[int]) -> None:
+        self._seed, self._stage = seed & _MASK, _mix(stage + 1)
+        self._microbatches = _mix(np.array([m + 1 for m in microbatches], np.uint64))
+
+    def of(self, step: int) -> list[int]:
+        """Those of a step."""
+        of_stage = _mix(_mix(self._seed ^ _mix(step + 1)) ^ self._stage)
+        found: list[int] = _mix(self._microbatches ^ np.uint64(of_stage)).tolist()
+        return found
 
 
-def _mix(number: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea & Flood, OOPSLA 2014): neighbours end far apart."""
+def _mix(number: Any) -> Any:
+    """Mix an integer, or an array of uint64, so that neighbours end far apart: the finaliser of
+    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

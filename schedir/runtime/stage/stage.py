@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.call import Call
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.plan import Plan
-from schedir.runtime.stage.cells import Cell
-from schedir.runtime.stage.rng import seed_generators
-from schedir.runtime.stage.statistics import Statistics
+from schedir.runtime.stage.activations import Cell
+from schedir.runtime.stage.buffers import Buffers
+from schedir.runtime.stage.rng import Seeds, seeder
 from schedir.runtime.stage.weights import StageWeights
 
 
@@ -26,7 +25,8 @@ class Stage:
     """One stage of this process; the last one has the loss.
 
     `optimizer` is None where the caller steps, and without parameters; `reduction` where no other
-    process runs the stage.
+    process runs the stage. `busy[0]` counts the seconds that this process computes. `seeds` are
+    those of the forwards of the present call, by microbatch.
     """
 
     def __init__(
@@ -37,17 +37,23 @@ class Stage:
         reduction: Reduction | None,
         optimizer: torch.optim.Optimizer | None,
         nonfinite: NonFinite,
+        busy: list[float],
     ) -> None:
         self.index = index
         self.module = plan.arguments.stages[index]
-        self.device = plan.device
-        self._generators = plan.generators
+        self.device, self.queues = plan.device, plan.accelerator.queues
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
         self.weights = weights
         self.reduction = reduction
         self.optimizer = optimizer
         self.nonfinite = nonfinite
-        self.statistics = Statistics(plan.trained[index])
+        self.buffers = Buffers(plan.trained[index])
+        self.busy = busy
+        self.seed = seeder(plan.generators)
+        microbatches = plan.schedule.microbatches
+        first = plan.grid.pipeline * microbatches  # each pipeline draws numbers of its own
+        self._seeds = Seeds(plan.arguments.seed, index, range(first, first + microbatches))
+        self.seeds: list[int] = []
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -56,22 +62,9 @@ class Stage:
             return self.module, self.loss_fn
         return (self.module,)
 
-    def output(self, call: Call, cell: Cell, keep_input: bool) -> Any:
-        """Run the module on the cell's input; `keep_input` if it will be run again."""
-        given, extra = self.arguments(call, cell, keep_input)
-        return cell.learned.convention(self.module, given, extra)
-
-    def arguments(self, call: Call, cell: Cell, keep_input: bool) -> tuple[Any, Any]:
-        """What the module is about to be run on: its input, and what it gets beside that."""
-        learned = cell.learned
-        seed_generators(self._generators, call.seed, call.step, self.index, cell.draw)
-        extra = copy_of(cell.extra) if learned.changes_extra else cell.extra
-        if self.index == 0:
-            return copy_of(cell.batch) if learned.changes_inputs[0] else cell.batch, extra
-        arguments = _arguments(cell)
-        if not keep_input:
-            cell.inputs = ()
-        return learned.before.structure(arguments), extra
+    def begin(self, step: int) -> None:
+        """A call begins, whose forwards draw the random numbers of a step."""
+        self.seeds[:] = self._seeds.of(step)
 
     def loss(self, cell: Cell, output: Any) -> Tensor:
         """The last stage's loss."""
@@ -87,13 +80,18 @@ class Stage:
             _give_no_gradient(output)
         loss = self.loss_fn(output, target, **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            got = type(loss).__name__
-            if isinstance(loss, Tensor):
-                got = f"{loss.dtype} of shape {list(loss.shape)}"
-            raise ExecutionError(
-                f"loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
-            )
+            raise no_loss(loss)
         return loss
+
+
+def no_loss(loss: object) -> ExecutionError:
+    """The error for what a loss function must not return."""
+    got = type(loss).__name__
+    if isinstance(loss, Tensor):
+        got = f"{loss.dtype} of shape {list(loss.shape)}"
+    return ExecutionError(
+        f"loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
+    )
 
 
 def _give_no_gradient(output: Any) -> None:
@@ -135,20 +133,22 @@ def _aligned_copy(tensor: Tensor) -> Tensor:
     return copy.new_empty(0).set_(held.untyped_storage(), begin, shape, strides)
 
 
-def _arguments(cell: Cell) -> list[Tensor]:
-    """The inputs as leaves that a backward can stop at."""
-    leaves, arguments = [], []
+def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
+    """What a stage's module is about to be run on: its input, and what it gets beside that."""
     learned = cell.learned
-    metas = learned.before.metas
-    for tensor, meta, changes in zip(cell.inputs, metas, learned.changes_inputs, strict=True):
-        leaf = tensor.detach().requires_grad_(meta.requires_grad)
-        leaves.append(leaf)
-        # A leaf can't be changed in place, and a neighbour's output must not be.
-        arguments.append(leaf.clone() if changes else leaf)
-    for number in learned.other_layout:
-        leaves[number].register_hook(partial(cell.computed_grads.__setitem__, number))
-    cell.leaves = tuple(leaves)
-    return arguments
+    extra = copy_of(cell.extra) if learned.changes_extra else cell.extra
+    if stage.index == 0:
+        return copy_of(cell.batch) if learned.changes_inputs[0] else cell.batch, extra
+    if with_graph:
+        for number in learned.other_layout:
+            put = partial(cell.computed_grads.__setitem__, number)
+            cell.leaves[number].register_hook(put)
+    # A leaf can't be changed in place, and a neighbour's output must not be.
+    given = [
+        leaf.clone() if changes else leaf
+        for leaf, changes in zip(cell.leaves, learned.changes_inputs, strict=True)
+    ]
+    return learned.before.structure(given), extra
 
 
 @contextmanager

@@ -9,25 +9,74 @@ wrong gradients, since a saved leaf unpacks to the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from schedir.runtime.boundaries.memory import keep_apart
-from schedir.runtime.stage.lives import Lives
+from schedir.graph.alive import StageVersions, weight_versions
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
+from schedir.runtime.boundaries.aliasing import keep_apart
+
+
+@attrs.frozen
+class Lives:
+    """Of each version that an OPTIM_STEP replaces whether it `outlives` that, as it is still read,
+    and on how many ranks here it is read at all."""
+
+    outlives: tuple[bool, ...]
+    readers: tuple[int, ...]
+
+
+def lives_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Lives]:
+    """Those of the stages of some ranks, which share the weights of a stage that several hold.
+
+    Then the first of them that comes to an OPTIM_STEP carries it out; all have come to the sum of
+    the gradients before it, but may read the old version after that.
+    """
+    sums = graph_of(schedule).sums
+    starts = schedule.columns.starts.tolist()
+    held: dict[int, list[tuple[int, StageVersions]]] = {}
+    for rank in ranks:
+        for stage, versions in weight_versions(schedule.columns, rank).items():
+            held.setdefault(stage, []).append((starts[rank], versions))
+    found = {}
+    for stage, lists in held.items():
+        numbers = range(max(len(versions.steps) for _, versions in lists))
+        alone = len(lists) == 1
+
+        def outlives(number: int, start: int, versions: StageVersions, alone: bool = alone) -> bool:
+            if alone or number >= len(versions.steps):
+                return versions.outlives_its_step(number)
+            step = start + versions.steps[number]
+            return start + versions.last_read.get(number, -1 - start) > sums.get(step, step)
+
+        found[stage] = Lives(
+            tuple(any(outlives(number, *one) for one in lists) for number in numbers),
+            tuple(sum(number in versions.last_read for _, versions in lists) for number in numbers),
+        )
+    return found
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
     `lives` says which versions are still read when they are replaced; None where the caller steps,
-    so that only one version exists. `latest` is the newest version in this call.
+    so that only one version exists. `latest` is the newest version in this call. It `stashes` where
+    older versions are kept, as copies, and `collects` where what a backward has made is to be taken
+    in: the first gradients of parameters, or those of copies.
     """
 
     def __init__(self, module: nn.Module, lives: Lives | None) -> None:
         self._newest = list(module.parameters())
         self._lives = lives or Lives((), ())
+        self.stashes = any(self._lives.outlives)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
         numbers = {id(parameter): number for number, parameter in enumerate(self._newest)}
@@ -42,11 +91,7 @@ class StageWeights:
         self._pool: list[list[nn.Parameter]] = []
         self._installed: list[nn.Parameter] = self._newest
         self._without_gradient: list[nn.Parameter] = []  # or not known to have one
-
-    @property
-    def stashes(self) -> bool:
-        """Whether older versions are kept, as copies."""
-        return any(self._lives.outlives)
+        self.collects = True
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
@@ -62,7 +107,8 @@ class StageWeights:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
         self.latest = version
-        self._without_gradient = [p for p in self._newest if p.requires_grad]
+        self._without_gradient = [*filter(_REQUIRES_GRAD, self._newest)]
+        self.collects = True
         outlives = self._lives.outlives
         if version >= len(outlives) or not outlives[version]:
             return
@@ -77,6 +123,7 @@ class StageWeights:
     def look_at_gradients(self) -> None:
         """The parameters have been given other gradients, or none."""
         self._without_gradient = [p for p in self._newest if p.requires_grad and p.grad is None]
+        self.collects = True
 
     def install(self, version: int) -> list[nn.Parameter]:
         """Make `version` the one that the module runs with, and return its parameters."""
@@ -104,6 +151,7 @@ class StageWeights:
             if self._without_gradient:  # else autograd has added to what was there
                 keep_apart(self._without_gradient, (*output_grads, *input_grads))
                 self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+            self.collects = self.stashes or bool(self._without_gradient)
             return
         keep_apart(copy, (*output_grads, *input_grads))
         for kept, parameter in zip(copy, self._newest, strict=True):

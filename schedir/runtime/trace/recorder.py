@@ -20,13 +20,11 @@ import numpy as np
 
 from schedir.ir import COMPUTE, Action, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.call import Call
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Nanoseconds
-from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.program.observers import BusyClock
-from schedir.runtime.program.update import PassBarriers, ReduceGrad
 from schedir.runtime.transports.transport import wait_for
 
 BEGAN, ENDED, WAITED, FOUND = range(4)
@@ -75,16 +73,16 @@ class Recorder(BusyClock):
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        operation, run = instruction.operation, instruction.run
-        row = self._row(instruction)
-        if isinstance(operation, PassBarriers):
-            return attrs.evolve(instruction, run=self._after_sums(operation.reductions, run))
-        if isinstance(operation, ReduceGrad):
-            run = self._noting(operation.reduction, row, run)
-        wait = self._around_wait(instruction, row)
-        if not operation.listed:
+        run, wait, row = instruction.run, instruction.wait, self._row(instruction)
+        if instruction.sums and not instruction.listed:
+            return attrs.evolve(instruction, run=self._after_sums(instruction.sums, run))
+        for reduction in instruction.sums:
+            run = self._noting(reduction, row, run)
+        if wait is not None:
+            wait = self._around_wait(instruction, wait, row)
+        if not instruction.listed:
             return attrs.evolve(instruction, wait=wait)
-        if not operation.computes:
+        if not instruction.computes:
             return attrs.evolve(instruction, run=self._before_run(run, row + BEGAN))
         run = self._around_run(run, row)
         return attrs.evolve(instruction, wait=wait, run=run)
@@ -99,25 +97,25 @@ class Recorder(BusyClock):
                 self._computes.append(self._rows[key])
         return self._rows[key]
 
-    def _around_run(self, run: Callable[[Call], None], row: int) -> Callable[[Call], None]:
+    def _around_run(self, run: Bound, row: int) -> Bound:
         stamps, now = self._stamps, self._clock()
         begin, end = row + BEGAN, row + ENDED
 
-        def timed(call: Call) -> None:
+        def timed() -> None:
             if not stamps[begin]:
                 stamps[begin] = now()
-            run(call)
+            run()
             stamps[end] = now()
 
         return timed
 
-    def _around_wait(self, instruction: Instruction, row: int) -> Callable[[], None]:
+    def _around_wait(self, instruction: Instruction, wait: Bound, row: int) -> Bound:
         """What has waited begins then, but for a pair's second part, which waits before the first:
         a look at the clock saved, which on a device is an event."""
         stamps, now = self._stamps, self._clock()
-        receives, wait = instruction.receives, instruction.wait
+        receives = instruction.receives
         waited, found = row + WAITED, row + FOUND
-        begin = row + BEGAN if instruction.operation.listed else found
+        begin = row + BEGAN if instruction.listed else found
 
         def timed() -> None:
             stamps[waited] = now()
@@ -127,42 +125,38 @@ class Recorder(BusyClock):
 
         return timed
 
-    def _before_run(self, run: Callable[[Call], None], at: int) -> Callable[[Call], None]:
+    def _before_run(self, run: Bound, at: int) -> Bound:
         stamps, now = self._stamps, self._clock()
 
-        def timed(call: Call) -> None:
+        def timed() -> None:
             stamps[at] = now()
-            run(call)
+            run()
 
         return timed
 
-    def _noting(
-        self, reduction: Reduction, row: int, run: Callable[[Call], None]
-    ) -> Callable[[Call], None]:
+    def _noting(self, reduction: Reduction, row: int, run: Bound) -> Bound:
         """The sums that are posted, in that order, and the rows that they have."""
         posted = self._sums
 
-        def noted(call: Call) -> None:
+        def noted() -> None:
             posted.pop(reduction, None)
             posted[reduction] = row
-            run(call)
+            run()
 
         return noted
 
-    def _after_sums(
-        self, reductions: Sequence[Reduction], run: Callable[[Call], None]
-    ) -> Callable[[Call], None]:
+    def _after_sums(self, reductions: Sequence[Reduction], run: Bound) -> Bound:
         """Wait for one sum after the other, so that each is seen to end: what is made of them, and
         done at barriers, takes time of its own."""
         stamps, now, posted = self._stamps, self._clock(), self._sums
 
-        def timed(call: Call) -> None:
+        def timed() -> None:
             for reduction in [reduction for reduction in posted if reduction in reductions]:
                 row = posted.pop(reduction)
                 stamps[row + WAITED] = now()
                 reduction.wait()
                 stamps[row + FOUND] = now()
-            run(call)
+            run()
 
         return timed
 

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from schedir.runtime.call import Call
-from schedir.runtime.program.compute import BackwardInput, Compute, Forward, Recompute
-from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.update import OptimStep
-from schedir.runtime.stage.cells import Cell, Cells
+from schedir.ir import Kind
+from schedir.runtime.program.instruction import Bound, Instruction
+from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.stage import Stage
 
 _Saved: TypeAlias = tuple[Tensor, int]
@@ -46,32 +44,39 @@ class Gauge:
     deferred: dict[int, int] = attrs.field(factory=dict)
     gradient: dict[int, int] = attrs.field(factory=dict)
     finished: bool = False
-    _seen: set[tuple[int, type[Compute]]] = attrs.field(factory=set)
+    _seen: set[tuple[int, Kind]] = attrs.field(factory=set)
     _hooked: set[Cell] = attrs.field(factory=set)
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        operation, run = instruction.operation, instruction.run
-        if isinstance(operation, OptimStep):
-            return attrs.evolve(instruction, run=self._before_step(operation.stage, run))
-        if isinstance(operation, (Forward, Recompute)):
-            return attrs.evolve(instruction, run=self._weighed(operation, run))
-        if isinstance(operation, BackwardInput):
-            return attrs.evolve(instruction, run=self._split(operation, run))
-        return instruction
+        kind, stage, cell, run = (
+            instruction.action.kind,
+            instruction.stage,
+            instruction.cell,
+            instruction.run,
+        )
+        if stage is None:
+            return instruction
+        if kind is Kind.OPTIM_STEP:
+            run = self._before_step(stage, run)
+        elif cell is not None and kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            run = self._weighed(kind, stage, cell, run)
+        elif cell is not None and kind is Kind.BACKWARD_INPUT:
+            run = self._split(stage, cell, run)
+        return attrs.evolve(instruction, run=run)
 
-    def _weighed(self, compute: Compute, run: Callable[[Call], None]) -> Callable[[Call], None]:
+    def _weighed(self, kind: Kind, stage: Stage, cell: Cell, run: Bound) -> Bound:
         """Around the first forward of a stage, and the first that is run again: no microbatch has
         more rows."""
-        stage, cell, key = compute.stage, compute.cell, (compute.stage.index, type(compute))
+        key = stage.index, kind
 
-        def weighed(call: Call) -> None:
+        def weighed() -> None:
             if key in self._seen:
-                run(call)
+                run()
                 return
             self._seen.add(key)
             self._hooked.add(cell)
-            inputs = _memory(cell.inputs)
+            inputs = _memory(cell.leaves)
             saved: dict[int, int] = {}
 
             def save(tensor: Tensor) -> _Saved:
@@ -80,7 +85,7 @@ class Gauge:
                 return tensor.detach(), tensor._version
 
             with saved_tensors_hooks(save, _as_it_was):
-                run(call)
+                run()
             others = _not_counted(stage, cell)
             kept = sum((saved | inputs)[m] for m in (saved | inputs).keys() - others)
             self.input[stage.index] = max(self.input.get(stage.index, 0), sum(inputs.values()))
@@ -88,22 +93,19 @@ class Gauge:
 
         return weighed
 
-    def _split(
-        self, operation: BackwardInput, run: Callable[[Call], None]
-    ) -> Callable[[Call], None]:
+    def _split(self, stage: Stage, cell: Cell, run: Bound) -> Bound:
         """Around the first I of a stage whose forward was not weighed."""
-        stage, cell = operation.stage, operation.cell
 
-        def weighed(call: Call) -> None:
+        def weighed() -> None:
             if stage.index in self.deferred or cell in self._hooked:
-                run(call)
+                run()
                 return
             roots = [
                 root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
                 for root in cell.outputs
                 if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
             ]
-            run(call)
+            run()
             part = cell.weight_part
             arrived = [] if part is None else part.kept()
             others = _not_counted(stage, cell)
@@ -112,11 +114,10 @@ class Gauge:
 
         return weighed
 
-    def _before_step(self, stage: Stage, run: Callable[[Call], None]) -> Callable[[Call], None]:
-        def weighed(call: Call) -> None:
-            if call.request.updates:
-                self._gradients_of(stage)
-            run(call)
+    def _before_step(self, stage: Stage, run: Bound) -> Bound:
+        def weighed() -> None:
+            self._gradients_of(stage)
+            run()
 
         return weighed
 

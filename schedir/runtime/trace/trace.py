@@ -16,7 +16,7 @@ from schedir.runtime.plan import Plan
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.observers import Observer
-from schedir.runtime.stage.cells import Cells
+from schedir.runtime.stage.activations import Cells
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.trace.measured import timeline
 from schedir.runtime.trace.recorder import COLUMNS, Anchor, Taken, recorder

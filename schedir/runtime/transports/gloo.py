@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Groups, Post
 from schedir.runtime.transports.transport import Work, one_by_one
 
@@ -44,11 +45,19 @@ class GlooTransport:
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        return self._to[peer].send([tensor], self._numbers[peer], self._tag)
+        try:
+            work: Work = self._to[peer].backend.send([tensor], self._numbers[peer], self._tag)
+        except RuntimeError as error:
+            raise WaitError(error) from error
+        return work
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        return self._from[peer].recv([buffer], self._numbers[peer], self._tag)
+        try:
+            work: Work = self._from[peer].backend.recv([buffer], self._numbers[peer], self._tag)
+        except RuntimeError as error:
+            raise WaitError(error) from error
+        return work
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several: none of them can block another."""

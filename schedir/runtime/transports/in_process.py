@@ -78,7 +78,7 @@ class InProcessTransport:
             if self._accelerator.makes(met.tensor):  # rather than the host, as a mask
                 # The other rank's stream may free it before this one has come to the copy.
                 self._accelerator.used(met.tensor)
-        target.tensor.copy_(source.tensor)
+        target.tensor.detach().copy_(source.tensor.detach())
         end.copied = met.copied = self._now()
         end.done = met.done = True
         return end
@@ -98,6 +98,10 @@ class Endpoint:
     queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport
     rank: int
+
+    def tagged(self, tag: int) -> Endpoint:
+        """All calls of one process take turns, so none meets what is of another."""
+        return self
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""

@@ -78,6 +78,10 @@ class NcclTransport:
             ]
             groups.settle(lane.post(posts))
 
+    def tagged(self, tag: int) -> NcclTransport:
+        """NCCL has no tags: what is posted in order meets in order."""
+        return self
+
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send, after the compute that is queued."""
         return self._lanes[self._rank, peer].post([Post(tensor, peer, sends=True)])[0]

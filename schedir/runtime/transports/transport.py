@@ -44,8 +44,8 @@ class Transport(BatchPoster, Protocol):
 
     `channel` is the channel model that lists are proved under for it: how much of their order it
     keeps; `laxest` the one that keeps least of it which it may be trusted with at the user's risk.
-    `early` where receives may be posted before it is known what the call is; see
-    `schedir.runtime.program.opening`. `queues` where waiting for a work has the device wait, and
+    `early` where receives may be posted before it is known what the call is, as what has another
+    tag meets none of them. `queues` where waiting for a work has the device wait, and
     not the host.
     """
 
@@ -53,6 +53,9 @@ class Transport(BatchPoster, Protocol):
     laxest: ClassVar[str]
     early: ClassVar[bool]
     queues: ClassVar[bool]
+
+    def tagged(self, tag: int) -> Transport:
+        """The same, for what is sent under a tag, if it can tell that from the rest."""
 
 
 def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:

@@ -1,4 +1,4 @@
-"""What this process has posted and does not know to be done, where no wait of its host tells.
+"""Transfers posted on the device whose completion the host has not observed yet.
 
 A device that queues waits for transfers itself, and the host goes on; where what a transfer waits
 for never comes, the device stands still, and nothing says where. So everything that is posted is
@@ -21,12 +21,9 @@ import torch.distributed as dist
 
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.call import Call
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.patience import Patience
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.joined import PostBatch
-from schedir.runtime.program.transfer import Transfer
 
 
 @attrs.frozen(eq=False)
@@ -40,20 +37,19 @@ class _Step:
         """What it waits for, in words."""
         if self.instruction is None:
             return "the device to come to the end of a call"
-        operation = self.instruction.operation
-        if isinstance(operation, PostBatch):
-            return f"all of {', '.join(map(_transfer, operation.parts))}"
+        if self.instruction.parts:
+            return f"all of {', '.join(map(_transfer, self.instruction.parts))}"
         return _transfer(self.instruction)
 
 
 def _transfer(instruction: Instruction) -> str:
-    action, operation = instruction.action, instruction.operation
-    if not isinstance(operation, Transfer):
+    action, peer = instruction.action, instruction.peer
+    if peer is None:
         return f"all that take part in {action}"
-    return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {operation.peer}"
+    return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {peer}"
 
 
-class Trail:
+class Progress:
     """What the latest two calls have posted: an observer of instructions, where it `follows`.
 
     `posted` is where works are noted as they are posted.
@@ -73,8 +69,8 @@ class Trail:
             return instruction
         run = instruction.run
 
-        def followed(call: Call) -> None:
-            run(call)
+        def followed() -> None:
+            run()
             if self._posted:
                 self._take(instruction)
 

@@ -38,7 +38,7 @@ class Kept:
     attributes: dict[State, Any]
 
 
-class Statistics:
+class Buffers:
     """The buffers and attributes of one stage's module."""
 
     def __init__(self, module: nn.Module) -> None:

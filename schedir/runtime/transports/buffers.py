@@ -27,7 +27,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from schedir.runtime.boundaries.boundary import TensorMeta
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.transports.transport import BatchPoster, Work
 
@@ -54,9 +53,11 @@ class Pool:
         self._buffers: dict[_Layout, list[Tensor]] = {}
         self._taken: set[_Layout] = set()
 
-    def empty(self, meta: TensorMeta) -> Tensor:
+    def empty(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype
+    ) -> Tensor:
         """A buffer for a tensor to come; it is given back by forgetting it."""
-        return self._take((meta.shape, meta.stride, meta.dtype))
+        return self._take((shape, stride, dtype))
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor, in a buffer."""

@@ -1,7 +1,14 @@
-"""What a rank is about to do, so that others can compare it with what they are.
+"""The handshake before a call: the rank of the first stage announces it, and all others compare.
 
 Ranks that make different calls would wait for each other for ever, and those that hold different
-batches train on wrong pairs.
+batches train on wrong pairs. So before anything of a call is posted, one message goes to all:
+
+    pipeline 0   rank 0 ─▶ rank 1 ─▶ rank 3        within a pipeline, over a tree of its ranks
+                      └──▶ rank 2
+    pipeline 1   rank 0 ─▶ …                       between pipelines, over one of their first ranks
+
+It goes beside the pipeline's traffic, which is tagged by the program that it belongs to: what is
+posted for one input signature meets nothing of another.
 """
 
 from __future__ import annotations
@@ -11,8 +18,9 @@ import torch
 from torch import Tensor
 
 from schedir.runtime.batch import fingerprint
-from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.call import REQUESTS, Call, Request
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
 from schedir.runtime.processes.failure import OneLineError, users_line
 from schedir.runtime.processes.grid import Grid
 
@@ -44,42 +52,68 @@ class Announcement:
         return f"{self.request.name}{under}"
 
 
-SIZE = len(attrs.fields(Announcement))
-"""How many integers an announcement is sent as."""
+_SIZE = len(attrs.fields(Announcement))
 
 
-def announcement_of(call: Call, feed: Feed, signature: int | None) -> Announcement:
-    """This rank's own; `signature` is None where the first stage is elsewhere."""
-    return Announcement(
-        call.request,
-        call.number,
-        call.step,
-        call.precision,
-        UNKNOWN if feed.rows is None else feed.rows,
-        *feed.fingerprints,
-        UNKNOWN if signature is None else signature,
-    )
-
-
-def encoded(a: Announcement) -> Tensor:
-    """As it is sent: SIZE integers."""
+def _encoded(a: Announcement) -> Tensor:
+    """An announcement as it is sent: a vector of integers."""
     kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
     sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.signature
     return torch.tensor(sent, device="cpu")
 
 
-def decoded(received: Tensor) -> Announcement:
-    """What was sent."""
+def _decoded(received: Tensor) -> Announcement:
     request, call, step, precision, *rest = received.tolist()
     return Announcement(REQUESTS[request], call, step, _PRECISIONS[precision], *rest)
 
 
-def check_same_call(
+class Handshake:
+    """Sends the announcements of the rank that speaks for each pipeline to all processes."""
+
+    def __init__(self, plan: Plan, control: Control) -> None:
+        self._grid = grid = plan.grid
+        self._speaker = speaker = plan.schedule.placement[0][0]
+        # One process may run several ranks.
+        ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
+        self._within = self._between = None
+        if len(ranks) > 1:
+            self._within = control.relay(ranks, _SIZE, RANK_TAG)
+        if grid.pipelines > 1 and grid.rank == speaker:
+            speakers = [grid.number(speaker, line) for line in range(grid.pipelines)]
+            self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
+
+    def exchange(self, own: Announcement) -> Announcement:
+        """What the speaker of the pipeline is about to do, compared with what this process is.
+
+        Raises OneLineError where they make different calls, or hold different batches.
+        """
+        grid, speaker = self._grid, self._speaker
+        if self._between is not None:
+            first = _decoded(self._between.pass_on(_encoded(own)))
+            _check_same_call(own, first, grid, speaker, pipeline=0)
+        if self._within is None:
+            return own
+        if grid.rank == speaker:
+            self._within.pass_on(_encoded(own))
+            return own
+        found = _decoded(self._within.pass_on(None))
+        _check_same_call(own, found, grid, speaker, grid.pipeline)
+        _check_same_batch(own, found, grid.rank, speaker)
+        return found
+
+    def last(self, call: Call) -> None:
+        """Announce that there is no other call; nobody has to be there to hear it."""
+        for relay in (self._between, self._within):
+            if relay is not None:
+                relay.leave(_encoded(Announcement(call.request, call.number)))
+
+
+def _check_same_call(
     own: Announcement, received: Announcement, grid: Grid, speaker: int, pipeline: int
 ) -> None:
     """Raise OneLineError where this rank makes another call than the speaker of a pipeline, or
     would draw other dropout in it."""
-    if (own.request, own.precision) != (received.request, received.precision):
+    if own.request is not received.request or own.precision is not received.precision:
         raise OneLineError(
             f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
             f"{grid.name(speaker, pipeline)} is {received}; every rank must make the same "
@@ -95,7 +129,7 @@ def check_same_call(
         )
 
 
-def check_same_batch(own: Announcement, received: Announcement, rank: int, speaker: int) -> None:
+def _check_same_batch(own: Announcement, received: Announcement, rank: int, speaker: int) -> None:
     """Raise OneLineError where this rank holds another batch than the speaker: a step would take
     the inputs from one rank and the target from the other."""
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
@@ -106,6 +140,8 @@ def check_same_batch(own: Announcement, received: Announcement, rank: int, speak
             "batches of a call are cut alike, so they must have the same rows",
             rank=rank,
         )
+    if own.inputs == received.inputs and own.target == received.target:
+        return
     for what in ("inputs", "target"):
         if fingerprint.differ(getattr(own, what), getattr(received, what)):
             raise OneLineError(

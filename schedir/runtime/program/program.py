@@ -1,0 +1,446 @@
+"""A program: a rank's list, compiled for one input signature to a flat list of bound calls.
+
+    list      1RECV_ACT0           1F0                    1B0          1SEND_GRAD0
+    calls     post the receive     wait for it; forward   backward     post the send
+
+The first call of a signature runs the same list over described messages; what it learns is what the
+program is compiled with from then on. The receives that a list begins with are posted at the end of
+the program's previous call, where the transport takes them so early:
+
+    call 7    0F0 … 0B3  ┃ 0RECV_GRAD0            posted for call 8
+    call 8               ┃ 0F0 0SEND_ACT0 0B0 …   the handshake comes first, and 0B0 waits for it
+
+A payload's tag is its program's number, so what is posted for one signature meets nothing of
+another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, TypeGuard
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
+from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Schedule
+from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.batch.feeding import Feed
+from schedir.runtime.batch.microbatches import Batch
+from schedir.runtime.boundaries.boundary import meta_of
+from schedir.runtime.boundaries.learned import Learned, Lessons, mask_gradients
+from schedir.runtime.call import Call
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import Control
+from schedir.runtime.processes.failure import WaitError, describe
+from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.first_call import FirstCall
+from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
+from schedir.runtime.program.instruction import Bound, Instruction, nothing
+from schedir.runtime.program.observers import Observer, is_profiled, listening, observed, unseen
+from schedir.runtime.stage.activations import Cells
+from schedir.runtime.transports.transport import Transport, Work, wait_for
+
+_SPARE_BYTES = 1 << 20
+"""Of receive buffers where the list needs fewer: nothing beside a model, and small transfers, which
+would wait for a timer tick rather than for data, are all posted ahead."""
+
+_MOST = 64
+"""Beyond so many signatures, the one that was used the longest ago is forgotten, on all ranks."""
+
+_MOST_POSTED = 4
+"""So many programs keep receives posted between their calls: these take memory."""
+
+
+class Program:
+    """The compiled lists of the ranks here, with the cells that their tensors lie in.
+
+    Compiled from `schedule`; `ahead` posts the receives that its only list begins with.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cells: Cells,
+        lists: Sequence[Sequence[Instruction]],
+        ahead: Sequence[Bound] = (),
+    ) -> None:
+        self.schedule, self.cells, self.lists = schedule, cells, lists
+        self._ahead = ahead
+        self.posts_ahead = bool(ahead)
+        self.is_posted = False
+        self._at = [0]
+        self._flat = _flat(lists[0])
+
+    def post_ahead(self) -> None:
+        """Post the receives that the next call begins with."""
+        if not self.is_posted:
+            for post in self._ahead:
+                (unseen(post) if is_profiled() else post)()
+            self.is_posted = self.posts_ahead
+
+    def run(self, observers: Sequence[Observer]) -> None:
+        """Run the list of the only rank here.
+
+        Raises ExecutionError, or WaitError for what never comes, with the place in the list.
+        """
+        self.post_ahead()
+        self.is_posted = False
+        calls, places = _flat(observed(self.lists[0], observers)) if observers else self._flat
+        at = self._at
+        at[0] = 0
+        try:
+            for at[0], call in enumerate(calls):  # where an error finds it
+                call()
+        except WaitError as stalled:
+            place = places[at[0]]
+            stalled.at(place.rank, place.listed_at, place.action)
+            if not stalled.what:
+                stalled.what = _awaited(self.schedule, place.action)
+            raise
+        except Exception as error:
+            raise _placed(error, places[at[0]]) from None
+
+    def run_in_turn(
+        self, observers: Sequence[Observer], accelerator: Accelerator, streams: Sequence[Any]
+    ) -> None:
+        """Run the ranks of this process in turn, each as far as it gets until it is blocked.
+
+        Each has a stream of its own, of `streams`, where the device has any. Raises ExecutionError,
+        with the place in the list.
+        """
+        lists = [observed(instructions, observers) for instructions in self.lists]
+        reached = [0] * len(lists)
+        begun = accelerator.mark()
+        for stream in streams:
+            with accelerator.on(stream):
+                begun.wait()
+        progress = True
+        try:
+            while progress:
+                progress = False
+                for turn, instructions in enumerate(lists):
+                    with accelerator.on(streams[turn]):
+                        ran = _run_until_blocked(instructions, reached[turn])
+                    progress |= ran > reached[turn]
+                    reached[turn] = ran
+        finally:
+            # After an error too: what was computed is given up, and its memory given out again.
+            for stream in streams:
+                with accelerator.on(stream):
+                    ended = accelerator.mark()
+                ended.wait()
+        for at, instructions in zip(reached, lists, strict=True):
+            if at < len(instructions):
+                raise _placed(ExecutionError("what it waits for never comes"), instructions[at])
+
+
+def _flat(instructions: Sequence[Instruction]) -> tuple[list[Bound], list[Instruction]]:
+    """The calls of some instructions, and which one each is of."""
+    calls: list[Bound] = []
+    places = []
+    for instruction in instructions:
+        for call in (instruction.wait, instruction.run):
+            if call is not None and call is not nothing:
+                calls.append(call)
+                places.append(instruction)
+    return calls, places
+
+
+def _run_until_blocked(instructions: Sequence[Instruction], at: int) -> int:
+    """Run instructions from a place on; returns that of the first that is blocked."""
+    for instruction in instructions[at:]:
+        try:
+            if instruction.is_blocked():  # what ranks do together is done by the one that asks last
+                break
+            if instruction.wait is not None:
+                instruction.wait()
+            instruction.run()
+        except Exception as error:
+            raise _placed(error, instruction) from None
+        at += 1
+    return at
+
+
+def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
+    """What has failed an instruction, with its place."""
+    # With the traceback of the cause, which leads to the user's line, and that one alone.
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return ExecutionError(
+        str(error) if isinstance(error, ExecutionError) else describe(error),
+        rank=instruction.rank,
+        index=instruction.listed_at,
+        action=instruction.action,
+        cause=error,
+    ).with_traceback(inner)
+
+
+def _awaited(schedule: Schedule, action: Action) -> str:
+    """What an action waits for of another rank, in words."""
+    kind = CONSUMES.get(action.kind, action.kind)
+    transfer = attrs.evolve(action, kind=kind, version=None)
+    if kind not in COMMUNICATION:
+        return str(action)
+    peer = graph_of(schedule).peer(transfer)
+    return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
+
+
+@attrs.frozen(eq=False)
+class _Known:
+    """What is known of an input signature: what its first call has learned, how many receive
+    buffers a rank may hold, and whether the caller computes in lower precision."""
+
+    lessons: Lessons
+    room: int | None
+    autocast: bool
+
+
+@attrs.frozen(eq=False)
+class Opened:
+    """A call that has been announced, and the program to run, for these observers.
+
+    `learns` is whether this is the first call of its input signature.
+    """
+
+    announcement: Announcement
+    program: Program
+    observers: Sequence[Observer]
+    learns: bool
+
+    @property
+    def rows(self) -> int | None:
+        """Those of the whole batches, None for ready microbatches."""
+        return None if self.announcement.rows == UNKNOWN else self.announcement.rows
+
+
+class Programs:
+    """The programs of a list by the number of the input signature: for calls that train, or for
+    those that don't.
+
+    The first stage's first rank alone sees the input, gives a new signature its number, and says in
+    the handshake of each call which one that has. One is known once a call of it has ended well.
+    `newcomers` are who watches a call of another signature than the call before, by its number, and
+    whether that is to be learned. `under_way` are the sends that may not have arrived by the end of
+    a call. `schedule` is the list of the latest program, or would be where receives take no more
+    buffers than the list needs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        compiler: Compiler,
+        transports: Mapping[int, Transport],
+        control: Control,
+        handshake: Handshake,
+        first: FirstCall,
+        under_way: list[Work],
+        newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
+    ) -> None:
+        self._plan, self._listed, self._control = plan, schedule, control
+        self._handshake, self._first, self._newcomers = handshake, first, newcomers
+        self.compiler, self._transports, self._under_way = compiler, transports, under_way
+        self.schedule = plan.posted(schedule)
+        self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
+        self._sees_input = 0 in plan.local_stages
+        self._is_alone = len(transports) > 1
+        self._streams = [plan.accelerator.stream() for _ in transports] if self._is_alone else []
+        self._numbers: dict[object, int] = {}
+        self._next = 0  # the number of a signature that is new
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._programs: dict[int, Program] = {}
+        self._posted: set[int] = set()
+        self._latest: Program | None = None
+        self._signature: object = None
+
+    def open(self, call: Call, inputs: Batch | None, feed: Feed) -> Opened:
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs`.
+
+        Raises ExecutionError where other ranks do something else.
+        """
+        number = UNKNOWN
+        if self._sees_input:
+            self._signature = _signature_of(feed, inputs, call.precision)
+            number = self._numbers.get(self._signature, self._next)
+        announcement = self._handshake.exchange(
+            Announcement(
+                call.request,
+                call.number,
+                call.step,
+                call.precision,
+                UNKNOWN if feed.rows is None else feed.rows,
+                *feed.fingerprints,
+                number,
+            )
+        )
+        number = announcement.signature
+        learns = number == self._next
+        program = self._to_learn(call.precision) if learns else self._of(number)
+        observers = listening()
+        if program is not self._latest:
+            self._latest = program
+            self.schedule = program.schedule
+            if self._newcomers is not None:
+                observers = [*observers, *self._newcomers(number, learns)]
+        return Opened(announcement, program, observers, learns)
+
+    def run(self, opened: Opened, call: Call) -> None:
+        """Run the list. Raises ExecutionError, or WaitError for what never comes."""
+        self.compiler.now.call = call
+        # What the call before sent last; its receivers have posted their part within that one.
+        if self._under_way:
+            self._wait_for_sends("the call before")
+        for pool in self.compiler.pools.values():
+            pool.trim()
+        program = opened.program
+        if self._is_alone:
+            program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
+        else:
+            program.run(opened.observers)
+        self._under_way += program.cells.take_sends()
+        if opened.learns:  # beside the payloads, where a failure must end all messages
+            self._wait_for_sends("this call")
+
+    def learn(self, opened: Opened) -> None:
+        """A call has ended well: what the first one of a signature has learned is known.
+
+        After that all ranks of the pipeline come here, as how far ahead receives are posted depends
+        on all of them.
+        """
+        if not opened.learns:
+            return
+        number, lessons = opened.announcement.signature, opened.program.cells.lessons
+        mask_gradients(lessons, opened.program.schedule, self._plan.local_ranks)
+        room = min(self._control.share(self._room(lessons)))
+        autocast = opened.announcement.precision is not None
+        self._known[number] = _Known(lessons, room, autocast)
+        if self._sees_input:
+            self._numbers[self._signature] = number
+        self._next += 1
+        while len(self._known) > _MOST:
+            old, _ = self._known.popitem(last=False)
+            self._programs.pop(old, None)
+            self._posted.discard(old)
+        self._numbers = {key: n for key, n in self._numbers.items() if n in self._known}
+        rooms = {None, *(known.room for known in self._known.values())}
+        self._lists = {room: schedule for room, schedule in self._lists.items() if room in rooms}
+        self.schedule = self._of(number).schedule
+
+    def post_ahead(self, opened: Opened) -> None:
+        """A call is over: post the receives that the next one of its signature begins with."""
+        number = opened.announcement.signature
+        program = self._programs[number]
+        if program.posts_ahead and (number in self._posted or len(self._posted) < _MOST_POSTED):
+            self._posted.add(number)
+            program.post_ahead()
+
+    def reset(self) -> None:
+        """A call has failed: the next one, where there can be one, starts anew."""
+        self._under_way.clear()
+        self.compiler.pools.clear()
+        for program in (*self._programs.values(), self._latest):
+            if program is not None:
+                program.cells.drop()
+        self._latest = None
+        self._programs.clear()
+        self._posted.clear()
+
+    def _wait_for_sends(self, whose: str) -> None:
+        try:
+            wait_for(self._under_way)
+        except WaitError as error:
+            raise WaitError(error.cause, f"what {whose} has sent to arrive") from error
+
+    def _to_learn(self, precision: torch.dtype | None) -> Program:
+        """The program for the first call of a signature."""
+        stages, microbatches = self._plan.local_stages, range(self._listed.microbatches)
+        lessons = {(stage, m): Learned() for stage in stages for m in microbatches}
+        return self._compiled(_Known(lessons, None, precision is not None), 0, self._first)
+
+    def _of(self, number: int) -> Program:
+        """The program for a known signature."""
+        self._known.move_to_end(number)
+        if number not in self._programs:
+            self._programs[number] = self._compiled(self._known[number], number)
+        return self._programs[number]
+
+    def _compiled(self, known: _Known, number: int, first: FirstCall | None = None) -> Program:
+        if known.room not in self._lists:
+            self._lists[known.room] = self._plan.posted(self._listed, known.room)
+        schedule = self._lists[known.room]
+        cells = Cells(known.lessons, self._plan.last_stage, graph_of(schedule).runs)
+        tag = 2 * number + (not self.compiler.trains)
+        lists: list[Sequence[Instruction]] = []
+        ahead: list[Bound] = []
+        for rank, transport in self._transports.items():
+            listed_at = _listed_at(self._listed.actions[rank], schedule.actions[rank])
+            instructions = self.compiler.compile(
+                schedule,
+                rank,
+                transport.tagged(tag),
+                listed_at,
+                cells,
+                known.autocast or self._plan.accelerator.queues,
+                first,
+            )
+            if first is None and transport.early:
+                first_of = len([*takewhile(_is_receive, schedule.actions[rank])])
+                ahead = [one.run for one in instructions[:first_of]]
+                posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
+                instructions = [*posted, *instructions[first_of:]]
+            lists.append(observed(instructions, self.compiler.observers))
+        return Program(schedule, cells, lists, ahead)
+
+    def _room(self, lessons: Lessons) -> int:
+        """How many receive buffers a rank may hold, as far as the ranks here can tell."""
+        largest = max((learned.largest() for learned in lessons.values()), default=0)
+        return min(_SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
+
+
+def _is_receive(entry: Entry) -> TypeGuard[Action]:
+    """Whether it is a receive by itself: one in a batch stays with it."""
+    return isinstance(entry, Action) and entry.kind in RECEIVES
+
+
+def _listed_at(listed: Sequence[Entry], posted: Sequence[Entry]) -> list[int]:
+    """For each entry of a list with its receives ahead, its index in the list as it was.
+
+    Receives keep their order, and so does all else.
+    """
+    indices: dict[bool, list[int]] = {True: [], False: []}
+    for index, entry in enumerate(listed):
+        indices[_is_receive(entry)].append(index)
+    following = {is_receive: iter(found) for is_receive, found in indices.items()}
+    return [next(following[_is_receive(entry)]) for entry in posted]
+
+
+def _signature_of(feed: Feed, inputs: Batch | None, precision: torch.dtype | None) -> object:
+    """Equal where a call's microbatches have the same boundaries.
+
+    `inputs` is what they were cut from, `precision` the type that autocast computes in.
+    """
+    if isinstance(inputs, Tensor) and not feed.extras:  # which says it for all of its pieces
+        return inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad, precision
+    return (*_signatures(feed), precision)
+
+
+def _signatures(feed: Feed) -> Iterator[object]:
+    """One for each microbatch."""
+    for m, batch in enumerate(feed.inputs):
+        leaves, spec = pytree.tree_flatten(batch)
+        extras = [
+            (stage, *pytree.tree_flatten(feed.extras[stage][m])) for stage in sorted(feed.extras)
+        ]
+        yield (
+            tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+            spec,
+            tuple(
+                (stage, structure, *(meta_of(x) for x in given if isinstance(x, Tensor)))
+                for stage, given, structure in extras
+            ),
+        )

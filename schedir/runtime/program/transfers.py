@@ -1,0 +1,113 @@
+"""SEND and RECV of a known input signature as bound calls: they post what both sides know.
+
+Where microbatches differ in which gradients there are, a mask that says so goes first, from host to
+host, and zeros stand for those that there are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from schedir.errors import ExecutionError
+from schedir.runtime.boundaries.boundary import Grads, empty, payload
+from schedir.runtime.program.instruction import Bound
+from schedir.runtime.stage.activations import Cell
+from schedir.runtime.transports.transport import Poster
+
+Make = Callable[..., Tensor]
+"""Makes a buffer for a tensor to come, of a shape, a stride and a `dtype`."""
+
+
+def send_activations(cell: Cell, poster: Poster, peer: int) -> Bound:
+    """SEND_ACT: post the cell's outputs."""
+    send, post, metas = poster.send, cell.output_sends.append, cell.learned.after.metas
+
+    def call() -> None:
+        for tensor, meta in zip(cell.outputs_to_send, metas, strict=True):
+            if not meta.is_plain or not tensor.is_contiguous() or tensor.is_neg():
+                tensor = payload(tensor, meta)
+            post(send(tensor, peer))
+        cell.outputs_to_send = ()
+
+    return call
+
+
+def send_gradients(
+    cell: Cell, poster: Poster, beside: Poster, peer: int, device: torch.device
+) -> Bound:
+    """SEND_GRAD: post the gradients of the cell's inputs; the mask goes by `beside`."""
+    send, post = poster.send, cell.grad_sends.append
+    expected, masked = cell.learned.grads_out, cell.learned.masked_out
+
+    def call() -> None:
+        grads, cell.input_grads = cell.input_grads, ()
+        if masked:
+            present = [grad is not None for grad in grads]
+            post(beside.send(torch.tensor(present, device="cpu"), peer))
+        else:
+            for grad, meta in zip(grads, expected, strict=True):
+                if (grad is None) is not (meta is None):
+                    raise _differs(grads, expected, cell.stage)
+        for grad, meta in zip(grads, expected, strict=True):
+            if meta is None:
+                continue
+            if grad is None:
+                grad = empty(meta, device).zero_()
+            if not meta.is_plain or not grad.is_contiguous() or grad.is_neg():
+                grad = payload(grad, meta)
+            post(send(grad, peer))
+
+    return call
+
+
+def receive_activations(cell: Cell, poster: Poster, peer: int, make: Make) -> Bound:
+    """RECV_ACT: post buffers for the cell's inputs, which a backward can stop at."""
+    receive, post, metas = poster.receive, cell.input_receives.append, cell.learned.before.metas
+
+    def call() -> None:
+        leaves = []
+        for meta in metas:
+            buffer = make(meta.shape, meta.stride, dtype=meta.dtype)
+            post(receive(buffer if meta.is_plain else payload(buffer, meta), peer))
+            leaves.append(buffer.requires_grad_(meta.requires_grad))
+        cell.leaves = tuple(leaves)
+
+    return call
+
+
+def receive_gradients(cell: Cell, poster: Poster, beside: Poster, peer: int, make: Make) -> Bound:
+    """RECV_GRAD: post buffers for the gradients of the cell's outputs, and for their mask."""
+    receive, post = poster.receive, cell.grad_receives.append
+    expected, masked = cell.learned.grads_in, cell.learned.masked_in
+
+    def call() -> None:
+        if masked:
+            cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
+            post(beside.receive(cell.mask, peer))
+        grads: list[Tensor | None] = []
+        for meta in expected:
+            buffer = None
+            if meta is not None:
+                buffer = make(meta.shape, meta.stride, dtype=meta.dtype)
+                post(receive(buffer if meta.is_plain else payload(buffer, meta), peer))
+            grads.append(buffer)
+        cell.output_grads = tuple(grads)
+
+    return call
+
+
+def _differs(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> ExecutionError:
+    """The error where other gradients are there than in the first call."""
+    return ExecutionError(
+        f"gradients of the stage's inputs: {_yes_no(expected)} in the first call of this input "
+        f"shape, but {_yes_no(grads)} now; if that depends on data, declare the boundary, "
+        f"boundaries={{{stage - 1}: torch.empty(...)}}, and a mask says which there are; make "
+        "a new Executor if parameters have been frozen or thawed"
+    )
+
+
+def _yes_no(of: Sequence[object]) -> str:
+    return f"({', '.join('no' if each is None else 'yes' for each in of)})"
