@@ -45,7 +45,7 @@ RUNTIME = (
     "processes",
     "transports",
     "plan",
-    "world",
+    "session",
     "batch",
     "gradients",
     "boundaries",

@@ -30,6 +30,8 @@ from schedir.runtime.program.opening import Announcements, Opening
 from schedir.runtime.program.programs import Programs
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
+from schedir.runtime.session import Session as World
+from schedir.runtime.session import Transports
 from schedir.runtime.stage.cells import Cells
 from schedir.runtime.stage.lives import lives_of
 from schedir.runtime.stage.replicas import Replicas
@@ -37,7 +39,6 @@ from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.trace.trace import Trace
 from schedir.runtime.transports.transport import Work
-from schedir.runtime.world import Transports, World
 
 
 @attrs.frozen(eq=False)

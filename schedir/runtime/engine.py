@@ -19,18 +19,17 @@ from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import Control
-from schedir.runtime.processes.courier import Courier
+from schedir.runtime.processes.control import Control, Courier
 from schedir.runtime.processes.failure import OneLineError, WaitError, describe
 from schedir.runtime.program.announcement import Announcement
 from schedir.runtime.program.runner import Runner
 from schedir.runtime.program.trail import Trail
 from schedir.runtime.result import CallLosses, StepResult
+from schedir.runtime.session import Session as World
 from schedir.runtime.stage.autocast import suspended
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
-from schedir.runtime.world import World
 from schedir.simulator import Timeline
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Kind, dumps, loads
+from schedir.ir import Kind
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.accumulated import Accumulated
 from schedir.runtime.gradients.barriers import Barrier, Barriers
@@ -24,16 +24,8 @@ from schedir.runtime.gradients.presence import Presence
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.gradients.ties import Tie
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.claims import (
-    Claim,
-    compare,
-    compare_arguments,
-    compare_schedules,
-    digest,
-)
-from schedir.runtime.processes.groups import Group
-from schedir.runtime.processes.rounds import in_turn
-from schedir.runtime.world import World
+from schedir.runtime.processes.groups import Group, in_turn
+from schedir.runtime.session import Claim, Session, agree, digest
 
 
 class Shared:
@@ -43,10 +35,10 @@ class Shared:
     differ.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, session: Session) -> None:
         self._plan, self._schedule, self._stages = plan, plan.schedule, plan.trained
-        self._grid, self._control, self._groups = world.grid, world.control, world.groups
-        self._accelerator, self._device = world.accelerator, world.device
+        self._grid, self._control, self._groups = session.grid, session.control, session.groups
+        self._accelerator, self._device = plan.accelerator, plan.device
         self._presences: list[Presence] = []
         self._own = self._grid.processes[self._grid.pipeline][self._grid.rank]
         # The stages whose sums share a group, and the group's processes.
@@ -74,20 +66,16 @@ class Shared:
         )
         own = Claim(
             self._schedule.content_hash,
-            world.device.type,
-            "" if "NCCL_HOSTID" in os.environ else world.accelerator.name,
-            world.accelerator.processors,
+            plan.device.type,
+            "" if "NCCL_HOSTID" in os.environ else plan.accelerator.name,
+            plan.accelerator.processors,
             plan.compared,
             self._digests(),
             sizes,
             doubles,
             getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         )
-        claims = world.control.gather(own)
-        compare_arguments(claims)
-        if any(claim.schedule != own.schedule for claim in claims):
-            compare_schedules(list(map(loads, world.control.gather(dumps(self._schedule)))))
-        compare(claims)
+        claims = agree(session.control, own, plan.schedule)
         self.processors = min(claim.processors for claim in claims)
         self._sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
         self._norm_type = torch.float64 if any(c.doubles for c in claims) else torch.float32

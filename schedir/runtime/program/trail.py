@@ -22,8 +22,7 @@ import torch.distributed as dist
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.call import Call
-from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.patience import Patience
+from schedir.runtime.processes.failure import Patience, WaitError
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.joined import PostBatch
 from schedir.runtime.program.transfer import Transfer
