@@ -12,15 +12,12 @@ from torch import Tensor
 from schedir.passes import forward_only
 from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
 from schedir.runtime.boundaries.signature import Signatures
-from schedir.runtime.gradients.accumulated import Accumulated
-from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
-from schedir.runtime.gradients.drift import Drift
 from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
 from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.sharing import Shared
-from schedir.runtime.gradients.ties import Tie
+from schedir.runtime.gradients.shared_parameters import ReplicaCheck as Drift
+from schedir.runtime.gradients.shared_parameters import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler

@@ -16,8 +16,8 @@ from schedir.ir import COMPLETES_GRADIENTS, Action, Kind, Schedule, Together
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.boundary import empty
 from schedir.runtime.boundaries.buffers import FromBuffers
-from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.nonfinite import NonFinite
+from schedir.runtime.gradients.reduction import Barriers
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.program.abreast import Pair, forwards_aside
 from schedir.runtime.program.arrivals import arrivals

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.call import Call
-from schedir.runtime.gradients.barriers import Barrier
+from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.stage.weights import StageWeights
 
 
