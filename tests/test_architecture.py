@@ -35,7 +35,6 @@ FLOORS = (
 # The runtime's parts, each of which imports those before it alone.
 RUNTIME = (
     "accelerator",
-    "late",
     "chunk_specs",
     "arguments",
     "call",
@@ -45,7 +44,7 @@ RUNTIME = (
     "processes",
     "transports",
     "plan",
-    "world",
+    "session",
     "batch",
     "gradients",
     "boundaries",

@@ -12,15 +12,12 @@ from torch import Tensor
 from schedir.passes import forward_only
 from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.accumulated import Accumulated
-from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.clipping import Clipping
-from schedir.runtime.gradients.drift import Drift
 from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
 from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.sharing import Shared
-from schedir.runtime.gradients.ties import Tie
+from schedir.runtime.gradients.shared_parameters import ReplicaCheck as Drift
+from schedir.runtime.gradients.shared_parameters import Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -29,12 +26,12 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
+from schedir.runtime.session import Session as World
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
 from schedir.runtime.trace.trace import Trace
 from schedir.runtime.transports.transport import Transport, Work
-from schedir.runtime.world import World
 
 
 @attrs.frozen(eq=False)

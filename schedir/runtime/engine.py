@@ -19,18 +19,17 @@ from schedir.runtime.batch.losses import Losses
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request, autocast_kinds
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import Control
-from schedir.runtime.processes.courier import Courier
+from schedir.runtime.processes.control import Control, Courier
 from schedir.runtime.processes.failure import OneLineError, WaitError, describe
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.handshake import Announcement
 from schedir.runtime.program.program import Opened
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
+from schedir.runtime.session import Session as World
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
-from schedir.runtime.world import World
 from schedir.simulator import Timeline
 
 T = TypeVar("T")

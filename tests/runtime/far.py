@@ -19,7 +19,7 @@ from schedir.runtime import StepResult, fitting, plan
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
-from schedir.runtime.gradients import sharing
+from schedir.runtime.gradients import shared_parameters
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.transports.choice import Choice, transport_for
 
@@ -138,7 +138,7 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     """The device meta, which is refused to users; between processes nothing stands for a tensor."""
     monkeypatch.setattr(fitting, "_check_tensors", lambda *_: None)
     monkeypatch.setattr(plan, "device_of", lambda stages: META)
-    monkeypatch.setattr(sharing, "digest", lambda parameter: 0)  # read before any step
+    monkeypatch.setattr(shared_parameters, "digest", lambda parameter: 0)  # read before any step
     monkeypatch.setattr(plan, "transport_for", _without_gpu)
     for name in ("send", "recv", "allreduce"):
         monkeypatch.setattr(Group, name, _of_nothing(getattr(Group, name)))

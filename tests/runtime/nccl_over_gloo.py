@@ -27,7 +27,6 @@ from torch import Tensor
 
 from schedir.runtime import plan
 from schedir.runtime.processes import groups
-from schedir.runtime.processes.nccl import Settings
 from schedir.runtime.transports.nccl import NcclTransport
 
 _TYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
@@ -140,11 +139,11 @@ class NcclOverGloo:
         position: int,
         processes: Sequence[int],
         name: str,
-        settings: Settings,
+        timeout: timedelta,
+        max_ctas: int | None,
     ) -> None:
         self._log, self._store, self._position, self._size = log, store, position, len(processes)
         self._name = name.split("/", 4)[-1]  # without what tells executors apart
-        self.settings = settings
         self._communicators: dict[str, Communicator] = {}
         self._as_one: list[End] | None = None
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import schedir
-from schedir.runtime import Executor
+from schedir.runtime import Executor, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.batch.placing import placed
 from schedir.runtime.fitting import check_modules
-from schedir.runtime.gradients import sharing
-from schedir.runtime.processes.claims import Claim, compare
+from schedir.runtime.session import Claim, compare
 from tests.runtime.kit import MSE, message_of, random_batch, sgd
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -139,7 +138,7 @@ def test_a_gpu_may_be_shared_where_it_is_meant(
         monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.setattr(Host, "name", "GPU-1 of here")
     claimed: list[Claim] = []
-    monkeypatch.setattr(sharing, "compare", claimed.extend)
+    monkeypatch.setattr(session, "compare", claimed.extend)
     with Executor(schedir.build("1f1b", ranks=1, microbatches=1), {0: nn.Linear(4, 4)}, MSE, sgd):
         (own,) = claimed
     assert own.gpu == ("" if meant else "GPU-1 of here")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.gradients.presence import Presence
+from schedir.runtime.gradients.reduction import GradientMask
 from tests.runtime import test_boundaries_on_ranks as boundaries
 from tests.runtime import test_in_process as in_process
 from tests.runtime import test_replicas_on_ranks as replicas
@@ -326,10 +326,10 @@ def test_who_has_all_gradients_waits_for_no_other_host() -> None:
             told.append(tensors[0])
             return Work()
 
-    presence = Presence(Others(), "stage 0's")  # type: ignore[arg-type]
-    presence.tell([True, True, True])
-    assert presence.anywhere() == [True, True, True]
+    mask = GradientMask(Others(), "stage 0's")  # type: ignore[arg-type]
+    mask.tell([True, True, True])
+    assert mask.anywhere() == [True, True, True]
     assert not waited
-    presence.tell([True, False, False])
-    assert presence.anywhere() == [True, True, False]
+    mask.tell([True, False, False])
+    assert mask.anywhere() == [True, True, False]
     assert waited == [1, 2]  # the first when the second was told

@@ -11,8 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.runtime.processes.groups import Group, Groups, NcclGroup
-from schedir.runtime.processes.nccl import Settings, end, nccl_backend, shares
+from schedir.runtime.processes.groups import (
+    Group,
+    Groups,
+    NcclGroup,
+    end,
+    nccl_backend,
+    shares,
+)
 
 STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
 
@@ -46,8 +52,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(max_ctas: int | None = None, seconds: int = 1800) -> Any:
-    settings = Settings(timedelta(seconds=seconds), max_ctas)
-    return nccl_backend(STORE, 1, (2, 5), "schedir/0/channel/2-5", settings)
+    timeout = timedelta(seconds=seconds)
+    return nccl_backend(STORE, 1, (2, 5), "schedir/0/channel/2-5", timeout, max_ctas)
 
 
 def test_flight_recorders_tell_processes_and_groups_apart() -> None:

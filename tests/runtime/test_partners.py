@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import schedir
 from schedir.passes import insert_reductions
-from schedir.runtime.gradients.partners import partners
+from schedir.runtime.gradients.reduction import reduction_groups
 from tests.literals import listed
 
 
 def test_stages_of_the_same_ranks_in_the_same_order_share_a_group() -> None:
     schedule = insert_reductions(schedir.build("interleaved-1f1b", ranks=2, microbatches=4))
-    assert partners(schedule) == [(0, 2), (1, 3)]
+    assert reduction_groups(schedule) == [(0, 2), (1, 3)]
 
 
 def replicated(first: str, second: str) -> schedir.Schedule:
@@ -26,12 +26,14 @@ def replicated(first: str, second: str) -> schedir.Schedule:
 def test_in_another_order_each_has_its_own() -> None:
     forth, back = "0REDUCE_GRAD 1REDUCE_GRAD", "1REDUCE_GRAD 0REDUCE_GRAD"
     assert schedir.check(replicated(forth, forth)).ok
-    assert partners(replicated(forth, forth)) == [(0, 1)]
-    assert partners(replicated(back, back)) == [(0, 1)]
-    assert partners(replicated(forth, back)) == [(0,), (1,)]
+    assert reduction_groups(replicated(forth, forth)) == [(0, 1)]
+    assert reduction_groups(replicated(back, back)) == [(0, 1)]
+    assert reduction_groups(replicated(forth, back)) == [(0,), (1,)]
     twice = f"{forth} {forth}"
-    assert partners(replicated(twice, twice)) == [(0, 1)]
-    assert partners(replicated(twice, "0REDUCE_GRAD 0REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_GRAD")) == [
+    assert reduction_groups(replicated(twice, twice)) == [(0, 1)]
+    assert reduction_groups(
+        replicated(twice, "0REDUCE_GRAD 0REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_GRAD")
+    ) == [
         (0,),
         (1,),
     ]

@@ -17,11 +17,10 @@ import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.engine import _arrive
-from schedir.runtime.processes.courier import Courier
-from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.patience import Patience
+from schedir.runtime.processes.control import Courier
+from schedir.runtime.processes.failure import Patience, WaitError
 from schedir.runtime.program.trail import Trail
-from schedir.runtime.world import World
+from schedir.runtime.session import Session
 from tests.runtime.kit import MSE, sgd
 
 CPU = torch.device("cpu")
@@ -127,14 +126,14 @@ def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
 
 def test_what_nccl_says_is_not_lost() -> None:
     """Such as that two ranks have one GPU: no connection has ended."""
-    world: Any = SimpleNamespace(
+    session: Any = SimpleNamespace(
         groups=SimpleNamespace(timeout=SECOND),
         grid=SimpleNamespace(rank=1, everyone=(0, 1)),
         closed=False,
         _board=SimpleNamespace(reason=lambda: None, fewest_calls=lambda everyone: None),
     )
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
-    assert str(World._explained(world, stalled, "making the executor")) == (
+    assert str(Session._explained(session, stalled, "making the executor")) == (
         "rank 1: making the executor: waited for the other ranks, but DistBackendError: "
         "NCCL error: Duplicate GPU detected"
     )

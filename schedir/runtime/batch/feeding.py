@@ -11,6 +11,7 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.ir import Kind, Schedule
+from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch import fingerprint
 from schedir.runtime.batch.losses import SUMS
 from schedir.runtime.batch.microbatches import (
@@ -29,7 +30,6 @@ from schedir.runtime.batch.microbatches import (
 from schedir.runtime.batch.placing import placed
 from schedir.runtime.call import Request
 from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
-from schedir.runtime.late import Late, Unread
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, Control
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum

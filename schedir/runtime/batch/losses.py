@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
+from schedir.runtime.accelerator import Late
 from schedir.runtime.batch.microbatches import Count, rows
-from schedir.runtime.late import Late
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
 from schedir.runtime.result import CallLosses

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.accelerator import Accelerator, Late, Unread
 from schedir.runtime.batch.microbatches import Count
-from schedir.runtime.gradients.norms import Norms
-from schedir.runtime.late import Late, Unread
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import VERDICT_TAG, Control
 
@@ -63,8 +61,7 @@ class NonFinite:
         holders = {rank for held in plan.schedule.placement for rank in held}
         self._numbers = list(dict.fromkeys(map(plan.grid.number, sorted(holders))))
         self.skipped: list[Step] = []
-        self._looked_at: set[Step] = set()
-        self._left_out: set[Step] = set()
+        self._looked_at: dict[Step, bool] = {}  # whether it is left out
         self._leaves_all_out = False
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
         self._unread = Unread()
@@ -75,7 +72,6 @@ class NonFinite:
         self._adds_up, self._accumulates = self._accumulates, not updates
         self.skipped = []
         self._looked_at.clear()
-        self._left_out.clear()
         self._leaves_all_out = False
         self._losses.clear()
 
@@ -137,11 +133,11 @@ class NonFinite:
         """
         # A replica in this process may have stepped already.
         due = [step for step in steps if step not in self._looked_at]
-        self._looked_at.update(due)
+        self._looked_at.update(dict.fromkeys(due, False))
         found = self._not_finite(due)
         if found and self._raises:
             self._refuse(found)
-        self._left_out.update(found)
+        self._looked_at.update(dict.fromkeys(found, True))
 
     def look_before_norms(self) -> None:
         """Look at the gradients here before all ranks take the norm.
@@ -152,27 +148,30 @@ class NonFinite:
         if self._raises and not self._accelerator.queues and (found := self._not_finite()):
             self._refuse(found)
 
-    def accepts(self, norms: Norms, total: Tensor) -> bool:
-        """Whether gradients of that norm may be applied; else all steps are left out.
+    def accepts(self, norms: Tensor, stages: Sequence[int], total: Tensor) -> bool:
+        """Whether gradients of that total norm may be applied; else all steps are left out.
 
-        Raises ExecutionError where none should be.
+        `norms` is made of those of these stages. Raises ExecutionError where none should be.
         """
-        if not (self._raises or self._skips):
-            return True
-        (whole,) = self._read([total])
-        if math.isfinite(whole):
+        if not (self._raises or self._skips) or math.isfinite(*self._read([total])):
             return True
         if self._raises:
-            self._refuse(self._not_finite(), norms)
+            if found := self._not_finite():
+                self._refuse(found)
+            those = {s for s, n in zip(stages, norms.tolist(), strict=True) if not math.isfinite(n)}
+            whose = (
+                f"stage {', '.join(map(str, sorted(those)))}" if those else "all stages together"
+            )
+            raise ExecutionError(f"the norm of the gradients of {whose} is not finite{_MEND}")
         self._leaves_all_out = True
         return False
 
     def leaves_out(self, step: Step) -> bool:
         """Whether an OPTIM_STEP, whose turn it is, is left out."""
-        if self._leaves_all_out or step in self._left_out:
+        left_out = self._leaves_all_out or self._looked_at.get(step, False)
+        if left_out:
             self.skipped.append(step)
-            return True
-        return False
+        return left_out
 
     def _agree(self) -> None:
         """Leave all steps out where any rank has a gradient that is not finite."""
@@ -204,17 +203,11 @@ class NonFinite:
             if not math.isfinite(value):
                 raise ExecutionError(f"the loss of microbatch {microbatch} is {value}{_MEND}")
 
-    def _refuse(self, found: Sequence[Step], norms: Norms | None = None) -> NoReturn:
-        """Raise ExecutionError for what is not finite: a gradient of a step here, or the norm."""
-        if found:
-            # Gradients flow down: the last stage that has one may be why others do.
-            stage, step = max(self._not_finite() if self._plan.steps_last else found)
-            what = self._gradients[stage].worst() + self._microbatch(stage, step)
-        else:
-            assert norms is not None  # something is not finite
-            stages = norms.infinite(norms.values.tolist())
-            those = f"stage {', '.join(map(str, stages))}" if stages else "all stages together"
-            what = f"the norm of the gradients of {those} is not finite"
+    def _refuse(self, found: Sequence[Step]) -> NoReturn:
+        """Raise ExecutionError for a gradient of a step here that is not finite."""
+        # Gradients flow down: the last stage that has one may be why others do.
+        stage, step = max(self._not_finite() if self._plan.steps_last else found)
+        what = self._gradients[stage].worst() + self._microbatch(stage, step)
         raise ExecutionError(f"{what}{_MEND}")
 
     def _microbatch(self, stage: int, step: int) -> str:

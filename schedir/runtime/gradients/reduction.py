@@ -1,28 +1,84 @@
-"""REDUCE_GRAD: a stage's gradients, summed over all processes that run the stage.
+"""Sums gradients before OPTIM_STEPs: over the processes that run a stage, and over tied copies.
 
-The sums are on their way, bucket by bucket, while the rank goes on with its list, and are waited
-for where the gradients are used.
+A REDUCE_GRAD's sums are on their way, bucket by bucket, while the rank goes on with its list, and
+are waited for where the gradients are used. What ranks do together before any of them steps, as to
+sum the copies of a tied parameter, is done at a `Barrier`:
+
+    rank 0   … 0B7 0OPTIM_STEP ─┐
+    rank 1   … 1B7 1OPTIM_STEP ─┴ barrier: its action, then each steps
+
+Between processes the action itself waits for the others. Within one process it is carried out by
+the last rank that arrives, on a stream that has waited for those of the others; and what these do
+next waits for it.
+
+    rank 0's stream   … 0B7 ─mark──┐          ┌─wait─ 0OPTIM_STEP
+    rank 1's stream   … 1B7 ───── wait ─ action ─mark─ 1OPTIM_STEP
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime.gradients.presence import Presence
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.processes.groups import Group, wait_for_sum
 
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 
+class GradientMask:
+    """Which of some gradients any process of a `group`, of CPU tensors, has.
+
+    A gradient that nobody has is none, never zeros: AdamW would decay its parameter. Each host
+    knows which ones it has when it has queued its backwards, so this goes from host to host, beside
+    the sums of the gradients; and who has them all need not wait to hear of others. `whose` names
+    them in messages.
+    """
+
+    def __init__(self, group: Group, whose: str) -> None:
+        self._group, self._whose = group, whose
+        self._own: Sequence[bool] = ()
+        self._under_way: tuple[dist.Work, Tensor] | None = None
+
+    def tell(self, own: Sequence[bool]) -> None:
+        """Say which ones this process has, as every other one does; nobody waits here."""
+        self.settle()  # what was said last has long arrived
+        self._own = own
+        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
+        self._under_way = self._group.allreduce([flags]), flags
+
+    def anywhere(self) -> Sequence[bool]:
+        """Of each, whether anyone has it. Waits for other hosts where this one can't tell."""
+        if all(self._own):
+            return self._own
+        assert self._under_way is not None  # told before
+        _, flags = self._under_way
+        self.settle()
+        return [bool(number) for number in flags.tolist()]
+
+    def settle(self) -> None:
+        """Wait until all that was said has arrived."""
+        if self._under_way is not None:
+            work, _ = self._under_way
+            self._under_way = None
+            wait_for_sum([work], f"{self._whose} gradients")
+
+    def forget(self) -> None:
+        """A call has failed: nobody answers any more."""
+        self._under_way = None
+
+
 class Reduction:
     """The sums of the gradients of one stage's `parameters`, of which there are some.
 
-    `whose` names it in messages, `presence` says which gradients there are in any process. With
+    `whose` names it in messages, `mask` says which gradients there are in any process. With
     `each_call` a call that makes no update sums as well, since the caller may step after any.
     """
 
@@ -30,14 +86,11 @@ class Reduction:
         self,
         parameters: Sequence[nn.Parameter],
         group: Group,
-        presence: Presence,
+        mask: GradientMask,
         whose: str,
         each_call: bool,
     ) -> None:
-        self._whose = whose
-        self._parameters = parameters
-        self._group = group
-        self._presence = presence
+        self._parameters, self._group, self._mask, self._whose = parameters, group, mask, whose
         self.each_call = each_call
         self._under_way: list[tuple[Tensor, list[nn.Parameter]]] = []
         self._works: list[dist.Work] = []
@@ -52,7 +105,7 @@ class Reduction:
         self.finish()
         for parameter in self._parameters:
             refuse_sparse(parameter, "summed over processes")
-        self._presence.tell([p.grad is not None for p in self._parameters])
+        self._mask.tell([p.grad is not None for p in self._parameters])
         for bucket in _buckets(self._parameters):
             flat = torch.cat(
                 [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
@@ -70,17 +123,174 @@ class Reduction:
         if not self._under_way:
             return
         self.wait()
-        anywhere = self._presence.anywhere()
-        absent = {p for p, there in zip(self._parameters, anywhere, strict=True) if not there}
+        there = dict(zip(self._parameters, self._mask.anywhere(), strict=True))
         for flat, bucket in self._under_way:
             pieces = flat.split([p.numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
-                if parameter not in absent:
-                    parameter.grad = laid_out(piece, parameter)
+                if there[parameter]:
+                    parameter.grad = _laid_out(piece, parameter)
         self._under_way.clear()
 
 
-def laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:
+class Tie:
+    """A parameter that stages share: each holds a copy, and all have the same gradient and step.
+
+    `copies` are those here, by stage. The gradients of those that are `counted` are summed: of a
+    stage's replicas, the first one's. Where other processes have copies, `elsewhere` is the group
+    for sums over all, and what says whether any has a gradient.
+    """
+
+    def __init__(
+        self,
+        copies: Mapping[int, nn.Parameter],
+        counted: Sequence[nn.Parameter],
+        elsewhere: tuple[Group, GradientMask] | None,
+    ) -> None:
+        self.copies, self._counted, self._elsewhere = copies, counted, elsewhere
+
+    def sum(self) -> None:
+        """Give every copy the sum of all gradients; none where nobody has one."""
+        copies = [*self.copies.values()]
+        for copy in copies:
+            refuse_sparse(copy, "summed with those of its tied copies")
+        grads = [copy.grad for copy in self._counted if copy.grad is not None]
+        total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(copies[0])
+        present = bool(grads)
+        if self._elsewhere is not None:
+            group, mask = self._elsewhere
+            mask.tell([present])
+            total = total.reshape(-1).clone()  # it may be a gradient itself
+            wait_for_sum([group.allreduce([total])], "a tied parameter's gradients")
+            (present,) = mask.anywhere()
+        for copy in copies:
+            copy.grad = _laid_out(total.clone().reshape(-1), copy) if present else None
+
+
+class Accumulated:
+    """What earlier calls have left of some parameters' gradients, where the caller steps.
+
+    That has been summed already, over processes and over tied copies: while a call runs it is set
+    aside, so that the call's sums are of its own gradients alone.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [*dict.fromkeys(parameters)]
+        self._earlier: list[Tensor | None] = []
+
+    def set_aside(self) -> None:
+        """Take it, before a call adds to it."""
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """Add it to what the call has left; nothing, if that has been done."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier = []
+
+
+class Barrier:
+    """An action that is carried out once `parties` ranks of this process have arrived.
+
+    It makes new gradients for the parameters `remade`, on its own stream.
+    """
+
+    def __init__(
+        self,
+        parties: int,
+        action: Callable[[], None],
+        accelerator: Accelerator,
+        remade: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._parties, self._action, self._remade = parties, action, remade
+        self._accelerator = accelerator
+        self._arrived: list[Mark] = []
+        self._done: Mark | None = None
+        self._passed = 0
+
+    def arrive(self) -> int:
+        """A rank is there; the result is the turn that it waits for, for `is_past`."""
+        turn = self._passed
+        self._arrived.append(self._accelerator.mark())
+        if len(self._arrived) == self._parties:
+            for mark in self._arrived:
+                mark.wait()
+            self._arrived.clear()
+            self._action()
+            self._done = self._accelerator.mark()
+            self._passed += 1
+        return turn
+
+    def is_past(self, turn: int) -> bool:
+        """Whether all have arrived in that turn."""
+        return self._passed > turn
+
+    def leave(self) -> None:
+        """A rank goes on: its stream waits for the action, and uses what that has made."""
+        if self._done is not None:
+            self._done.wait()
+        for parameter in self._remade:
+            if parameter.grad is not None:
+                self._accelerator.used(parameter.grad)
+
+    def reset(self) -> None:
+        """Forget who has arrived: a step has failed."""
+        self._arrived.clear()
+
+
+@attrs.frozen
+class Barriers:
+    """All barriers of this process, each with the stages before whose OPTIM_STEPs it stands."""
+
+    all: Sequence[tuple[Collection[int], Barrier]]
+
+    def before(self, stages: Iterable[int]) -> list[Barrier]:
+        """Those before consecutive OPTIM_STEPs of these stages, on one rank."""
+        return [barrier for own, barrier in self.all if not set(own).isdisjoint(stages)]
+
+    def reset(self) -> None:
+        """A step has failed: nobody waits any more."""
+        for _, barrier in self.all:
+            barrier.reset()
+
+
+def reduction_groups(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The stages with sums, together with those that they share a process group with.
+
+    A group costs a communicator, and on a GPU multiprocessors. Stages share one where their sums
+    run over the same ranks, which come to them in the same order:
+
+        rank 0   … 0REDUCE_GRAD 3REDUCE_GRAD        stages 0 and 3 share a group of ranks 0 and 3
+        rank 3   … 0REDUCE_GRAD 3REDUCE_GRAD        otherwise each has a group of its own
+    """
+    places = graph_of(schedule).collectives_of
+    found: list[list[int]] = []
+    for stage in places:
+        for others in found:
+            if _in_one_order([places[one] for one in (*others, stage)]):
+                others.append(stage)
+                break
+        else:
+            found.append([stage])
+    return [tuple(stages) for stages in found]
+
+
+def _in_one_order(places: Sequence[Mapping[int, Sequence[int]]]) -> bool:
+    """Whether all ranks come to the sums of these stages, each at its places by rank, in the same
+    order."""
+    ranks = set(places[0])
+    if any(set(by_rank) != ranks for by_rank in places):
+        return False
+    orders = {
+        tuple(stage for _, stage in sorted((p, s) for s, own in enumerate(places) for p in own[r]))
+        for r in ranks
+    }
+    return len(orders) == 1
+
+
+def _laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     """A gradient in the layout of its parameter, of its elements in order of their indices.
 
     Fused optimisers take for granted that both lie alike: channels last, say, or transposed.
@@ -113,5 +323,4 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
                 bucket, size = [], 0
             bucket.append(parameter)
             size += parameter.nbytes
-        if bucket:
-            yield bucket
+        yield bucket

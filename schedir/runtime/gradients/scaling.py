@@ -25,9 +25,9 @@ from torch import nn
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Ints, Schedule
+from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.call import Request
-from schedir.runtime.late import Late, Unread
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import WEIGHTS_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
@@ -40,30 +40,33 @@ class Scaling:
     """The scale of the gradients of each OPTIM_STEP."""
 
     def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
-        self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        self._plan, self._control = plan, control
         apart = steps_apart(plan.schedule) if plan.updates else {}
         self._known = {step: float(whole) for step, (_, whole) in apart.items() if whole}
         self._counted = {step: group for step, (group, whole) in apart.items() if not whole}
         grid, placement = plan.grid, plan.schedule.placement
         lines = range(grid.pipelines)
-        concerned = sorted({rank for stage, _ in self._counted for rank in placement[stage]})
+        concerned = {rank for stage, _ in self._counted for rank in placement[stage]}
         # The first of a pipeline's processes that have the loss tells what its shares add up to.
         self._tellers = [grid.number(placement[-1][0], line) for line in lines]
-        told = {grid.number(rank, line) for line in lines for rank in concerned}
+        self._told = sorted({grid.number(rank, line) for line in lines for rank in concerned})
         own = grid.number(grid.rank)
-        self._tells, self._needs = own in self._tellers, own in told
-        self._told = sorted(told)
+        self._tells, self._needs = own in self._tellers, own in self._told
         self._group: Group | None = None
-        on_device = self._accelerator.queues and plan.arguments.count is not rows
-        self._on_device = bool(self._counted) and on_device
-        if self._on_device and (self._tells or self._needs):
-            members = sorted({*told, *self._tellers})
+        self._on_device = plan.accelerator.queues and plan.arguments.count is not rows
+        if self._counted and self._on_device and (self._tells or self._needs):
+            members = sorted({*self._told, *self._tellers})
             processes = tuple(grid.everyone[number] for number in members)
             if len(processes) > 1:
                 self._group = groups.make("weights of steps", processes, plan.device)
         self._exchange: Exchange | None = None
         self._weights: dict[_Step, Count] = {}
         self._unread = Unread()
+
+    @property
+    def active(self) -> bool:
+        """Whether there is any such step."""
+        return bool(self._known or self._counted)
 
     def begin(self, shares: Sequence[Count], request: Request) -> None:
         """A call begins; `shares` are those of the microbatches of this pipeline, on a rank of the
@@ -101,7 +104,9 @@ class Scaling:
         if self._group is not None:
             wait_for_sum([self._group.allreduce([sums])], "the weights of steps")
         # Of nothing there is no mean; it is said once the host sees it.
-        self._unread.add(Late(self._accelerator, sums, lambda copied: self._check(copied.tolist())))
+        self._unread.add(
+            Late(self._plan.accelerator, sums, lambda copied: self._check(copied.tolist()))
+        )
         self._weights = dict(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
 
     def _check(self, weights: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""By how much the clocks of two processes differ.
+"""Estimates the offset between the clocks of two processes.
 
     process 0              ┌─▶ arrived ─ left ─┐            by its clock all go
     process 1     asked ───┘                   └──▶ heard    has one of its own
@@ -20,10 +20,8 @@ import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from schedir.runtime.processes.groups import Group
-from schedir.runtime.processes.message import Message
+from schedir.runtime.processes.groups import Group, Message
 
 now: Callable[[], int] = perf_counter_ns
 """Nanoseconds on the clock of this process; whoever keeps the time of a step reads it here."""
@@ -31,6 +29,7 @@ now: Callable[[], int] = perf_counter_ns
 Nanoseconds: TypeAlias = NDArray[np.int64]
 
 _ROUNDS = 32
+_ANSWER = "the clock of"  # what a wait is for, in words
 _FASTEST_DRIFT = 1000e-6  # of two clocks: an operating system corrects each by half of it at most
 
 
@@ -64,11 +63,6 @@ def reading_of(rounds: Sequence[Round]) -> Reading:
     return Reading(at, (most + least) / 2, abs(most - least) / 2)
 
 
-def reading_of_own() -> Reading:
-    """Process 0's: it is by this clock that all go."""
-    return Reading(now())
-
-
 @attrs.frozen
 class Alignment:
     """From a clock to process 0's, between two readings, from one of which to the other it has
@@ -93,40 +87,34 @@ class Alignment:
         return np.where(times == 0, 0, aligned)
 
 
-class ClockLine:
-    """To the clock of another process, `number` in the group."""
+def ask(group: Group, number: int, tag: int) -> Reading:
+    """Read the clock of another process, a `number` in the group, beside one's own; that has to
+    answer."""
+    rounds = []
+    for _ in range(_ROUNDS):
+        # Posted before it can come, and so found at once.
+        answered = group.expect(2, number, tag, _ANSWER)
+        asked = now()
+        question = _tell(group, number, tag, 0)
+        stamps = answered.wait()
+        heard = now()
+        question.wait()
+        arrived, left = stamps.tolist()
+        rounds.append(Round(asked, arrived, left, heard))
+    return reading_of(rounds)
 
-    def __init__(self, group: Group, number: int, tag: int) -> None:
-        self._group, self._number, self._tag = group, number, tag
 
-    def _send(self, *stamps: int) -> Message:
-        content = torch.tensor(stamps, dtype=torch.int64, device="cpu")
-        return Message(self._group.send, content, self._number, self._tag, "its clock to reach")
+def answer(group: Group, number: int, tag: int) -> None:
+    """Tell another process what one's own clock shows."""
+    question = group.expect(1, number, tag, _ANSWER)
+    for left in reversed(range(_ROUNDS)):
+        question.wait()
+        arrived = now()
+        if left:
+            question = group.expect(1, number, tag, _ANSWER)
+        _tell(group, number, tag, arrived, now()).wait()
 
-    def _expect(self, size: int) -> Message:
-        buffer: Tensor = torch.empty(size, dtype=torch.int64, device="cpu")
-        return Message(self._group.recv, buffer, self._number, self._tag, "the clock of")
 
-    def ask(self) -> Reading:
-        """Read the other clock beside one's own; the other side has to `answer`."""
-        rounds = []
-        for _ in range(_ROUNDS):
-            answer = self._expect(2)  # posted before it can come, and so found at once
-            asked = now()
-            question = self._send(0)
-            stamps = answer.wait()
-            heard = now()
-            question.wait()
-            arrived, left = stamps.tolist()
-            rounds.append(Round(asked, arrived, left, heard))
-        return reading_of(rounds)
-
-    def answer(self) -> None:
-        """Tell the other side what one's own clock shows."""
-        question = self._expect(1)
-        for number in range(_ROUNDS):
-            question.wait()
-            arrived = now()
-            if number + 1 < _ROUNDS:
-                question = self._expect(1)
-            self._send(arrived, now()).wait()
+def _tell(group: Group, number: int, tag: int, *stamps: int) -> Message:
+    content = torch.tensor(stamps, dtype=torch.int64, device="cpu")
+    return group.tell(content, number, tag, "its clock")

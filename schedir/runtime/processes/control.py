@@ -6,21 +6,22 @@ They have a gloo group of their own, on CUDA too, so that they never meet the pi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from threading import Lock
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.processes.clocks import ClockLine, Reading, reading_of_own
-from schedir.runtime.processes.courier import Courier
+from schedir.runtime.processes import clocks
+from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.grid import Grid
-from schedir.runtime.processes.groups import Group, Groups
-from schedir.runtime.processes.message import Message
-from schedir.runtime.processes.relay import Relay
+from schedir.runtime.processes.groups import Group, Groups, Message
 
 _OBJECT_TAG = 0
 LOSS_TAG = 1
@@ -45,6 +46,8 @@ _WORDS = {
     VERDICT_TAG: "whether the gradients are finite",
 }
 
+T = TypeVar("T")
+
 
 def packed(value: object) -> Tensor:
     """Any object as bytes to send."""
@@ -54,6 +57,135 @@ def packed(value: object) -> Tensor:
 def unpacked(content: Tensor) -> Any:
     """What `packed` has made the bytes of, in a process of the same job."""
     return pickle.loads(content.numpy().tobytes())
+
+
+class Control:
+    """The messages of the processes of one executor, in a group of their own.
+
+    Ranks are those of the schedule, in this process's own pipeline; *numbers* are the group's, over
+    all pipelines.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
+        self._own = grid.number(grid.rank)
+        self._everyone = grid.everyone
+        self._relays: list[Relay] = []
+        self._earlier: list[Message] = []  # posted by the calls before
+        self._posted: list[Message] = []
+        self._posting = Lock()  # the courier posts as well
+        self._late: WeakSet[Message] = WeakSet()  # what that waits for
+        self.courier = Courier()
+
+    def connect(self, groups: Groups) -> None:
+        """Make the group. Raises WaitError where the other processes don't come in time."""
+        self._group = groups.make("control", self._everyone)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by number, on each of them."""
+        found = self.collect(value)
+        if found is None:
+            everywhere: list[Any] = self._receive(0)
+            return everywhere
+        for number in range(1, len(self._everyone)):
+            self._send(found, number)
+        return found
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all processes, by number, on the first one alone."""
+        # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
+        # it is done, and abort the process if Python is shutting down by then.
+        if self._own:
+            self._send(value, 0)
+            return None
+        return [value, *map(self._receive, range(1, len(self._everyone)))]
+
+    def beside(self) -> Beside:
+        """How ranks send each other what their hosts know, where payloads are on a device."""
+        return Beside(self._group, self._numbers, _BESIDE_TAG)
+
+    def described(self, trains: bool) -> Beside:
+        """How ranks send each other payloads with their description."""
+        return Beside(self._group, self._numbers, _DESCRIBED_TAGS[trains])
+
+    def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
+        """A relay between some numbers, of which this process is one."""
+        self._relays.append(Relay(self._group, members, self._own, size, tag))
+        return self._relays[-1]
+
+    def read_clocks(self) -> clocks.Reading:
+        """This process's clock beside that of this pipeline's rank 0; all its ranks call it."""
+        first, *others = dict.fromkeys(self._numbers)
+        if self._own != first:
+            return clocks.ask(self._group, first, _CLOCK_TAG)
+        for number in others:
+            clocks.answer(self._group, number, _CLOCK_TAG)
+        return clocks.Reading(clocks.now())  # by which all go
+
+    def send(self, value: object, rank: int) -> None:
+        """Send any object; `receive` on the other side takes it."""
+        self._send(value, self._numbers[rank])
+
+    def receive(self, rank: int) -> Any:
+        """Receive what `send` sends."""
+        return self._receive(self._numbers[rank])
+
+    def _send(self, value: object, number: int) -> None:
+        content = packed(value)
+        for part in (torch.tensor([len(content)], device="cpu"), content):
+            self._group.tell(part, number, _OBJECT_TAG, "a message").wait()
+
+    def _receive(self, number: int) -> Any:
+        place = number, _OBJECT_TAG, "a message from"
+        size = int(self._group.expect(1, *place).wait())
+        return unpacked(self._group.expect(size, *place, torch.uint8).wait())
+
+    def share(self, value: int) -> list[int]:
+        """A number of each rank of this pipeline, by rank, on each of them."""
+        exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
+        own = torch.tensor([value], dtype=torch.float64, device="cpu")
+        return [int(number) for number in exchange.give(own, self._numbers).result()]
+
+    def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
+        """Post receives of vectors of float64, from these numbers and of these sizes.
+
+        What comes `late`, from a device, the courier waits for, and no call after this one.
+        """
+        receives = {
+            n: self._group.expect(size, n, tag, f"{_WORDS[tag]} of", torch.float64)
+            for n, size in sizes.items()
+            if n != self._own
+        }
+        if late:
+            self._late.update(receives.values())
+        else:
+            with self._posting:
+                self._posted += receives.values()
+        return Exchange(self, tag, [receives.get(number) for number in sizes])
+
+    def tell(self, value: Tensor, numbers: Iterable[int], tag: int) -> None:
+        """Send a vector on its way to these numbers."""
+        for number in numbers:
+            if number != self._own:
+                message = self._group.tell(value, number, tag, _WORDS[tag])
+                with self._posting:
+                    self._posted.append(message)
+
+    def settle(self) -> None:
+        """Wait for what the steps before this one have posted, so that nothing piles up."""
+        for message in self._earlier:
+            message.wait()
+        with self._posting:
+            self._earlier, self._posted = self._posted, []
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self.courier.stop()
+        for relay in self._relays:
+            relay.drop()
+        for message in (*self._earlier, *self._posted, *self._late):
+            message.drop()
+        self._earlier, self._posted = [], []
 
 
 class Exchange:
@@ -77,143 +209,6 @@ class Exchange:
         return [vector for vector in found if vector is not None]
 
 
-class Control:
-    """The messages of the processes of one executor, in a group of their own.
-
-    Ranks are those of the schedule, in this process's own pipeline; *numbers* are the group's, over
-    all pipelines.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
-        self._own = grid.number(grid.rank)
-        self._all = len(grid.everyone)
-        self._everyone = grid.everyone
-        self._relays: list[Relay] = []
-        self._earlier: list[Message] = []  # posted by the calls before
-        self._posted: list[Message] = []
-        self._posting = Lock()  # the courier posts as well
-        self._late: WeakSet[Message] = WeakSet()  # what that waits for
-        self.courier = Courier()
-
-    def connect(self, groups: Groups) -> None:
-        """Make the group. Raises WaitError where the other processes don't come in time."""
-        self._group = groups.make("control", self._everyone)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by number, on each of them."""
-        found = self.collect(value)
-        if found is None:
-            everywhere: list[Any] = self._receive(0)
-            return everywhere
-        for number in range(1, self._all):
-            self._send(found, number)
-        return found
-
-    def collect(self, value: Any) -> list[Any] | None:
-        """The values of all processes, by number, on the first one alone."""
-        # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
-        # it is done, and abort the process if Python is shutting down by then.
-        if self._own:
-            self._send(value, 0)
-            return None
-        return [value, *(self._receive(number) for number in range(1, self._all))]
-
-    def beside(self) -> Beside:
-        """How ranks send each other what their hosts know, where payloads are on a device."""
-        return Beside(self._group, self._numbers, _BESIDE_TAG)
-
-    def described(self, trains: bool) -> Beside:
-        """How ranks send each other payloads with their description."""
-        return Beside(self._group, self._numbers, _DESCRIBED_TAGS[trains])
-
-    def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
-        """A relay between some numbers, of which this process is one."""
-        self._relays.append(Relay(self._group, members, self._own, size, tag))
-        return self._relays[-1]
-
-    def read_clocks(self) -> Reading:
-        """This process's clock beside that of this pipeline's rank 0; all its ranks call it."""
-        first, *others = dict.fromkeys(self._numbers)
-        if self._own != first:
-            return ClockLine(self._group, first, _CLOCK_TAG).ask()
-        for number in others:
-            ClockLine(self._group, number, _CLOCK_TAG).answer()
-        return reading_of_own()
-
-    def send(self, value: object, rank: int) -> None:
-        """Send any object; `receive` on the other side takes it."""
-        self._send(value, self._numbers[rank])
-
-    def receive(self, rank: int) -> Any:
-        """Receive what `send` sends."""
-        return self._receive(self._numbers[rank])
-
-    def _send(self, value: object, number: int) -> None:
-        content = packed(value)
-        size = torch.tensor([len(content)], device="cpu")
-        for part in (size, content):
-            what = "a message to reach"
-            Message(self._group.send, part, number, _OBJECT_TAG, what).wait()
-
-    def _receive(self, number: int) -> Any:
-        what = "a message from"
-        size = torch.empty(1, dtype=torch.int64, device="cpu")
-        Message(self._group.recv, size, number, _OBJECT_TAG, what).wait()
-        content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        Message(self._group.recv, content, number, _OBJECT_TAG, what).wait()
-        return unpacked(content)
-
-    def share(self, value: int) -> list[int]:
-        """A number of each rank of this pipeline, by rank, on each of them."""
-        exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
-        own = torch.tensor([value], dtype=torch.float64, device="cpu")
-        return [int(number) for number in exchange.give(own, self._numbers).result()]
-
-    def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
-        """Post receives of vectors of float64, from these numbers and of these sizes.
-
-        What comes `late`, from a device, the courier waits for, and no call after this one.
-        """
-        others = {number: size for number, size in sizes.items() if number != self._own}
-        receives = {n: self._receive_vector(size, n, tag) for n, size in others.items()}
-        if late:
-            self._late.update(receives.values())
-        else:
-            with self._posting:
-                self._posted += receives.values()
-        return Exchange(self, tag, [receives.get(number) for number in sizes])
-
-    def tell(self, value: Tensor, numbers: Iterable[int], tag: int) -> None:
-        """Send a vector on its way to these numbers."""
-        for number in numbers:
-            if number != self._own:
-                what = f"{_WORDS[tag]} to reach"
-                message = Message(self._group.send, value, number, tag, what)
-                with self._posting:
-                    self._posted.append(message)
-
-    def _receive_vector(self, size: int, number: int, tag: int) -> Message:
-        buffer = torch.empty(size, dtype=torch.float64, device="cpu")
-        return Message(self._group.recv, buffer, number, tag, f"{_WORDS[tag]} of")
-
-    def settle(self) -> None:
-        """Wait for what the steps before this one have posted, so that nothing piles up."""
-        for message in self._earlier:
-            message.wait()
-        with self._posting:
-            self._earlier, self._posted = self._posted, []
-
-    def drop(self) -> None:
-        """Forget what is under way."""
-        self.courier.stop()
-        for relay in self._relays:
-            relay.drop()
-        for message in (*self._earlier, *self._posted, *self._late):
-            message.drop()
-        self._earlier, self._posted = [], []
-
-
 class Beside:
     """Transfers of tensors of the CPU between the ranks of a pipeline, in order on each channel."""
 
@@ -227,3 +222,107 @@ class Beside:
     def receive(self, buffer: Tensor, peer: int) -> dist.Work:
         """Post a receive."""
         return self._group.recv([buffer], self._numbers[peer], self._tag)
+
+
+class Relay:
+    """A broadcast: a vector of integers from the first of some processes to all, once a call.
+
+    It goes over a binomial tree: member i receives from i without its lowest bit. Its receive is
+    always posted one call ahead, so what is sent arrives whether the receiver calls or not.
+    """
+
+    def __init__(self, group: Group, members: Sequence[int], own: int, size: int, tag: int) -> None:
+        place = members.index(own)
+        self._group, self._size, self._tag = group, size, tag
+        self._parent = members[place & (place - 1)] if place else None
+        below = (place | 1 << bit for bit in reversed(range(len(members).bit_length())))
+        # Those whose lowest bit is the one that was added.
+        self._children = [
+            members[child]
+            for child in below
+            if child != place and child & (child - 1) == place and child < len(members)
+        ]
+        self._sent: list[Message] = []
+        self._next = self._post_receive()
+
+    def _post_receive(self) -> Message | None:
+        if self._parent is None:
+            return None
+        return self._group.expect(self._size, self._parent, self._tag, "the call of")
+
+    def pass_on(self, own: Tensor | None) -> Tensor:
+        """The first member's vector, on every member; only it has to give its own."""
+        for message in self._sent:
+            message.wait()
+        if self._next is not None:
+            own = self._next.wait()
+            self._next = self._post_receive()
+        assert own is not None  # it is the first member's
+        self._sent = [self._group.tell(own, n, self._tag, "its call") for n in self._children]
+        return own
+
+    def leave(self, own: Tensor) -> None:
+        """Send a last vector, if this member is the first, to whoever is still there."""
+        if self._next is None:
+            with suppress(WaitError):
+                self.pass_on(own)
+                for message in self._sent:
+                    message.wait()
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self._next = None
+        self._sent.clear()
+
+
+_Errands: TypeAlias = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class Courier:
+    """Runs what waits for the device, and then goes to other processes, in turn on a thread of its
+    own, which ends with the process.
+
+        rank 1, which has the loss      step ─ next call: waits for rank 0's announcement …
+                 its courier                      └─ waits for the device, sends the loss ──┐
+        rank 0                          step ─ reads the loss: waits ◀──────────────────────┘  …
+
+    Were rank 1 itself to send it, before its next call, its device would run out of work there;
+    after rank 0's announcement, both would wait for ever. The courier receives what others send as
+    well: all couriers have the same errands in the same order, so none waits for another in vain.
+    """
+
+    def __init__(self) -> None:
+        self._errands: _Errands = SimpleQueue()
+        self._started = False
+        self._last: Future[Any] | None = None
+
+    def send(self, errand: Callable[[], T]) -> Future[T]:
+        """Run it in its turn; gives what it will have returned."""
+        if not self._started:
+            # Not one that Python waits for at its end: the device may have failed.
+            Thread(target=_run, args=(self._errands,), name="schedir courier", daemon=True).start()
+            self._started = True
+        done: Future[T] = Future()
+        self._errands.put((errand, done))
+        self._last = done
+        return done
+
+    def finish(self) -> None:
+        """Wait for all errands; there is no other."""
+        if self._last is not None:
+            self._last.exception()
+        self.stop()
+
+    def stop(self) -> None:
+        """There is no other errand, and nobody waits for the last one any more."""
+        self._last = None
+        self._errands.put(None)
+
+
+def _run(errands: _Errands) -> None:
+    for errand, done in iter(errands.get, None):
+        try:
+            done.set_result(errand())
+        except BaseException as error:  # whoever waits for it raises it
+            done.set_exception(error)
+        del errand, done

@@ -1,16 +1,24 @@
-"""What is said when a rank fails: one traceback of its own there, one line on every other rank.
+"""How a failure of one rank ends the waits of all, and what each of them says of it.
 
-rank 1   its module raises ──▶ writes the reason down, lets its connections go
-rank 0   its wait ends ──▶ reads the reason, says where it stands and what it waited for
+The rank that fails has a traceback of its own, every other rank one line:
+
+    rank 1   its module raises ──▶ writes the reason down, lets its connections go
+    rank 0   its wait ends ──▶ reads the reason, says where it stands and what it waited for
+
+A wait for a connection ends with the connection; what a device does ends never, if what it waits
+for never comes. So there the host looks (`Patience`), until it is done, or out of time, or another
+process has failed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic, sleep
 from types import TracebackType
 from typing import TypeAlias
 
@@ -23,6 +31,8 @@ from schedir.ir import Action
 _PACKAGE = str(Path(__file__).parents[2])
 _ROOT = "failure"
 _CLOSED = "closed"
+_PAUSE = 20e-6  # seconds from look to look
+_ASK = 0.5  # seconds after which to ask whether another process has failed: over the network
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -56,6 +66,38 @@ class WaitError(Exception):
 
 class OneLineError(ExecutionError):
     """One that the line says all of: a traceback would only hide it."""
+
+
+@contextmanager
+def waiting(what: str = "") -> Iterator[None]:
+    """What fails inside is a wait for other processes. Raises WaitError for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WaitError(error, what) from error
+
+
+class Patience:
+    """Waits for as long as `timeout`; `others_failed` asks whether another process has failed."""
+
+    def __init__(self, timeout: timedelta, others_failed: Callable[[], bool]) -> None:
+        self._seconds = timeout.total_seconds()
+        self._others_failed = others_failed
+
+    def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait until it is done. Raises WaitError, with `what` in words, where that is in vain."""
+        if done():
+            return
+        begun = asked = monotonic()
+        while not done():
+            now = monotonic()
+            if now - begun > self._seconds:
+                raise WaitError(TimeoutError("timed out"), what())
+            if now - asked > _ASK:
+                asked = now
+                if self._others_failed():
+                    raise WaitError(RuntimeError("another process has failed"), what())
+            sleep(_PAUSE)
 
 
 class Board:

@@ -25,8 +25,8 @@ from schedir.ir import COMMUNICATION, COMPLETES_GRADIENTS, COMPUTE, Action, Kind
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.barriers import Barriers
 from schedir.runtime.gradients.nonfinite import NonFinite
+from schedir.runtime.gradients.reduction import Barriers
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.program.compute import (
     backward,

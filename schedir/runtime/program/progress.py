@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.patience import Patience
+from schedir.runtime.processes.failure import Patience, WaitError
 from schedir.runtime.program.instruction import Instruction
 
 

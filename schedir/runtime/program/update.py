@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.barriers import Barrier
 from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.reduction import Barrier, Reduction
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.gradients.barriers import Barrier
+from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.stage.weights import StageWeights
 
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.processes.groups import Groups, NcclGroup, Post
-from schedir.runtime.processes.rounds import in_turn
+from schedir.runtime.processes.groups import Groups, NcclGroup, Post, in_turn
 from schedir.runtime.transports.communicators import Channel, ranks_of
 from schedir.runtime.transports.transport import Work
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.runtime.processes.claims import digest
+from schedir.runtime.session import digest
 from schedir.training.checkpoints.agreeing import Gather, everywhere
 from schedir.training.cutting.stages import whole_name
 

@@ -31,7 +31,7 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
 
         patch.setattr(Instruction, "is_blocked", is_blocked)
         if communicators:
-            patch.setattr("schedir.runtime.world.InProcessTransport", Communicators)
+            patch.setattr("schedir.runtime.session.InProcessTransport", Communicators)
             patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
         with Sanitizer(device):
             yield patch

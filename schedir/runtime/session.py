@@ -1,17 +1,25 @@
-"""The processes that train together: made by torchrun, or this one alone, which runs all ranks.
+"""The session: the processes that train together, made by torchrun, or this one alone.
 
-A world of one process has the same parts: its `control` answers itself, and nothing is waited for.
+They compare what they hold before anything runs, connect, and end together: in order, or by the
+first failure. A session of one process, which runs all ranks, has the same parts: its `control`
+answers itself, and nothing is waited for.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
+import attrs
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
@@ -21,6 +29,7 @@ from schedir.runtime.processes.failure import (
     describe,
     end_in_one_line,
     record,
+    waiting,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
 from schedir.runtime.transports.communicators import communicators_of, ranks_of
@@ -33,21 +42,19 @@ _OTHERS = 3
 """The groups on a device beside those of transfers and gradients: for norms, samples and scales."""
 
 
-class World:
+class Session:
     """The processes of one executor, of which this one runs the plan's ranks.
 
     Hands out the transports between ranks, the groups for sums, and `control`, the messages beside
     the pipeline's traffic. With several processes a failure of any ends their connections, and the
-    world is broken for good. `calls` are those that were made.
+    session is broken for good. `calls` are those that were made.
 
     Raises ExecutionError where the others do not come in time.
     """
 
     def __init__(self, plan: Plan) -> None:
-        grid = plan.grid
-        self.grid, self.accelerator, self.device = grid, plan.accelerator, plan.device
-        self._schedule, self._ranks = plan.schedule, plan.local_ranks
-        self._transport = plan.transport
+        self._plan = plan
+        self.grid = grid = plan.grid
         self.broken: str | None = None
         self.closed = False
         self.calls = 0
@@ -69,20 +76,20 @@ class World:
         `sums` are the processes of each group for sums, which is made after this. `processors` are
         those of the smallest GPU.
         """
-        choice, device, rank = self._transport, self.device, self.grid.rank
+        plan, choice, rank = self._plan, self._plan.transport, self.grid.rank
         if choice is Endpoint:
-            return {rank: self._hub.of(rank) for rank in self._ranks}
+            return {rank: self._hub.of(rank) for rank in plan.local_ranks}
         processes = self.grid.processes[self.grid.pipeline]
         if choice is GlooTransport:
             return {rank: GlooTransport(processes, rank, self.groups)}
         if choice is not NcclTransport:
             raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
-        found = communicators_of(self._schedule)
+        found = communicators_of(plan.schedule)
         # In every pipeline the ranks are in as many as in this one.
         held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
         held.update(process for members in sums for process in members)
         self.groups.share_gpu(processors, most=max(held.values(), default=0) + _OTHERS)
-        return {rank: NcclTransport(processes, rank, found, device, self.groups)}
+        return {rank: NcclTransport(processes, rank, found, plan.device, self.groups)}
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -161,7 +168,8 @@ class World:
                     # The ranks leave together: none loses a peer that still talks to it, and
                     # gloo's threads have let go of the last collective (while Python shuts down
                     # they would abort).
-                    self._wait_for_all()
+                    with waiting("the other ranks to close"):
+                        dist.barrier()
         finally:
             if first and self._made_group:
                 dist.destroy_process_group()
@@ -175,13 +183,116 @@ class World:
         """Write down for others that this process has made its last call."""
         self._board.leave(self.grid.number(self.grid.rank), self.calls)
 
-    def _wait_for_all(self) -> None:
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            raise WaitError(error, "the other ranks to close") from error
-
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""
         self.control.drop()
         self.groups.close(abort)
+
+
+@attrs.frozen
+class Claim:
+    """What a process holds, for all to compare.
+
+    `arguments` are those that every process must be given alike, by name. `copies` are digests of
+    what must be equal wherever it is held, by what it is called; `sizes` says how many gradients
+    each stage here has, `doubles` whether any is of double precision. `cut` says where the stages
+    were cut from a whole model, if that is known. `gpu` is what no other GPU is
+    called, and the host that it is in; empty where it doesn't matter. `processors` are how many
+    kernels run there at once.
+    """
+
+    schedule: str
+    device: str
+    gpu: str
+    processors: int
+    arguments: Mapping[str, object]
+    copies: Mapping[str, tuple[int, ...]]
+    sizes: Mapping[int, int]
+    doubles: bool
+    cut: str | None
+
+
+def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
+    """The claims of all processes, by number.
+
+    Raises ExecutionError where they were given different arguments or schedules, or differ in what
+    they should share.
+    """
+    claims: list[Claim] = control.gather(own)
+    for name, value in claims[0].arguments.items():
+        for process, found in enumerate(claims):
+            if found.arguments[name] != value:
+                raise ExecutionError(
+                    f"the ranks were given different arguments: {name} is {value} on process 0, "
+                    f"but {found.arguments[name]} on process {process}"
+                )
+    if any(claim.schedule != own.schedule for claim in claims):
+        first, *others = map(loads, control.gather(dumps(schedule)))
+        for process, other in enumerate(others, 1):
+            if other != first:
+                raise ExecutionError(
+                    "the ranks hold different schedules: "
+                    f"{_difference(first, other, process)}; build it from the same target with the "
+                    "same parameters on every rank"
+                )
+    compare(claims)
+    return claims
+
+
+def compare(claims: Sequence[Claim]) -> None:
+    """Raise ExecutionError where processes are cut apart, or hold copies that are not equal."""
+    if any(found.device != claims[0].device for found in claims):
+        listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
+        raise ExecutionError(
+            f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
+        )
+    cuts = [(process, found.cut) for process, found in enumerate(claims) if found.cut is not None]
+    for process, cut in cuts:
+        if cut != cuts[0][1]:
+            raise ExecutionError(
+                f"the model was cut into stages {cuts[0][1]} on process {cuts[0][0]}, but into "
+                f"{cut} on process {process}, so layers would be left out or run twice; cut the "
+                "same layers in the same way on every rank"
+            )
+    gpus = [claim.gpu for claim in claims]
+    for process, gpu in enumerate(gpus):
+        if gpu and (other := gpus.index(gpu)) != process:
+            raise ExecutionError(
+                f"processes {other} and {process} have their stages on one GPU, {gpu}, which NCCL "
+                'takes for a mistake; move those of each to torch.device("cuda", '
+                'int(os.environ["LOCAL_RANK"])), or, if it is meant, set NCCL_HOSTID to another '
+                "value for each process"
+            )
+    first: dict[str, int] = {}
+    for process, found in enumerate(claims):
+        for label, digests in found.copies.items():
+            other = first.setdefault(label, process)
+            if claims[other].copies[label] != digests:
+                raise ExecutionError(
+                    f"{label} differs between processes {other} and {process}; load the same "
+                    "values, or seed alike, before the executor is made"
+                )
+
+
+def _difference(one: Schedule, other: Schedule, process: int) -> str:
+    for what in ("name", "ranks", "microbatches", "stages", "placement"):
+        here, there = getattr(one, what), getattr(other, what)
+        if here != there:
+            return f"{what} {here} on process 0, {there} on process {process}"
+    rank, (here, there) = next(
+        (rank, lists)
+        for rank, lists in enumerate(zip(one.actions, other.actions, strict=True))
+        if lists[0] != lists[1]
+    )
+    index, (mine, theirs) = next(
+        (index, pair)
+        for index, pair in enumerate(zip_longest(here, there, fillvalue="nothing"))
+        if pair[0] != pair[1]
+    )
+    return f"rank {rank} #{index} is {mine} on process 0, but {theirs} on process {process}"
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that no other value shares: a hash of its bytes."""
+    content = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
