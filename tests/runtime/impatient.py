@@ -14,7 +14,6 @@ import attrs
 import pytest
 from torch import Tensor
 
-from schedir.runtime.call import Call
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.observers import Observer
@@ -64,19 +63,19 @@ def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[
     def waits(instruction: Instruction) -> Instruction:
         run = instruction.run
 
-        def ran(call: Call) -> None:
+        def ran() -> None:
             if chance.random() < likely:
                 waited.append(str(instruction.action))
                 wait_for(posted)
-            run(call)
+            run()
 
-        return attrs.evolve(instruction, run=ran) if instruction.operation.computes else instruction
+        return attrs.evolve(instruction, run=ran) if instruction.computes else instruction
 
     def listening() -> list[Observer]:
         return [waits]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedir.runtime.program.opening.listening", listening)
+        patch.setattr("schedir.runtime.program.program.listening", listening)
         patch.setattr(transport, "send", keeping(transport.send))
         patch.setattr(transport, "receive", keeping(transport.receive))
         patch.setattr(transport, "together", kept_together)

@@ -13,7 +13,7 @@ import schedir
 from schedir import Kind
 from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
-from schedir.runtime.program.arrivals import arrivals
+from schedir.runtime.program.compiler import arrivals
 from tests.runtime.kit import MSE
 from tests.test_random import drawn, scattered
 

@@ -16,8 +16,7 @@ import schedir
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, RECEIVES, flat
 from schedir.runtime import Executor, plan
-from schedir.runtime.call import Call
-from schedir.runtime.program import opening
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.transports.choice import channel_for, check_streams
 from schedir.runtime.transports.gloo import GlooTransport
@@ -157,14 +156,14 @@ class Recorder:
 
     def watch(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
         """All posts of this kind of transport from here on."""
-        monkeypatch.setattr(opening, "listening", lambda: [self.observe])
+        monkeypatch.setattr(program, "listening", lambda: [self.observe])
         for name, sends in (("send", True), ("receive", False)):
             monkeypatch.setattr(transport, name, self.recording(getattr(transport, name), sends))
 
     def observe(self, instruction: Instruction) -> Instruction:
-        def run(call: Call) -> None:
+        def run() -> None:
             self.entry, self.rank = instruction.action, instruction.rank
-            instruction.run(call)
+            instruction.run()
 
         return attrs.evolve(instruction, run=run)
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.boundaries import signature
+from schedir.runtime.program import program
 from tests.literals import listed
 from tests.runtime.kit import MSE, linear_stages, numbered, random_batches, sgd, train_on_rank
 from tests.runtime.on_ranks import on_ranks
@@ -178,7 +178,7 @@ def test_state_is_changed_once_a_microbatch() -> None:
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what was learned nor compiled lists pile up."""
-    monkeypatch.setattr(signature, "_MOST", 3)
+    monkeypatch.setattr(program, "_MOST", 3)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
     with Executor(schedule, stages, MSE, in_process=True) as executor:
@@ -190,11 +190,9 @@ def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> 
         first = step(1)
         for length in range(1, 12):
             step(length)
-        opening = executor._engine.evaluation.opening
-        signatures, programs = opening.signatures, opening.programs
-        assert len(signatures._lessons) == len(programs._by_signature) == 3
-        assert len(programs._by_room) <= 3
-        assert len(signatures._numbers) == 3
+        programs = executor._engine.evaluation
+        assert len(programs._known) == len(programs._programs) == len(programs._numbers) == 3
+        assert len(programs._lists) <= 4
         gc.collect()
         assert step(1) == first  # forgotten, and found anew
 

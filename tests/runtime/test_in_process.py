@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from tests.built_in import NAMES
 from tests.runtime.kit import MSE, sgd
@@ -355,7 +356,7 @@ def test_a_shape_that_fails_spoils_no_other() -> None:
                 executor.step(x, target=y)
 
 
-def test_new_shapes_need_no_new_instructions() -> None:
+def test_instructions_of_old_shapes_go(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = {s: nn.Linear(3, 3) for s in range(2)}
 
@@ -365,8 +366,9 @@ def test_new_shapes_need_no_new_instructions() -> None:
         gc.collect()  # those of executors that are gone
         return sum(type(found) is Instruction for found in gc.get_objects())
 
+    monkeypatch.setattr(program, "_MOST", 3)
     with Executor(schedule, stages, MSE, in_process=True) as executor:
-        assert len({after(rows) for rows in range(2, 12)}) == 1
+        assert len({after(rows) for rows in range(2, 12)} - {after(2)}) <= 2
 
 
 def test_without_an_update_pipedream_adds_the_mean_too() -> None:

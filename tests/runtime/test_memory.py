@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
-from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.transports.buffers import FromBuffers, Pool
+from schedir.runtime.boundaries.boundary import TensorMeta, meta_of
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.program import programs
-from schedir.runtime.program.joined import Batch
+from schedir.runtime.program import program
+from schedir.runtime.program.together import Batch
+from schedir.runtime.transports.buffers import FromBuffers, Pool
 from schedir.runtime.transports.transport import Work
 from tests.literals import listed
 from tests.runtime.kit import (
@@ -93,7 +93,7 @@ def peak(microbatches: int) -> int:
 @pytest.fixture
 def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small boundaries would all be received ahead, up to a mebibyte."""
-    monkeypatch.setattr(programs, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(program, "_SPARE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("no_spare")
@@ -187,6 +187,10 @@ def test_the_graph_of_what_was_sent_stays(schedule: schedir.Schedule) -> None:
     assert_equal_gradients(gradients(stages), gradients(model))
 
 
+def empty(pool: Pool, meta: TensorMeta) -> Tensor:
+    return pool.empty(meta.shape, meta.stride, dtype=meta.dtype)
+
+
 @pytest.fixture
 def pool() -> Pool:
     return Pool(torch.device("cpu"))
@@ -196,13 +200,13 @@ META = meta_of(torch.empty(2, 3))
 
 
 def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
-    first = pool.empty(META)
+    first = empty(pool, META)
     place = first.data_ptr()
-    second = pool.empty(META)
+    second = empty(pool, META)
     assert second.data_ptr() != place
     first.fill_(1.0)
     del first
-    again = pool.empty(META)
+    again = empty(pool, META)
     assert again.data_ptr() == place
     assert again._version == 0  # a module that changes its input is found by this
 
@@ -218,12 +222,12 @@ def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
     ],
 )
 def test_what_somebody_keeps_is_not_given_out(pool: Pool, keep: Callable[[Tensor], Any]) -> None:
-    kept = [keep(pool.empty(META))]
-    other = pool.empty(META)
+    kept = [keep(empty(pool, META))]
+    other = empty(pool, META)
     places = {buffer.data_ptr() for buffers in pool._buffers.values() for buffer in buffers}
     assert len(places) == 2
     kept.clear()
-    assert {pool.empty(META).data_ptr(), other.data_ptr()} == places
+    assert {empty(pool, META).data_ptr(), other.data_ptr()} == places
 
 
 def test_layouts_do_not_share_buffers(pool: Pool) -> None:
@@ -234,7 +238,7 @@ def test_layouts_do_not_share_buffers(pool: Pool) -> None:
         torch.empty(2, 3, dtype=torch.int32),
     ]
     for tensor in shapes:
-        buffer = pool.empty(meta_of(tensor))
+        buffer = empty(pool, meta_of(tensor))
         found = buffer.shape, buffer.stride(), buffer.dtype
         assert found == (tensor.shape, tensor.stride(), tensor.dtype)
     assert len(pool._buffers) == len(shapes)
@@ -242,12 +246,12 @@ def test_layouts_do_not_share_buffers(pool: Pool) -> None:
 
 def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(pool: Pool) -> None:
     for _ in range(2):
-        kept = pool.empty(META)
-        pool.empty(META)
+        kept = empty(pool, META)
+        empty(pool, META)
         pool.trim()
         ((free,),) = pool._buffers.values()
         assert free.data_ptr() != kept.data_ptr()
-    pool.empty(meta_of(torch.empty(5)))
+    empty(pool, meta_of(torch.empty(5)))
     pool.trim()
     assert [*pool._buffers] == [((5,), (1,), torch.float32)]
 
@@ -332,7 +336,7 @@ def test_buffers_that_are_used_again_train_as_one_process(name: str) -> None:
                 monkeypatch.setattr(plan, "accelerator_of", Host)
             with Executor(schedule, numbered(here), MSE, sgd, in_process=True) as executor:
                 losses.append([executor.step(x, target=y).loss for x, y in random_batches(3)])
-                pools = executor._engine.training.cells._pools
+                pools = executor._engine.training.compiler.pools
         keeps = here[1]
         assert isinstance(keeps, Keeps)
         assert len(keeps.given) == 24

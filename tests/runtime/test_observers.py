@@ -13,10 +13,10 @@ from torch import nn
 import schedir
 from schedir import Kind
 from schedir.runtime import Executor
-from schedir.runtime.call import Call
-from schedir.runtime.program import opening
+from schedir.runtime.accelerator import Host
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.observers import BusyClock, Observer, observed
+from schedir.runtime.program.observers import Observer, QueuedClock, observed
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def test_an_observer_can_time_every_entry_of_every_rank(
     spans: dict[tuple[int, int], tuple[float, float]] = {}
 
     def recorder(instruction: Instruction) -> Instruction:
-        def timed(call: Call) -> None:
+        def timed() -> None:
             started = perf_counter()
-            instruction.run(call)
+            instruction.run()
             spans[instruction.rank, instruction.index] = started, perf_counter()
 
-        return attrs.evolve(instruction, run=timed) if instruction.operation.listed else instruction
+        return attrs.evolve(instruction, run=timed) if instruction.listed else instruction
 
     observers: list[Observer] = [recorder]
-    monkeypatch.setattr(opening, "listening", lambda: observers)
+    monkeypatch.setattr(program, "listening", lambda: observers)
     step(executor)
     for _ in range(2):  # of a known shape
         spans.clear()
@@ -66,10 +66,10 @@ def test_an_observer_can_time_every_entry_of_every_rank(
 def test_what_nobody_observes_stays_as_it_is(executor: Executor) -> None:
     step(executor)
     step(executor)
-    latest = executor._engine.training.opening._latest
+    latest = executor._engine.training._latest
     assert latest is not None
-    (instructions, *_) = latest[1].lists
+    (instructions, *_) = latest.lists
     assert observed(instructions, []) is instructions
-    clock = BusyClock()
+    clock = QueuedClock(Host(torch.device("cpu")))
     timed = {x.action.kind for x in instructions if clock(x) is not x}
     assert timed == {Kind.FORWARD, Kind.BACKWARD, Kind.OPTIM_STEP}

@@ -10,9 +10,8 @@ from torch import nn
 import schedir
 from schedir.passes import forward_only
 from schedir.runtime import Executor
-from schedir.runtime.call import Call
 from schedir.runtime.fitting import posted, proved
-from schedir.runtime.program import opening
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.transports.choice import transport_for
 from tests.built_in import NAMES
@@ -25,13 +24,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, schedir.Ac
     ran: list[tuple[int, int, schedir.Action]] = []
 
     def recorder(instruction: Instruction) -> Instruction:
-        def run(call: Call) -> None:
+        def run() -> None:
             ran.append((instruction.rank, instruction.index, instruction.action))
-            instruction.run(call)
+            instruction.run()
 
-        return attrs.evolve(instruction, run=run) if instruction.operation.listed else instruction
+        return attrs.evolve(instruction, run=run) if instruction.listed else instruction
 
-    monkeypatch.setattr(opening, "listening", lambda: [recorder])
+    monkeypatch.setattr(program, "listening", lambda: [recorder])
     return ran
 
 

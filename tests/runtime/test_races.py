@@ -23,10 +23,9 @@ from schedir import Action, Kind, Schedule
 from schedir.ir import flat
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
-from schedir.runtime.boundaries import buffers
-from schedir.runtime.program import abreast
-from schedir.runtime.program.abreast import Pair
-from schedir.runtime.stage.cells import Cells
+from schedir.runtime.program import compiler, together
+from schedir.runtime.program.together import Pair
+from schedir.runtime.transports import buffers
 from schedir.runtime.transports.in_process import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.literals import listed
@@ -253,7 +252,8 @@ def test_a_meeting_that_waits_for_nobody_is_found(
 def test_gradients_that_share_memory_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is on its way must not be added to by the next microbatch, where it is not a
     copy that goes."""
-    monkeypatch.setattr(Cells, "pool", lambda *_: None)
+    monkeypatch.setattr(compiler, "FromBuffers", lambda transport, pool: transport)
+    monkeypatch.setattr(buffers.Pool, "empty", torch.empty_strided)
     for module in ("stage.weights", "stage.split_backward"):
         monkeypatch.setattr(f"schedir.runtime.{module}.keep_apart", lambda *_: None)
     device = FakeDevice()
@@ -299,7 +299,7 @@ def test_memory_that_a_pair_gives_back_is_not_given_again_within_it(
     """Of 1F0's input, say: 0F0 has made it on the rank's own stream, to which 0F2 goes on, and 1B0
     gives it back on the other one."""
     if not holds:
-        monkeypatch.setattr(abreast, "_shared", lambda _: None)
+        monkeypatch.setattr(together, "_shared", lambda _: None)
     device = FakeDevice()
     stages = [nn.Linear(4, 4) for _ in range(2)]
     schedule = listed(

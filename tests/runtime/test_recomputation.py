@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import schedir
 from schedir import Kind, Schedule
 from schedir.runtime import Executor
-from schedir.runtime.program import opening
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from tests.built_in import NAMES
 from tests.literals import listed
@@ -245,9 +245,9 @@ def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
     live = Live([x, y, *(p for stage in stages for p in stage.parameters())])
 
     def observer(instruction: Instruction) -> Instruction:
-        def run(call: Any) -> None:
-            instruction.run(call)
-            if instruction.operation.computes:
+        def run() -> None:
+            instruction.run()
+            if instruction.computes:
                 found.append(live.now())
 
         return attrs.evolve(instruction, run=run)
@@ -256,7 +256,7 @@ def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
         for _ in range(2):
             executor.step(inputs, target=target)
         with pytest.MonkeyPatch.context() as patch, live:
-            patch.setattr(opening, "listening", lambda: [observer])
+            patch.setattr(program, "listening", lambda: [observer])
             executor.step(inputs, target=target)
         line = executor.timelines()[-1]
     sizes: Any = line.sizes

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import schedir
 from schedir import Together
 from schedir.runtime import Executor
-from schedir.runtime.call import Call
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.program import opening
+from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.joined import Batch
+from schedir.runtime.program.together import Batch
 from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.transport import Work, wait_for
 from tests.literals import listed
@@ -120,16 +119,17 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
 
         def wait() -> None:
             ran.append((rank, index, f"wait {action}"))
-            instruction.wait()
+            if instruction.wait is not None:
+                instruction.wait()
 
-        def run(call: Call) -> None:
-            if instruction.operation.listed:
+        def run() -> None:
+            if instruction.listed:
                 ran.append((rank, index, str(action)))
-            instruction.run(call)
+            instruction.run()
 
         return attrs.evolve(instruction, wait=wait, run=run)
 
-    monkeypatch.setattr(opening, "listening", lambda: [recorder])
+    monkeypatch.setattr(program, "listening", lambda: [recorder])
     return ran
 
 

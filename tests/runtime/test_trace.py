@@ -20,11 +20,9 @@ from schedir import Kind, Timeline
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
-from schedir.runtime.program import programs
-from schedir.runtime.program.instruction import Operation
-from schedir.runtime.program.instruction import instruction as made_for
-from schedir.runtime.program.joined import wait_of
-from schedir.runtime.program.transfer import Transfer
+from schedir.runtime.program import program
+from schedir.runtime.program.instruction import Instruction, nothing, waiting
+from schedir.runtime.program.together import wait_of
 from schedir.runtime.trace import trace as keeping
 from schedir.runtime.trace.measured import timeline
 from schedir.runtime.trace.recorder import Recorder, Taken, recorder
@@ -119,12 +117,11 @@ def test_nothing_watches_where_nothing_is_recorded() -> None:
     with executor(trace=False) as plain:
         step(plain)
         step(plain)
-        latest = plain._engine.training.opening._latest
+        latest = plain._engine.training._latest
     assert latest is not None
-    for instruction in (x for instructions in latest[1].lists for x in instructions):
-        assert instruction.wait.__module__ == "schedir.runtime.program.instruction"
-        if isinstance(instruction.operation, Transfer):
-            assert instruction.run == instruction.operation.run
+    for instruction in (x for instructions in latest.lists for x in instructions):
+        for call in (instruction.run, *filter(None, [instruction.wait])):
+            assert call.__module__.startswith("schedir.runtime.program")
 
 
 @pytest.mark.parametrize("optimizer", [None, sgd])
@@ -201,7 +198,7 @@ def test_bytes_are_measured_for_every_shape() -> None:
 
 
 def test_lists_with_receives_further_ahead_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_SPARE_BYTES", 4 * BOUNDARY)
+    monkeypatch.setattr(program, "_SPARE_BYTES", 4 * BOUNDARY)
     with executor(3) as traced:
         schedules, busy, found = [], [], list[Timeline]()
         for rows in (ROWS, 8 * ROWS):
@@ -467,34 +464,19 @@ class FarMark:
         return float(np.float32(1.0001 * (end.true - self.true) / 1e6))
 
 
-class Given(Operation):
-    """Compute that waits for what it is given."""
-
-    computes = True
-
-    def __init__(self, *works: Any) -> None:
-        self.works = list(works)
-
-    @property
-    def receives(self) -> list[Any]:
-        return self.works
-
-    def run(self, call: Any) -> None:
-        """Nothing."""
-
-
 def test_what_has_waited_begins_where_its_wait_ends() -> None:
     device = FarClock(torch.device("cpu"))
     found = recorder(device)
-    pair = [
-        made_for(0, 0, 0, action, Given(device.mark()))
-        for action in (schedir.forward(0, 0), schedir.backward(1, 0))
-    ]
+    pair = []
+    for action in (schedir.forward(0, 0), schedir.backward(1, 0)):
+        works: list[Any] = [device.mark()]
+        wait = waiting(works, [])
+        pair.append(Instruction(0, 0, 0, action, nothing, wait, works, computes=True))
     begun = device.true
     for one in map(found, (wait_of(pair[1]), *pair)):
-        if one.receives:
+        if one.receives and one.wait is not None:
             one.wait()
-        one.run(None)  # type: ignore[arg-type]
+        one.run()
     found.take()
     times = [(mark.true - begun) // 200 if mark else None for mark in found.latest]
     # BEGAN, ENDED, WAITED, FOUND of each: what a wait ends with is the event for what follows.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, TypeGuard
 
@@ -89,12 +90,12 @@ class Program:
 
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
-        self.post_ahead()
-        self.is_posted = False
         calls, places = _flat(observed(self.lists[0], observers)) if observers else self._flat
         at = self._at
         at[0] = 0
         try:
+            self.post_ahead()
+            self.is_posted = False
             for at[0], call in enumerate(calls):  # where an error finds it
                 call()
         except WaitError as stalled:
@@ -337,7 +338,8 @@ class Programs:
         program = self._programs[number]
         if program.posts_ahead and (number in self._posted or len(self._posted) < _MOST_POSTED):
             self._posted.add(number)
-            program.post_ahead()
+            with suppress(WaitError):  # who has made its last call is gone: the next one says so
+                program.post_ahead()
 
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""

@@ -123,6 +123,9 @@ class Communicator:
     hub: Communicators
     rank: int
 
+    def tagged(self, tag: int) -> Communicator:
+        return self
+
     def send(self, tensor: Tensor, peer: int) -> Posted:
         """Post a send."""
         return self.hub.post(self.rank, peer, tensor, sends=True)

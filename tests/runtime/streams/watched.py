@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import attrs
 import pytest
 
-from schedir.runtime.call import Call
-from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.instruction import Bound, Instruction
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.communicators import Communicators
 from tests.runtime.streams.sanitizer import Sanitizer
@@ -22,12 +20,12 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
     of each other's tensors, or go over `communicators`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.runtime.plan.accelerator_of", lambda _: device)
-        patch.setattr("schedir.runtime.program.opening.listening", lambda: [_tells(device)])
+        patch.setattr("schedir.runtime.program.program.listening", lambda: [_tells(device)])
         arrives = Instruction.is_blocked  # a rank that comes last to a meeting acts for all
 
-        def is_blocked(instruction: Instruction, call: Call) -> bool:
+        def is_blocked(instruction: Instruction) -> bool:
             with device.at(_place(instruction)):
-                return arrives(instruction, call)
+                return arrives(instruction)
 
         patch.setattr(Instruction, "is_blocked", is_blocked)
         if communicators:
@@ -43,20 +41,19 @@ def _tells(device: FakeDevice) -> Callable[[Instruction], Instruction]:
     def observer(instruction: Instruction) -> Instruction:
         place = _place(instruction)
 
-        def telling(run: Callable[..., None]) -> Callable[..., None]:
-            def told(*arguments: Any) -> None:
+        def telling(run: Bound) -> Bound:
+            def told() -> None:
                 with device.at(place):
-                    run(*arguments)
+                    run()
 
             return told
 
-        return attrs.evolve(
-            instruction, wait=telling(instruction.wait), run=telling(instruction.run)
-        )
+        wait = None if instruction.wait is None else telling(instruction.wait)
+        return attrs.evolve(instruction, wait=wait, run=telling(instruction.run))
 
     return observer
 
 
 def _place(instruction: Instruction) -> str:
     place = f"rank {instruction.rank} #{instruction.index} {instruction.action}"
-    return place if instruction.operation.listed else f"what comes before {place}"
+    return place if instruction.listed else f"what comes before {place}"

@@ -19,7 +19,7 @@ from schedir.runtime.accelerator import Host
 from schedir.runtime.engine import _arrive
 from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
-from schedir.runtime.program.trail import Trail
+from schedir.runtime.program.progress import Progress
 from schedir.runtime.session import Session
 from tests.runtime.kit import MSE, sgd
 
@@ -71,8 +71,8 @@ def test_leaving_ends_where_the_device_stands_still() -> None:
 
     courier, comes = Courier(), Event()
     sent = courier.send(comes.wait)
-    trail: Any = SimpleNamespace(settle=stalled)
-    _arrive([], trail, courier, Host(CPU))
+    progress: Any = SimpleNamespace(settle=stalled)
+    _arrive([], progress, courier, Host(CPU))
     assert not sent.done()
     comes.set()
     courier.finish()
@@ -95,32 +95,32 @@ class Works:
 
 def test_a_call_waits_for_the_one_before_the_latest_alone() -> None:
     posted: list[Any] = []
-    trail = Trail(Patience(SECOND / 100, lambda: False), posted, Host(CPU), follows=True)
+    progress = Progress(Patience(SECOND / 100, lambda: False), posted, Host(CPU), follows=True)
     works = Works(2)
     for number in range(2):
-        trail.begin()
+        progress.begin()
         posted.append(works.of(number))
-        ended = trail.end()
+        ended = progress.end()
     with pytest.raises(WaitError):
-        trail.begin()
+        progress.begin()
     works.done[0] = True
-    trail.begin()
+    progress.begin()
     assert 1 not in works.looked
-    trail.reach(ended)  # the device has come to the end of the latest call
+    progress.reach(ended)  # the device has come to the end of the latest call
     with pytest.raises(WaitError, match="timed out"):
-        trail.settle()
+        progress.settle()
     works.done[1] = True
-    trail.settle()
+    progress.settle()
 
 
 def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
-    posted = [object()]
-    trail = Trail(Patience(SECOND, lambda: False), posted, Host(CPU), follows=False)  # type: ignore[arg-type]
+    posted: list[Any] = [object()]
+    progress = Progress(Patience(SECOND, lambda: False), posted, Host(CPU), follows=False)
     instruction: Any = object()
-    assert trail(instruction) is instruction
-    trail.begin()
-    trail.reach(trail.end())
-    trail.settle()
+    assert progress(instruction) is instruction
+    progress.begin()
+    progress.reach(progress.end())
+    progress.settle()
     assert len(posted) == 1
 
 
