@@ -34,7 +34,7 @@ from schedir.runtime.stage.lives import lives_of
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
-from schedir.runtime.trace.trace import Trace
+from schedir.runtime.trace import Trace
 from schedir.runtime.transports.transport import Work
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Timeline
-from schedir.runtime import Executor
+from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
 from schedir.runtime.program import programs
@@ -25,9 +25,7 @@ from schedir.runtime.program.instruction import Operation
 from schedir.runtime.program.instruction import instruction as made_for
 from schedir.runtime.program.joined import wait_of
 from schedir.runtime.program.transfer import Transfer
-from schedir.runtime.trace import trace as keeping
-from schedir.runtime.trace.measured import timeline
-from schedir.runtime.trace.recorder import Recorder, Taken, recorder
+from schedir.runtime.recorder import Recorder, Taken, recorder, timeline
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed
 from tests.runtime.features import check_timeline
@@ -139,7 +137,7 @@ def test_updates_that_are_left_out_have_no_time(optimizer: Any) -> None:
 
 
 def test_the_latest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_FEWEST_STEPS", 2)
+    monkeypatch.setattr(trace, "_FEWEST_STEPS", 2)
     for most, kept in ((0, 2), (3, 3)):
         with executor() as traced:
             actions = len(traced.schedule.columns)
