@@ -1,8 +1,15 @@
-"""What the executor is given, and whether each argument is, by itself, what it must be."""
+"""What the executor is given, and whether it is what it must be: numbers, functions, modules.
+
+Of the modules' memory too: a stage trains its own. A parameter, or running statistics, that several
+stages reach would be stepped by each of them, or get the gradients of one alone; on processes of
+their own they would part without a word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -10,10 +17,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, expect_schedule, is_number
-from schedir.runtime.chunk_specs import ChunkSpec, check_batch_dim, checked
+from schedir.runtime.chunk_specs import ChunkSpec, checked
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -59,7 +70,6 @@ def check_arguments(given: Arguments) -> None:
         raise ExecutionError(str(error)) from None
     _check_functions(given)
     _check_numbers(given)
-    check_batch_dim(given.batch_dim)
     checked(given.args_chunk_spec, "args_chunk_spec")
     by_name: object = given.kwargs_chunk_spec
     if by_name is not None and not isinstance(by_name, Mapping):
@@ -114,6 +124,8 @@ def _check_numbers(given: Arguments) -> None:
         raise ExecutionError(f"seed must be an integer, not {given.seed!r}")
     if not is_number(given.step):
         raise ExecutionError(f"step must be an int of at least 0, not {given.step!r}")
+    if not is_number(given.batch_dim):
+        raise ExecutionError(f"batch_dim must be an int of at least 0, not {given.batch_dim!r}")
 
 
 def timeout_of(timeout: object) -> timedelta | None:
@@ -128,3 +140,245 @@ def timeout_of(timeout: object) -> timedelta | None:
             f"timeout must be a number of seconds above 0, or a timedelta, not {timeout!r}"
         )
     return found
+
+
+def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Sequence[int]:
+    """The stages whose forwards the user wants run again, ascending."""
+    if isinstance(recompute, bool):
+        return range(stages) if recompute else ()
+    if not isinstance(recompute, Collection):
+        raise ExecutionError(f"recompute must be true, false or a list of stages: {recompute!r}")
+    unknown = [stage for stage in recompute if stage not in range(stages)]
+    if unknown:
+        raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")
+    return sorted(set(recompute))
+
+
+def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None) -> None:
+    """Exactly this rank's stages, or all where `rank` is None."""
+    if rank is None and set(stages) != set(local):
+        raise ExecutionError(
+            f"in one process all stages are needed, 0..{len(local) - 1}, but modules were given "
+            f"for {sorted(stages)}"
+        )
+    if set(stages) != set(local):
+        raise ExecutionError(
+            f"rank {rank} holds stages {list(local)}, but modules were given for "
+            f"{sorted(stages)}; pass stages={{i: module for i in schedule.stages_of(rank)}}"
+        )
+    for stage, module in sorted(stages.items()):
+        if not isinstance(module, nn.Module):
+            raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
+
+
+def check_modules(modules: Mapping[int, nn.Module]) -> None:
+    """Each can be run and trained by itself."""
+    for stage, module in sorted(modules.items()):
+        _check_tensors(stage, module, modules)
+        for name, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise ExecutionError(
+                    f"stage {stage}{f' ({name})' if name else ''} is compiled to TorchScript, "
+                    "whose weights can't be exchanged for older versions; pass the module that it "
+                    "was made from"
+                )
+            if isinstance(part, (FSDPModule, DistributedDataParallel)):
+                wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__
+                raise ExecutionError(
+                    f"stage {stage}{f' ({name})' if name else ''} is wrapped by {wrapper}, which "
+                    "talks to other processes at every forward and backward, by no schedule; "
+                    "pass the bare module and mesh= with a dimension dp, and REDUCE_GRAD sums "
+                    "the gradients"
+                )
+    if (shared := shared_memory(modules)) is not None:
+        one, other = shared
+        raise ExecutionError(
+            f"stages {one.stage} and {other.stage} hold the same memory, {one.name} of the former "
+            f"and {other.name} of the latter, which only one of them can train; give each a copy "
+            "of its own (copy.deepcopy), and declare parameters that are to stay one with ties="
+        )
+
+
+def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+    """Where this process's stages are; those without tensors go where the others are."""
+    found: dict[torch.device, int] = {}
+    for stage, module in sorted(stages.items()):
+        for tensor in (*module.parameters(), *module.buffers()):
+            found.setdefault(tensor.device, stage)
+    if len(found) > 1:
+        listed = ", ".join(f"stage {stage} on {device}" for device, stage in found.items())
+        raise ExecutionError(f"the stages of one process must be on one device, but {listed}")
+    device = next(iter(found), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ExecutionError(f"the stages are on {device}; the executor knows cpu and cuda")
+    return device
+
+
+def tied_copies(
+    stages: Mapping[int, nn.Module], ties: Sequence[TieOf]
+) -> list[tuple[TieOf, dict[int, nn.Parameter]]]:
+    """Each tie with the copies that are here, by stage."""
+    for (stage, name), times in Counter(copy for tie in ties for copy in tie).items():
+        if times > 1:  # it would get another sum from each
+            raise ExecutionError(
+                f"ties: {stage}:{name} stands in two ties; list all copies of it in one"
+            )
+    found = []
+    for tie in ties:
+        held = {}
+        for stage, name in tie:
+            if stage in stages:
+                held[stage] = _parameter(stages[stage], stage, name)
+        found.append((tie, held))
+    return found
+
+
+def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        raise ExecutionError(
+            f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
+        )
+    return parameters[name]
+
+
+def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+    """Parameters and buffers exist, and can be trained."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ExecutionError(
+                f"stage {stage}: {name} has no shape yet, as its module is lazy; run the module "
+                "once on an example of its input before you make the executor, on every rank"
+            )
+        if tensor.is_meta:
+            raise ExecutionError(
+                f"stage {stage}: {name} is on the device meta, without values; call "
+                f'module.to_empty(device="{_home(modules)}"), and load or initialise it'
+            )
+        if tensor.is_inference():
+            raise ExecutionError(
+                f"stage {stage}: {name} was made under torch.inference_mode(), so it can't be "
+                "trained; make the module outside of it"
+            )
+
+
+def _home(modules: Mapping[int, nn.Module]) -> torch.device:
+    """Where the stages of this process belong: where some of them are, else on its GPU, if any."""
+    for module in modules.values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                return tensor.device
+    own = torch.accelerator.current_accelerator(check_available=True)
+    if own is None:
+        return torch.device("cpu")
+    return torch.device(own.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """A tensor as one stage holds it; `trained` where that makes another one of it: a parameter, or
+    the running statistics of a normalisation."""
+
+    stage: int
+    name: str
+    tensor: Tensor
+    trained: bool
+
+    @property
+    def first(self) -> int:
+        """The first byte that it takes in."""
+        return self.tensor.data_ptr()
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps)
+        return self.first + extent * self.tensor.itemsize
+
+
+def shared_memory(
+    stages: Mapping[int, nn.Module], known: Collection[int] = ()
+) -> tuple[Held, Held] | None:
+    """Two tensors of different stages, of which one is trained, in the same memory; None for none.
+
+    Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are apart,
+    as those of a flat buffer of all weights.
+    """
+    by_storage: dict[int, list[Held]] = defaultdict(list)
+    for stage, module in sorted(stages.items()):
+        for held in _held(stage, module):
+            if id(held.tensor) in known:
+                continue
+            for other in (others := by_storage[held.tensor.untyped_storage().data_ptr()]):
+                concerned = other.stage != stage and (other.trained or held.trained)
+                if concerned and _overlap(other, held):
+                    return other, held
+            others.append(held)
+    return None
+
+
+def _held(stage: int, module: nn.Module) -> Iterator[Held]:
+    """What a stage holds: as parameters and buffers, and in other attributes of its modules."""
+    seen: set[tuple[int, bool]] = set()
+    for path, part in module.named_modules():
+        before = f"{path}." if path else ""
+        statistics = isinstance(part, _NormBase)
+        for name, tensor in _tensors_of(part):
+            trained = name in part._parameters or (statistics and name in part._buffers)
+            key = id(tensor), trained  # alive as long as the module is
+            if key not in seen and _has_memory(tensor):
+                seen.add(key)
+                yield Held(stage, before + name, tensor, trained)
+
+
+def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for registered in (part._parameters, part._buffers):
+        yield from ((name, tensor) for name, tensor in registered.items() if tensor is not None)
+    for name, value in vars(part).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _tensors_in(name, value, depth=3)
+
+
+def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an attribute that torch does not know of: in lists, tuples and dicts too, and
+    those of modules in there."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _tensors_in(f"{name}[{key!r}]", entry, depth - 1)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it lies in memory that can be compared: a lazy, sparse or meta tensor does not."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a subclass that wraps others
+        return False
+
+
+def _overlap(one: Held, other: Held) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.end <= other.first or other.end <= one.first:
+        return False
+    if one.tensor.is_contiguous() and other.tensor.is_contiguous():
+        return True
+    # Columns of one matrix lie between each other: mark the bytes of the one, and look for them.
+    first, end = min(one.first, other.first), max(one.end, other.end)
+    marks = torch.zeros(end - first, dtype=torch.bool, device="cpu")
+    _bytes(marks, one, first).fill_(True)
+    return bool(_bytes(marks, other, first).any())
+
+
+def _bytes(marks: Tensor, held: Held, first: int) -> Tensor:
+    """The marks of the bytes that a tensor takes in; `first` is the byte of the first mark."""
+    tensor, size = held.tensor, held.tensor.itemsize
+    strides = [stride * size for stride in tensor.stride()]
+    return marks.as_strided([*tensor.shape, size], [*strides, 1], held.first - first)

@@ -30,7 +30,7 @@ from schedir.runtime.session import Session as World
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
-from schedir.runtime.trace.trace import Trace
+from schedir.runtime.trace import Trace
 from schedir.runtime.transports.transport import Transport, Work
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
-from schedir.ir import is_number
 
 ChunkSpec: TypeAlias = Any
 """A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, structured as what
@@ -165,9 +164,3 @@ def _ambiguous(whole: Whole, number: int, rows: int | None) -> ExecutionError:
         f"with kwargs_chunk_spec={spec} to cut it into microbatches along dim 0, or with "
         f'"{REPLICATE}" for 0 to give each microbatch all of it'
     )
-
-
-def check_batch_dim(dim: object) -> None:
-    """Raise ExecutionError for what is no dim that a batch can be cut along."""
-    if not is_number(dim):
-        raise ExecutionError(f"batch_dim must be an int of at least 0, not {dim!r}")

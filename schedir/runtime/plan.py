@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import dropwhile
+from typing import cast
 
 import attrs
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from schedir.errors import ExecutionError
-from schedir.graph.alive import weight_versions
-from schedir.ir import Kind, Schedule
-from schedir.passes import insert_reductions, recompute
+from schedir.checker import clean_channels, prove
+from schedir.errors import ExecutionError, ScheduleError
+from schedir.ir import Kind, Schedule, ties_of
+from schedir.passes import advance_receives, insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
-from schedir.runtime.arguments import Arguments, TieOf, check_arguments, timeout_of
-from schedir.runtime.fitting import (
+from schedir.runtime.arguments import (
+    Arguments,
+    TieOf,
+    check_arguments,
     check_modules,
-    check_optimizer,
     check_stages,
-    check_stepping,
-    check_steps_last,
     device_of,
-    posted,
-    proved,
     recomputed_stages,
-    steps_last,
     tied_copies,
+    timeout_of,
 )
 from schedir.runtime.processes.grid import Grid, grid
 from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
@@ -78,12 +81,6 @@ class Plan:
         return tuple(rank for rank in self.schedule.placement[stage] if rank in self.local_ranks)
 
     @property
-    def recomputed(self) -> frozenset[int]:
-        """The stages that run a forward again."""
-        columns = self.schedule.columns
-        return frozenset(columns.stage[columns.where(Kind.RECOMPUTE)].tolist())
-
-    @property
     def last_stage(self) -> int:
         """The stage that has the loss."""
         return self.schedule.stages - 1
@@ -127,7 +124,9 @@ class Plan:
         if make is None:
             return {}
         held = {stage: list(self.trained[stage].parameters()) for stage in self.local_stages}
-        return {stage: check_optimizer(make(own), stage, own) for stage, own in held.items() if own}
+        return {
+            stage: _check_optimizer(make(own), stage, own) for stage, own in held.items() if own
+        }
 
 
 def plan_of(given: Arguments) -> Plan:
@@ -144,11 +143,13 @@ def plan_of(given: Arguments) -> Plan:
     place = Grid(((0,) * ranks,)) if given.in_process else grid(ranks, given.mesh)
     if place.pipelines > 1:
         schedule = insert_reductions(schedule)
-    _check_updates(given, schedule)
+    _check_steps(given, schedule)
     local_ranks = tuple(range(ranks)) if given.in_process else (place.rank,)
     local_stages = _held_by(local_ranks, schedule)
     check_stages(given.stages, local_stages, None if given.in_process else place.rank)
-    trained = _trained(given, schedule.stages - 1)
+    trained = dict(given.stages)
+    if isinstance(given.loss_fn, nn.Module) and (last := schedule.stages - 1) in trained:
+        trained[last] = nn.ModuleDict({"stage": trained[last], "loss": given.loss_fn})
     check_modules(trained)
     accelerator = accelerator_of(device_of(trained))
     transport = transport_for(place.alone, accelerator.device)
@@ -178,34 +179,149 @@ def _stages_of(ties: Sequence[TieOf]) -> list[list[int]]:
     return [[stage for stage, _ in tie] for tie in ties]
 
 
-def _check_updates(given: Arguments, schedule: Schedule) -> None:
-    versions = [weight_versions(schedule.columns, rank) for rank in range(schedule.ranks)]
-    check_stepping(schedule, versions, given.optimizer is not None)
+def _check_steps(given: Arguments, schedule: Schedule) -> None:
+    """The optimiser, the schedule's OPTIM_STEPs and what comes before them must go together."""
+    columns, has_optimizer = schedule.columns, given.optimizer is not None
+    places = columns.where(Kind.OPTIM_STEP)
+    steps = Counter(zip(columns.stage[places].tolist(), columns.rank[places].tolist(), strict=True))
+    if has_optimizer and not steps:
+        raise ExecutionError(
+            f"{schedule.name} has no OPTIM_STEP, so the optimizer would never step; pass "
+            "optimizer=None and step yourself"
+        )
+    if not has_optimizer:
+        for (stage, _), number in sorted(steps.items()):
+            if number > 1:
+                raise ExecutionError(
+                    f"{schedule.name} steps stage {stage} {number} times a call, so it needs an "
+                    "optimizer"
+                )
+        for place in np.flatnonzero(columns.version >= 0).tolist():
+            rank, index = columns.position(place)
+            raise ExecutionError(
+                "a named weight version needs an optimizer",
+                rank=rank,
+                index=index,
+                action=columns.action(place),
+            )
     if given.clip_grad_norm is not None:
-        check_steps_last(schedule, "clip_grad_norm")
+        _check_steps_last(schedule, "clip_grad_norm")
     if given.nonfinite == "skip":
-        if given.optimizer is None:
+        if not has_optimizer:
             raise ExecutionError(
                 'nonfinite="skip" leaves OPTIM_STEPs out, so it needs an optimizer'
             )
         if given.ties:
-            check_steps_last(schedule, 'nonfinite="skip" with ties=')
-    shared = getattr(given.stages, "ties", ())  # of schedir.training's Stages
-    for tie in shared:
+            _check_steps_last(schedule, 'nonfinite="skip" with ties=')
+    for tie in getattr(given.stages, "ties", ()):  # of schedir.training's Stages
         if not any(set(tie) <= set(others) for others in given.ties):
             copies = ", ".join(f"{name} of stage {stage}" for stage, name in tie)
             raise ExecutionError(
                 f"{copies} are one parameter, and without ties= each copy would be trained by "
                 "itself; pass ties=stages.ties"
             )
-    if given.optimizer is None and given.clip_grad_norm is not None:
+    if not has_optimizer and given.clip_grad_norm is not None:
         raise ExecutionError(
             "clip_grad_norm= acts between the gradients and the step, so it needs an optimizer"
         )
 
 
-def _trained(given: Arguments, last: int) -> dict[int, nn.Module]:
-    trained = dict(given.stages)
-    if isinstance(given.loss_fn, nn.Module) and last in trained:
-        trained[last] = nn.ModuleDict({"stage": trained[last], "loss": given.loss_fn})
-    return trained
+def _check_steps_last(schedule: Schedule, what: str) -> None:
+    """Raise ExecutionError where a rank goes on after its first OPTIM_STEP: `what` needs all
+    gradients before that."""
+    for rank, index in _after_steps(schedule):
+        actions = schedule.flat[rank]
+        at, step = next((i, a) for i, a in enumerate(actions) if a.kind is Kind.OPTIM_STEP)
+        raise ExecutionError(
+            f"{what} needs all gradients before any rank steps, but {schedule.name} goes on after "
+            f"rank {rank} #{at} {step}; list the OPTIM_STEPs last, or do without",
+            rank=rank,
+            index=index,
+            action=actions[index],
+        )
+
+
+def steps_last(schedule: Schedule) -> bool:
+    """Whether the OPTIM_STEPs stand after all else on each rank."""
+    return not any(_after_steps(schedule))
+
+
+def _after_steps(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """The rank and index of each action that is listed after an OPTIM_STEP, and is none."""
+    for rank, actions in enumerate(schedule.flat):
+        after = dropwhile(lambda at: at[1].kind is not Kind.OPTIM_STEP, enumerate(actions))
+        yield from ((rank, index) for index, a in after if a.kind is not Kind.OPTIM_STEP)
+
+
+def _check_optimizer(
+    made: object, stage: int, given: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What the user's function has made for a stage, of the parameters that it was given."""
+    if not hasattr(made, "step"):
+        raise ExecutionError(f"optimizer must return an optimizer, not {type(made).__name__}")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ExecutionError(
+            f"optimizer: {type(made).__name__}, of stage {stage}, evaluates the loss several times "
+            "a step, by a closure; a schedule computes each gradient once, so take one that needs "
+            "no closure"
+        )
+    own = set(map(id, given))
+    groups: Sequence[Mapping[str, Iterable[Tensor]]] = getattr(made, "param_groups", ())
+    foreign = [p for group in groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        kind = f"{str(foreign[0].dtype).removeprefix('torch.')}{list(foreign[0].shape)}"
+        raise ExecutionError(
+            f"optimizer: {type(made).__name__}, of stage {stage}, steps {len(foreign)} parameters "
+            f"that are not the stage's, the first of them {kind}; make it of those that the "
+            f"function is given: lambda parameters: {type(made).__name__}(parameters, …). What is "
+            "trained beside the stages belongs into a module: the last stage, or loss_fn"
+        )
+    return cast(torch.optim.Optimizer, made)
+
+
+def proved(
+    schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], laxest: str | None = None
+) -> Schedule:
+    """The complete schedule, proved under a channel model; no process group is touched before.
+
+    `laxest` is the model that the user may ask for instead.
+    """
+    try:
+        report = prove(schedule, channel, ties=ties)
+    except ValueError as error:
+        raise ExecutionError(str(error)) from error
+    if report.schedule is not None:
+        return report.schedule
+    if os.environ.get("RANK", "0") != "0":
+        # Rank 0 says what is wrong; the others need not repeat it.
+        raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
+    try:
+        return report.proved()
+    except ScheduleError as error:
+        if laxest not in report.clean_channels:
+            raise
+        raise ScheduleError(
+            f"{error}. That is under {channel}; the list is clean under {laxest}, and "
+            f'Executor(channel="{laxest}") has it run so all the same, at your own risk',
+            error.diagnostics,
+        ) from None
+
+
+def posted(
+    schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], room: int | None
+) -> Schedule:
+    """The list as it is carried out: its receives ahead, and proved to run so.
+
+    As far ahead as the channel model allows, and `room` for buffers; see `advance_receives`. Raises
+    ExecutionError where a list that runs as it is listed does not run so, which would be a fault
+    of the pass.
+    """
+    tied = ties_of(schedule, ties)
+    ahead = advance_receives(schedule, channel, room, ties=tied)
+    if channel not in clean_channels(ahead, tied):
+        raise ExecutionError(
+            f"{schedule.name} runs under {channel} as it is listed, but not with its receives "
+            "ahead; this is a fault of schedir, please report it"
+        )
+    return ahead

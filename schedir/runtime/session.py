@@ -136,7 +136,7 @@ class Session:
         reason = self._board.reason()
         fewest = None if reason or self.closed else self._board.fewest_calls(self.grid.everyone)
         if fewest is not None:
-            process, calls = fewest
+            calls, process = fewest
             said = (
                 f"process {process} has closed its executor, or ended, after {calls} calls, but "
                 f"every rank must make the same; waited for {awaited}"

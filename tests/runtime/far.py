@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime import StepResult, fitting, plan
+from schedir.runtime import StepResult, arguments, plan
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
@@ -136,7 +136,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
 @pytest.fixture
 def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     """The device meta, which is refused to users; between processes nothing stands for a tensor."""
-    monkeypatch.setattr(fitting, "_check_tensors", lambda *_: None)
+    monkeypatch.setattr(arguments, "_check_tensors", lambda *_: None)
     monkeypatch.setattr(plan, "device_of", lambda stages: META)
     monkeypatch.setattr(shared_parameters, "digest", lambda parameter: 0)  # read before any step
     monkeypatch.setattr(plan, "transport_for", _without_gpu)

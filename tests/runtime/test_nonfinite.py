@@ -17,7 +17,7 @@ import schedir
 from schedir import ExecutionError, Kind
 from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
-from schedir.runtime.fitting import steps_last
+from schedir.runtime.plan import steps_last
 from tests.built_in import EVERY
 from tests.runtime.kit import (
     MSE,

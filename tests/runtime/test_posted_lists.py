@@ -10,7 +10,7 @@ from torch import nn
 import schedir
 from schedir.passes import forward_only
 from schedir.runtime import Executor
-from schedir.runtime.fitting import posted, proved
+from schedir.runtime.plan import posted, proved
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.transports.choice import transport_for
@@ -116,7 +116,7 @@ def test_forwards_alone_run_too_with_their_receives_ahead(name: str, channel: st
 def test_a_pass_that_breaks_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is of the very list that is posted, not of the one that it was made from."""
     good = schedir.build("1f1b", ranks=2, microbatches=2)
-    monkeypatch.setattr("schedir.runtime.fitting.advance_receives", lambda *_, ties: CROSSING)
+    monkeypatch.setattr("schedir.runtime.plan.advance_receives", lambda *_, ties: CROSSING)
     with pytest.raises(schedir.ExecutionError, match="a fault of schedir"):
         posted(good, "rank", (), None)
     assert posted(good, "async", (), None) is CROSSING

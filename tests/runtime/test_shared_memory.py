@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.shared_memory import shared_memory
+from schedir.runtime.arguments import shared_memory
 from schedir.training import deferred, partition
 from tests.runtime.kit import MSE, sgd
 

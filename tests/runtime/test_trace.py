@@ -17,15 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Timeline
-from schedir.runtime import Executor
+from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction, nothing, waiting
 from schedir.runtime.program.together import wait_of
-from schedir.runtime.trace import trace as keeping
-from schedir.runtime.trace.measured import timeline
-from schedir.runtime.trace.recorder import Recorder, Taken, recorder
+from schedir.runtime.recorder import Recorder, Taken, recorder, timeline
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed
 from tests.runtime.features import check_timeline
@@ -136,7 +134,7 @@ def test_updates_that_are_left_out_have_no_time(optimizer: Any) -> None:
 
 
 def test_the_latest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_FEWEST_STEPS", 2)
+    monkeypatch.setattr(trace, "_FEWEST_STEPS", 2)
     for most, kept in ((0, 2), (3, 3)):
         with executor() as traced:
             actions = len(traced.schedule.columns)

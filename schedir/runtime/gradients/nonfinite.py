@@ -43,6 +43,7 @@ class NonFinite:
 
     `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the present call
     has left out, `agreement` what ranks that don't clip do together before they step, if anything.
+    `active` where anything is looked at.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class NonFinite:
     ) -> None:
         self._plan, self._control, self._accelerator = plan, control, plan.accelerator
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
-        self._raises, self._skips = rule == "raise", rule == "skip"
-        together = self._skips and plan.steps_last
+        self.active, self._raises = rule != "ignore", rule == "raise"
+        together = rule == "skip" and plan.steps_last
         self.agreement = self._agree if together and not clips else None
-        self.looks_alone = not clips and (self._raises or (self._skips and not together))
+        self.looks_alone = self.active and not clips and not together
         self._gradients = {
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
@@ -102,7 +103,7 @@ class NonFinite:
         One without samples, thus without a share, has no mean: it is not looked at. Raises
         ExecutionError for one that is not finite.
         """
-        looks = trains and (self._raises or self._skips)
+        looks = trains and self.active
         if self._accelerator.queues:
             kept = loss.detach().clone()  # it is read later, and may be a buffer
             if not looks or (not isinstance(share, Tensor) and not share):
@@ -110,7 +111,7 @@ class NonFinite:
             value = kept.reshape(())
             if isinstance(share, Tensor):
                 value = torch.where(share == 0, 0.0, value)
-            if self._skips:
+            if not self._raises:
                 return kept, share + value * 0  # NaN, unless the loss is finite
             self._losses[microbatch] = value
             return kept, share
@@ -124,7 +125,7 @@ class NonFinite:
         that is refused."""
         if share and self._raises:
             self._look_at_losses({microbatch: loss})
-        return math.nan if share and self._skips else share
+        return math.nan if share and self.active else share
 
     def look(self, steps: Sequence[Step]) -> None:
         """Look at the gradients that a rank's consecutive OPTIM_STEPs will apply.
@@ -153,7 +154,7 @@ class NonFinite:
 
         `norms` is made of those of these stages. Raises ExecutionError where none should be.
         """
-        if not (self._raises or self._skips) or math.isfinite(*self._read([total])):
+        if not self.active or math.isfinite(*self._read([total])):
             return True
         if self._raises:
             if found := self._not_finite():

@@ -177,6 +177,11 @@ class Accumulated:
         self._parameters = [*dict.fromkeys(parameters)]
         self._earlier: list[Tensor | None] = []
 
+    @property
+    def active(self) -> bool:
+        """Whether there are any such parameters."""
+        return bool(self._parameters)
+
     def set_aside(self) -> None:
         """Take it, before a call adds to it."""
         self._earlier = [parameter.grad for parameter in self._parameters]

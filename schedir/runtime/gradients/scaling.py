@@ -17,14 +17,15 @@ device stays there, and goes through a sum over the processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Ints, Schedule
+from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.call import Request
@@ -42,7 +43,7 @@ class Scaling:
     def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
         self._plan, self._control = plan, control
         apart = steps_apart(plan.schedule) if plan.updates else {}
-        self._known = {step: float(whole) for step, (_, whole) in apart.items() if whole}
+        self._weights: dict[_Step, Count] = {s: float(n) for s, (_, n) in apart.items() if n}
         self._counted = {step: group for step, (group, whole) in apart.items() if not whole}
         grid, placement = plan.grid, plan.schedule.placement
         lines = range(grid.pipelines)
@@ -60,13 +61,12 @@ class Scaling:
             if len(processes) > 1:
                 self._group = groups.make("weights of steps", processes, plan.device)
         self._exchange: Exchange | None = None
-        self._weights: dict[_Step, Count] = {}
         self._unread = Unread()
 
     @property
     def active(self) -> bool:
         """Whether there is any such step."""
-        return bool(self._known or self._counted)
+        return bool(self._weights or self._counted)
 
     def begin(self, shares: Sequence[Count], request: Request) -> None:
         """A call begins; `shares` are those of the microbatches of this pipeline, on a rank of the
@@ -107,7 +107,7 @@ class Scaling:
         self._unread.add(
             Late(self._plan.accelerator, sums, lambda copied: self._check(copied.tolist()))
         )
-        self._weights = dict(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
+        self._weights.update(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
 
     def _check(self, weights: Sequence[float]) -> None:
         for weight, group in zip(weights, self._counted.values(), strict=True):
@@ -126,26 +126,19 @@ class Scaling:
 
     def scales(self, stage: int, step: int) -> bool:
         """Whether an OPTIM_STEP has another scale than the loss stage's."""
-        return (stage, step) in self._counted or (stage, step) in self._known
+        return (stage, step) in self._counted or (stage, step) in self._weights
 
     def scale(self, parameters: Sequence[nn.Parameter], stage: int, step: int) -> None:
         """Scale what has been accumulated for an OPTIM_STEP, after all sums over replicas."""
-        weight = self._weight((stage, step))
-        scale = 1.0 / weight
+        if self._exchange is not None and (stage, step) in self._counted:
+            over_pipelines = torch.stack(self._exchange.result()).sum(0).tolist()
+            self._check(over_pipelines)
+            self._weights.update(zip(self._counted, over_pipelines, strict=True))
+            self._exchange = None
+        scale = 1.0 / self._weights[stage, step]
         for parameter in parameters:
             if parameter.grad is not None:  # out of place: another's may share its memory
                 parameter.grad = parameter.grad * scale
-
-    def _weight(self, step: _Step) -> Count:
-        known = self._known.get(step)
-        if known is not None:
-            return known
-        if self._exchange is not None:
-            over_pipelines = torch.stack(self._exchange.result()).sum(0).tolist()
-            self._check(over_pipelines)
-            self._weights = dict(zip(self._counted, over_pipelines, strict=True))
-            self._exchange = None
-        return self._weights[step]
 
     def _refuse_earlier(self) -> None:
         """What earlier calls have accumulated has its scale already."""
@@ -165,24 +158,23 @@ def steps_apart(schedule: Schedule) -> dict[_Step, tuple[list[int], int]]:
     many whole groups of the loss stage they are, 0 where they hold a part of one."""
     flow = graph_of(schedule)
     turns = flow.turn[flow.weight_gradients]
-    return dict(_apart(turns)) if (turns != turns[-1]).any() else {}
-
-
-def _apart(turns: Ints) -> Iterator[tuple[_Step, tuple[list[int], int]]]:
-    loss: Mapping[int, set[int]] = _groups(turns[-1].tolist())
-    of_microbatch = {m: group for group in loss.values() for m in group}
-    for stage, own in enumerate(turns.tolist()):
-        for step, group in sorted(_groups(own).items()):
+    if (turns == turns[-1]).all():
+        return {}
+    by_stage = [_groups(own) for own in turns.tolist()]
+    of_microbatch = {m: group for group in by_stage[-1].values() for m in group}
+    found = {}
+    for stage, groups in enumerate(by_stage):
+        for step, group in sorted(groups.items()):
             within = {min(of_microbatch[m]): of_microbatch[m] for m in group}
-            if list(within.values()) == [group]:
-                continue
-            whole = all(part <= group for part in within.values())
-            yield (stage, step), (sorted(group), len(within) if whole else 0)
+            if list(within.values()) != [group]:
+                whole = all(part <= group for part in within.values())
+                found[stage, step] = sorted(group), len(within) if whole else 0
+    return found
 
 
 def _groups(turns: Sequence[int]) -> dict[int, set[int]]:
     """The microbatches of each step."""
-    found: dict[int, set[int]] = {}
+    found: defaultdict[int, set[int]] = defaultdict(set)
     for m, turn in enumerate(turns):
-        found.setdefault(turn, set()).add(m)
+        found[turn].add(m)
     return found

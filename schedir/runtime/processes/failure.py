@@ -132,15 +132,12 @@ class Board:
         return None
 
     def fewest_calls(self, everyone: Sequence[int]) -> tuple[int, int] | None:
-        """Which process has made the fewest calls, and how many, of those that make no other one;
+        """The fewest calls that a process has made, and which one, of those that make no other one;
         None where all still may."""
         with suppress(RuntimeError):
-            keys = {number: f"{_CLOSED}/{number}" for number in range(len(everyone))}
-            left = [n for n, key in keys.items() if self._store.check([key])]
-            calls = [(int(self._store.get(keys[n]).decode()), n) for n in left]
-            if calls:
-                number, process = min(calls)
-                return process, number
+            keys = [f"{_CLOSED}/{number}" for number in range(len(everyone))]
+            left = [n for n, key in enumerate(keys) if self._store.check([key])]
+            return min(((int(self._store.get(keys[n])), n) for n in left), default=None)
         return None
 
 

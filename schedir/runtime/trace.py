@@ -1,0 +1,377 @@
+"""What a process records of its steps, and what rank 0 makes of what all have.
+
+Of a step's sizes a `Gauge` tells: an observer of the first step of each input shape. A forward
+leaves to its backward what autograd saves, which tells of it (`saved_tensors_hooks`), and the
+stage's input. Of that an I leaves to its W what nodes of the graph still have, and gradients that
+came to them; hooks would have it do more (`split_backward`), so it is another microbatch that this
+is seen of. Memory that several tensors share counts once; that of weights, and of what the user has
+given, does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from schedir.ir import Ints, Kind, Schedule
+from schedir.runtime.accelerator import Mark
+from schedir.runtime.call import Call
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
+from schedir.runtime.processes.control import Control
+from schedir.runtime.program.instruction import Bound, Instruction
+from schedir.runtime.program.observers import Observer
+from schedir.runtime.recorder import COLUMNS, Anchor, Taken, recorder, timeline
+from schedir.runtime.stage.activations import Cell, Cells
+from schedir.runtime.stage.stage import Stage
+from schedir.simulator import Measured, Sizes, Timeline
+
+_FEWEST_STEPS = 8
+"""Are kept, however many actions they have."""
+
+_MOST_SHAPES = 64
+_MEASURED = "boundary", "input", "activation", "deferred", "gradient"
+
+
+@attrs.frozen(eq=False)
+class _Step:
+    """A step that was made: its number, the list that was carried out, what it kept, and its
+    stamps; `updates` where OPTIM_STEPs were carried out."""
+
+    number: int
+    schedule: Schedule
+    gauge: Gauge
+    updates: bool
+    taken: Taken
+
+
+@attrs.frozen(eq=False)
+class _Report:
+    """What a process has recorded, for rank 0.
+
+    For each step the stamps of its ranks' places, by rank 0's clock within `error` nanoseconds; and
+    what its stages keep, in bytes, as fields of `Sizes` by stage.
+    """
+
+    error: float
+    stamps: Sequence[Nanoseconds]
+    sizes: Sequence[Mapping[str, Mapping[int, int]] | None]
+
+
+class Trace:
+    """The steps of this process's ranks, until rank 0 asks for their timelines.
+
+    Its `recorder` observes all instructions of the lists that train. All ranks of a pipeline make
+    one together.
+    """
+
+    def __init__(self, plan: Plan, control: Control, stages: Mapping[int, Stage]) -> None:
+        self._plan, self._control, self._stages = plan, control, stages
+        self.recorder = recorder(plan.accelerator)
+        self._gauges: dict[int, Gauge] = {}
+        self._gauge = Gauge()
+        self._measures = False
+        self._steps: deque[_Step] = deque()
+        self._actions = 0  # of these
+        self._clocks = self._read_clocks()
+
+    def observers(self, signature: int, first: bool) -> Iterable[Observer]:
+        """Who watches a call that begins now, of another input signature than the one before. The
+        first one of a signature holds copies that later ones do not: the second one is measured."""
+        self._gauge = self._gauges.setdefault(signature, Gauge())
+        self._measures = not first
+        if len(self._gauges) > _MOST_SHAPES:
+            del self._gauges[next(iter(self._gauges))]
+        return () if first or self._gauge.finished else (self._gauge,)
+
+    def keep(self, call: Call, schedule: Schedule, began: Mark, cells: Cells) -> None:
+        """A step has been made, which began at a mark."""
+        if self._measures and not self._gauge.finished:
+            self._gauge.finish(self._stages, cells)
+        taken = Taken(began, self.recorder.latest)
+        self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
+        self._actions += len(schedule.columns)
+        while self._actions > self.recorder.most and len(self._steps) > _FEWEST_STEPS:
+            self._actions -= len(self._steps.popleft().schedule.columns)
+
+    def timelines(self) -> list[Timeline]:
+        """Those of the steps since this was asked last, on rank 0; none elsewhere. All ranks ask,
+        and the device has come to the end of all steps."""
+        steps = list(self._steps)
+        report = self._report(steps)
+        self._steps.clear()
+        self._actions = 0
+        if self._plan.grid.rank:
+            self._control.send(report, 0)
+            return []
+        others = range(len(self._plan.local_ranks), self._plan.grid.ranks)
+        reports = [report, *map(self._control.receive, others)]
+        # Of any two ranks.
+        error = 1e-9 * sum(sorted(report.error for report in reports)[-2:])
+        return [
+            timeline(
+                step.schedule,
+                np.concatenate([report.stamps[number] for report in reports]),
+                _sizes([report.sizes[number] for report in reports], step.schedule.stages),
+                Measured(step.number, error),
+            )
+            for number, step in enumerate(steps)
+        ]
+
+    def _report(self, steps: Sequence[_Step]) -> _Report:
+        (first, begin), (last, end) = self._clocks, self._read_clocks()
+        self._clocks = last, end
+        alignment = Alignment(first, last)
+        taken, error = self.recorder.read([step.taken for step in steps], begin, end)
+        lists = {schedule: self._rows(schedule) for schedule in {s.schedule for s in steps}}
+        kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
+        stamps = [
+            self._placed(step, lists[step.schedule], alignment.aligned(times))
+            for step, times in zip(steps, taken, strict=True)
+        ]
+        return _Report(alignment.error + error, stamps, [kept[step.gauge] for step in steps])
+
+    def _read_clocks(self) -> tuple[Reading, Anchor]:
+        return self._control.read_clocks(), self.recorder.anchor()
+
+    def _rows(self, schedule: Schedule) -> Ints:
+        """Where the rows of the places of the ranks here begin."""
+        lists = [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
+        return np.concatenate(lists)
+
+    def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
+        """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
+        stamps: Nanoseconds = times[rows[:, None] + np.arange(COLUMNS)]
+        stamps[rows < 0] = 0
+        if self._plan.updates and not step.updates:
+            columns = step.schedule.columns
+            left_out = columns.is_kind(Kind.OPTIM_STEP, Kind.REDUCE_GRAD)
+            here = np.isin(columns.rank, self._plan.local_ranks)
+            stamps[left_out[here]] = 0
+        return stamps
+
+    def _kept(self, gauge: Gauge) -> dict[str, dict[int, int]] | None:
+        """What the stages here keep; None where no call was measured yet."""
+        if not gauge.finished:
+            return None
+        weight, optimizer = {}, {}
+        for index, stage in self._stages.items():
+            state = [] if stage.optimizer is None else [*stage.optimizer.state.values()]
+            weight[index] = _size(_held(stage.modules))
+            optimizer[index] = _size(tree_leaves(state))
+        return gauge.kept | {"weight": weight, "optimizer": optimizer}
+
+
+def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
+    """Those of all stages; of a stage's replicas the largest. None where they are not known."""
+    known = [sizes for sizes in found if sizes is not None]
+    if len(known) < len(found):
+        return None
+
+    def of(name: str, stage: int) -> int:
+        return max(sizes[name].get(stage, 0) for sizes in known)
+
+    by_stage: dict[str, Any] = {
+        name: tuple(of(name, stage) for stage in range(stages)) for name in known[0]
+    }
+    # All of an activation, where no I of a stage was seen.
+    seen = {stage for sizes in known for stage in sizes["deferred"]}
+    whole = zip(by_stage["deferred"], by_stage["activation"], strict=True)
+    deferred = tuple(kept if s in seen else every for s, (kept, every) in enumerate(whole))
+    by_stage["deferred"] = deferred if seen else None
+    # There is a boundary after each stage but the last.
+    return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})
+
+
+_Saved: TypeAlias = tuple[Tensor, int]
+"""What autograd has saved, and its version then."""
+
+
+class Gauge:
+    """Measures what the stages here keep, in bytes by stage, while a call is made.
+
+    `kept` has fields of `Sizes`: `boundary` is what one microbatch sends to the next stage, `input`
+    what it needs to be run again, `activation` all that its forward leaves to its backward, with
+    its input, and `deferred` what of it is left between I and W. `gradient` is what has been
+    accumulated before an OPTIM_STEP, or when the call ends.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[int, int]] = {name: {} for name in _MEASURED}
+        self.finished = False
+        self._seen: set[tuple[int, Kind]] = set()
+        self._hooked: set[Cell] = set()
+
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        kind, stage, cell, run = (
+            instruction.action.kind,
+            instruction.stage,
+            instruction.cell,
+            instruction.run,
+        )
+        if stage is None:
+            return instruction
+        if kind is Kind.OPTIM_STEP:
+            run = self._before_step(stage, run)
+        elif cell is not None and kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            run = self._weighed(kind, stage, cell, run)
+        elif cell is not None and kind is Kind.BACKWARD_INPUT:
+            run = self._split(stage, cell, run)
+        return attrs.evolve(instruction, run=run)
+
+    def _weighed(self, kind: Kind, stage: Stage, cell: Cell, run: Bound) -> Bound:
+        """Around the first forward of a stage, and the first that is run again: no microbatch has
+        more rows."""
+        key = stage.index, kind
+
+        def weighed() -> None:
+            if key in self._seen:
+                run()
+                return
+            self._seen.add(key)
+            self._hooked.add(cell)
+            inputs = _memory(cell.leaves)
+            saved: dict[int, int] = {}
+
+            def save(tensor: Tensor) -> _Saved:
+                saved.update(_memory([tensor]))
+                # By the tensor itself autograd would hold itself.
+                return tensor.detach(), tensor._version
+
+            with saved_tensors_hooks(save, _as_it_was):
+                run()
+            others = _not_counted(stage, cell)
+            kept = sum((saved | inputs)[m] for m in (saved | inputs).keys() - others)
+            self._note("input", stage.index, sum(inputs.values()))
+            self._note("activation", stage.index, kept)
+
+        return weighed
+
+    def _split(self, stage: Stage, cell: Cell, run: Bound) -> Bound:
+        """Around the first I of a stage whose forward was not weighed."""
+
+        def weighed() -> None:
+            if stage.index in self.kept["deferred"] or cell in self._hooked:
+                run()
+                return
+            roots = [
+                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+                for root in cell.outputs
+                if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
+            ]
+            run()
+            part = cell.weight_part
+            arrived = [] if part is None else part.kept()
+            others = _not_counted(stage, cell)
+            kept = _memory([*arrived, *_still_saved(roots)])
+            self._note("deferred", stage.index, sum(kept[m] for m in kept.keys() - others))
+
+        return weighed
+
+    def _before_step(self, stage: Stage, run: Bound) -> Bound:
+        def weighed() -> None:
+            self._gradients_of(stage)
+            run()
+
+        return weighed
+
+    def _gradients_of(self, stage: Stage) -> None:
+        grads = (p.grad for p in stage.weights.newest)
+        self.kept["gradient"].setdefault(stage.index, _size(grads))
+
+    def _note(self, name: str, stage: int, size: int) -> None:
+        """Keep the largest of what is measured."""
+        kept = self.kept[name]
+        kept[stage] = max(kept.get(stage, 0), size)
+
+    def finish(self, stages: Mapping[int, Stage], cells: Cells) -> None:
+        """The call has ended."""
+        self.finished = True
+        for stage in stages.values():
+            self._gradients_of(stage)
+        for cell in cells:
+            self._note("boundary", cell.stage, cell.learned.after.nbytes)
+
+
+def _not_counted(stage: Stage, cell: Cell) -> dict[int, int]:
+    """The memory of the weights, and of what the user has given."""
+    beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
+    return _memory([*_held(stage.modules), *tree_leaves(beside)])
+
+
+def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
+    """What the nodes of a graph have saved, and not freed."""
+    nodes, seen = list(roots), set(roots)
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                with suppress(RuntimeError):  # it is freed
+                    found = getattr(node, name)
+                    yield from found if isinstance(found, tuple) else (found,)
+        below = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= below
+        nodes += below
+
+
+def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _as_it_was(saved: _Saved) -> Tensor:
+    """What was saved. Raises RuntimeError where that has changed since, as torch does, but not
+    where hooks have it."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
+    return tensor
+
+
+def _memory(values: Iterable[Any]) -> dict[int, int]:
+    """The memory of the tensors among these: its bytes, each piece of it once."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    storages = (part.untyped_storage() for tensor in tensors for part in _strided(tensor.detach()))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _size(values: Iterable[Any]) -> int:
+    return sum(_memory(values).values())
+
+
+def _strided(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor consists of that has memory of its own: itself, but where it is sparse, or a
+    subclass that wraps others. Of other layouts nobody can tell."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _strided(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    else:
+        for part in _PARTS.get(tensor.layout, ()):
+            yield part(tensor)
+
+
+_BY_ROW = Tensor.crow_indices, Tensor.col_indices, Tensor.values
+_BY_COLUMN = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
+_PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}

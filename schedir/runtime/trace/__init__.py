@@ -1,1 +1,0 @@
-"""Traces: what ranks record of their steps, and the timelines that are made of it."""
