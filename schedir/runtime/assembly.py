@@ -69,11 +69,6 @@ class Parts:
         """Whether the stages are on a device that queues its work."""
         return self.plan.accelerator.queues
 
-    @property
-    def busy(self) -> list[float]:
-        """The seconds of compute of the present call, in its only place."""
-        return self.clock.busy
-
     def programs(self, trains: bool) -> Programs:
         """The programs of the plan's list, or of its forwards alone."""
         plan = self.plan

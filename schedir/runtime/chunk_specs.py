@@ -80,9 +80,14 @@ class ChunkSpecs:
     args: ChunkSpec
     kwargs: Mapping[str, ChunkSpec]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether inputs and target are cut along `batch_dim`."""
+        return self.args is None and not self.kwargs
+
     def of_inputs(self, whole: Whole) -> list[Dim]:
         """The dims of the leaves of `inputs`."""
-        if self.args is None and not self.kwargs:
+        if self.is_plain:
             return self.of_target(whole)
         return [self._dim(leaf, spec) for leaf, spec in self._specified(whole, self.args)]
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +15,15 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
-from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder
-from schedir.runtime.batch.losses import Losses
-from schedir.runtime.batch.microbatches import Batch
+from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder, Losses
 from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request, autocast_kinds
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier
 from schedir.runtime.processes.failure import OneLineError, WaitError, describe
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.handshake import Announcement
-from schedir.runtime.program.program import Opened
+from schedir.runtime.program.observers import BusyClock
+from schedir.runtime.program.program import Opened, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session as World
@@ -59,15 +59,37 @@ class Engine:
             self.training = parts.programs(trains=True)
             self.evaluation = parts.programs(trains=False)
         # What a plan has none of is not looked at in its steps.
+        accelerator, trained = plan.accelerator, parts.nonfinite
+        self._queues = accelerator.queues
+        self._marks = self._queues or plan.traced
+        self._busy, self._scales = parts.clock.busy, parts.scaling.active
+        self._clock: BusyClock | None = parts.clock if self._queues else None
+        if parts.trace is not None:
+            self._clock = parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
+        self._checks = [parts.shared.check_frozen] if parts.shared.active else []
+        self._follows = parts.progress.follows
         self._begins = [
+            *([parts.accumulated.set_aside] if parts.accumulated.active else []),
             *(reduction.begin for reduction in parts.reductions.values()),
             *(replicas.begin for replicas in parts.replicas.values()),
         ]
+        self._ends = [
+            *(reduction.finish for reduction in parts.reductions.values()),
+            *([self._sum_ties] if parts.ties and not plan.updates else []),
+            *([parts.drift.step] if parts.drift.active else []),
+            *([trained.end] if self._queues else []),
+        ]
+        self._restores = [
+            *(weights.restore for weights in self._versioned),
+            *(replicas.restore for replicas in parts.replicas.values()),
+            *([parts.accumulated.restore] if parts.accumulated.active else []),
+        ]
+        self._applies = trained.active and (plan.updates or self._queues)
         # At what earlier calls have left on the device.
-        earlier = [self._feeder.look, parts.scaling.look, parts.nonfinite.look_at_earlier]
-        self._look_at_earlier = earlier if parts.queues else []
+        earlier = [self._feeder.look, parts.scaling.look, trained.look_at_earlier]
+        self._look_at_earlier = earlier if self._queues else []
         # Without a close, too, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
             self,
@@ -89,125 +111,132 @@ class Engine:
 
         Raises ExecutionError, which names the action that failed, or what the ranks differ in.
         """
-        with self._plan.accelerator.chosen():
-            if not request.trains:
-                with evaluating(self._stages):
-                    return self._call(request, given, keeps)
-            if torch.is_inference_mode_enabled():
-                raise ExecutionError(
-                    "step trains, which torch.inference_mode() rules out; leave it, or call "
-                    "evaluate or infer"
-                )
+        if self._queues:
+            with self._plan.accelerator.chosen():
+                return self._in_mode(request, given, keeps)
+        return self._in_mode(request, given, keeps)
+
+    def _in_mode(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
+        """Make a call with gradients on or off, as it trains or not."""
+        if not request.trains:
+            with evaluating(self._stages):
+                return self._call(request, given, keeps)
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "step trains, which torch.inference_mode() rules out; leave it, or call evaluate "
+                "or infer"
+            )
+        if torch.is_grad_enabled():
+            result = self._call(request, given, keeps)
+        else:
             with torch.enable_grad():
                 result = self._call(request, given, keeps)
         self.steps += 1
         return result
 
     def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        self._world.check_usable()
-        parts, mark = self.parts, self._plan.accelerator.mark
-        began = mark(timed=True)
-        kinds = self._autocast_kinds
-        autocast = tuple(filter(torch.is_autocast_enabled, kinds))
+        session, parts, mark = self._world, self.parts, self._plan.accelerator.mark
+        busy_here = self._busy
+        if session.closed or session.broken is not None:
+            session.check_usable()
+        began = mark(timed=True) if self._marks else None
+        started = perf_counter()
+        autocast = tuple(filter(torch.is_autocast_enabled, self._autocast_kinds))
         precision = None
         if self._device_type in autocast:
             precision = torch.get_autocast_dtype(self._device_type)
-        call = Call(request, self._world.calls, self.steps, keeps, autocast, precision)
-        clock = parts.clock if parts.trace is None or not request.trains else parts.trace.recorder
-        parts.busy[0] = 0.0
+        call = Call(request, session.calls, self.steps, keeps, autocast, precision)
+        programs, clock = self.training, self._clock
+        if not request.trains:
+            programs, clock = self.evaluation, parts.clock if self._queues else None
+        busy_here[0] = 0.0
         saved = SavedRng(self._generators)
-        opened: Opened | None = None
         try:
             # What is refused here has moved nothing.
             feed = self._feeder.cut(given, request)
             if request.trains:
-                parts.shared.check_frozen()
+                for check in self._checks:
+                    check()
             try:
-                opened, losses, outputs = self._run(call, given.inputs, feed)
-                ended = parts.progress.end()
+                opened, losses, outputs = self._run(programs, call, given, feed)
+                ended = parts.progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if failure is error:
                     raise
                 raise failure from None
         finally:
-            self._tidy()
+            for restore in self._restores:
+                restore()
             saved.restore()
-            busy = clock.take()
-        self._world.calls += 1
-        if request.trains and parts.trace is not None:
+            busy = busy_here[0] if clock is None else clock.take()
+        session.calls += 1
+        if request.trains and parts.trace is not None and began is not None:
             parts.trace.keep(call, opened.program.schedule, began, opened.program.cells)
-        programs = self.training if request.trains else self.evaluation
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
-        elapsed = partial(_between, began, mark(timed=True))
         skipped = tuple(sorted(parts.nonfinite.skipped)) if request.updates else ()
+        elapsed: float | Callable[[], float] = perf_counter() - started
+        if began is not None and self._queues:
+            elapsed = partial(_between, began, mark(timed=True))
         read = partial(self._read, call, ended)
         return StepResult(losses, norm, outputs, skipped, busy, elapsed, read)
 
     def _run(
-        self, call: Call, inputs: Batch | None, feed: Feed
+        self, programs: Programs, call: Call, given: CallArguments, feed: Feed
     ) -> tuple[Opened, Callable[[], CallLosses] | None, list[Any] | None]:
         """Run the list; returns what was run, how to get the losses, and the outputs, where they
         are wanted."""
         request, parts = call.request, self.parts
-        parts.progress.begin()
+        if self._follows:
+            parts.progress.begin()
         for look in self._look_at_earlier:
             look(wait=False)
         exchange = self._losses.expect() if request.has_loss else None
-        programs = self.training if request.trains else self.evaluation
-        opened = programs.open(call, inputs, feed)
+        opened = programs.open(call, given.inputs, given.target, feed)
         cells = opened.program.cells
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, request)
         cells.share_loss(shares)
         for stage in self._stages:
-            stage.begin(call.step)
+            stage.seeds[:] = stage.draws.of(call.step)
         if request.trains:
-            parts.scaling.begin(shares, request)
-            parts.nonfinite.begin(request.updates)
-            parts.accumulated.set_aside()
-            for stage in self._stages:
-                stage.weights.begin(0)
+            if self._scales:
+                parts.scaling.begin(shares, request)
+            if self._applies:
+                parts.nonfinite.begin(request.updates)
             for begin in self._begins:
                 begin()
-        set_autocast(call.autocast, enabled=False)
+            for stage in self._stages:
+                stage.weights.begin(0)
+        if call.autocast:
+            set_autocast(call.autocast, enabled=False)
         try:
             programs.run(opened, call)
         finally:
-            set_autocast(call.autocast, enabled=True)
+            if call.autocast:
+                set_autocast(call.autocast, enabled=True)
         self._world.control.settle()
         if request.trains:
-            self._complete_gradients()
-            parts.drift.step()
-            parts.nonfinite.end()
+            for end in self._ends:
+                end()
         losses = None
         if exchange is not None:
-            ran = cells.losses() if feed.counts else []
+            ran = cells.losses() if feed.counts else ()
             losses = self._losses.share(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
         cells.clear(feed)
-        programs.learn(opened)
+        if opened.learns:
+            programs.learn(opened)
         return opened, losses, outputs
 
-    def _complete_gradients(self) -> None:
-        """End the sums that are under way; where the caller steps, take those of tied copies."""
-        for reduction in self.parts.reductions.values():
-            reduction.finish()
-        if self.parts.ties and not self._plan.updates:
-            for replicas in self.parts.replicas.values():
-                replicas.restore()
-            for tie in self.parts.ties:
-                tie.sum()
-
-    def _tidy(self) -> None:
-        """Leave nothing of a call but weights and gradients."""
-        for weights in self._versioned:
-            weights.restore()
+    def _sum_ties(self) -> None:
+        """Where the caller steps, take the sums of tied copies."""
         for replicas in self.parts.replicas.values():
             replicas.restore()
-        self.parts.accumulated.restore()
+        for tie in self.parts.ties:
+            tie.sum()
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
@@ -310,6 +339,11 @@ class Engine:
                 self._world.leave()
                 for look in self._look_at_earlier:
                     look(wait=True)
+
+
+def _at_once() -> bool:
+    """Whether the device has come to the end of a call: the CPU always has."""
+    return True
 
 
 def _between(began: Mark, ended: Mark) -> float:

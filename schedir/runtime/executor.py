@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, is_number
 from schedir.runtime.arguments import Arguments, Declared, LossFunction, OptimizerFactory, TieOf
-from schedir.runtime.batch.feeding import CallArguments
-from schedir.runtime.batch.losses import check_loss
+from schedir.runtime.batch.feeding import CallArguments, check_loss
 from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.chunk_specs import ChunkSpec
@@ -263,7 +262,8 @@ class Executor:
                 'only all: take "raise", or more microbatches'
             )
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
-        return self._engine.call(STEP if update else ACCUMULATE, given, _kept(outputs))
+        keeps = _kept(outputs) if outputs else None
+        return self._engine.call(STEP if update else ACCUMULATE, given, keeps)
 
     def evaluate(
         self,

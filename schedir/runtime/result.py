@@ -47,8 +47,8 @@ class StepResult:
         grad_norm: Callable[[], float] | None,
         outputs: list[Any] | None,
         skipped: tuple[tuple[int, int], ...],
-        busy: Callable[[], float],
-        elapsed: Callable[[], float],
+        busy: float | Callable[[], float],
+        elapsed: float | Callable[[], float],
         read: Read,
     ) -> None:
         self._losses = losses
@@ -90,9 +90,9 @@ class StepResult:
     @cached_property
     def busy(self) -> float:
         """The seconds that this rank spent in compute."""
-        return self._read(self._busy, "time")
+        return self._read(self._busy, "time") if callable(self._busy) else self._busy
 
     @cached_property
     def elapsed(self) -> float:
         """The seconds that the whole step took."""
-        return self._read(self._elapsed, "time")
+        return self._read(self._elapsed, "time") if callable(self._elapsed) else self._elapsed

@@ -15,7 +15,7 @@ import schedir
 from schedir.runtime import Executor, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
-from schedir.runtime.batch.placing import placed
+from schedir.runtime.batch.microbatches import placed
 from schedir.runtime.session import Claim, compare
 from tests.runtime.kit import MSE, message_of, random_batch, sgd
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.batch.fingerprint import differ, of_batch
+from schedir.runtime.program.handshake import differ, fingerprint
 
 Drawn = torch.Generator
 
@@ -58,7 +58,7 @@ DRAWS = [in_border, padded, one_hot, other_rows, other_order, half_empty]
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_batches_that_are_mostly_alike_are_told_apart(draw: Callable[[Drawn], Tensor]) -> None:
-    found = {of_batch(draw(torch.Generator().manual_seed(seed))) for seed in range(4)}
+    found = {fingerprint(draw(torch.Generator().manual_seed(seed))) for seed in range(4)}
     assert len(found) == 4
 
 
@@ -74,21 +74,23 @@ def test_any_element_counts(size: int, dtype: torch.dtype, data: st.DataObject) 
     changed = values.clone()
     place = data.draw(st.integers(0, size - 1))
     changed[place] = values[place] == 0
-    assert differ(of_batch(values), of_batch(changed))
-    assert of_batch(values) == of_batch(values.clone())
+    assert differ(fingerprint(values), fingerprint(changed))
+    assert fingerprint(values) == fingerprint(values.clone())
 
 
 def test_equal_values_are_equal_in_any_layout() -> None:
     images = torch.rand(4, 3, 64, 64)
-    assert of_batch(images) == of_batch(images.to(memory_format=torch.channels_last))
+    assert fingerprint(images) == fingerprint(images.to(memory_format=torch.channels_last))
     images = torch.rand(32, 4, 128, 129)  # more than is looked at
-    assert of_batch(images) == of_batch(images.to(memory_format=torch.channels_last))
-    assert of_batch(torch.ones(1).expand(10**6, 10**6)) != of_batch(torch.ones(10**6))  # no copy
+    assert fingerprint(images) == fingerprint(images.to(memory_format=torch.channels_last))
+    assert fingerprint(torch.ones(1).expand(10**6, 10**6)) != fingerprint(
+        torch.ones(10**6)
+    )  # no copy
     tokens = torch.randint(9, (8, 1025))
-    assert of_batch(tokens[:, 1:]) == of_batch(tokens[:, 1:].clone())
+    assert fingerprint(tokens[:, 1:]) == fingerprint(tokens[:, 1:].clone())
     sums = torch.frombuffer(bytearray(40001), dtype=torch.uint8)[1:]  # at an odd address
-    assert of_batch(sums) == of_batch(torch.zeros(40000, dtype=torch.uint8))
-    assert of_batch(torch.empty(0, 3)) == of_batch(torch.empty(0, 3))
+    assert fingerprint(sums) == fingerprint(torch.zeros(40000, dtype=torch.uint8))
+    assert fingerprint(torch.empty(0, 3)) == fingerprint(torch.empty(0, 3))
 
 
 @dataclasses.dataclass
@@ -104,5 +106,5 @@ pytree.register_dataclass(Known)
 def test_what_a_container_holds_counts() -> None:
     x, y = torch.zeros(4), torch.ones(4)
     for hold in (lambda t: (Known(t),), lambda t: {"a": [t, None, 3, "text"]}):
-        assert differ(of_batch(hold(x)), of_batch(hold(y)))
-        assert of_batch(hold(x)) == of_batch(hold(x.clone()))
+        assert differ(fingerprint(hold(x)), fingerprint(hold(y)))
+        assert fingerprint(hold(x)) == fingerprint(hold(x.clone()))

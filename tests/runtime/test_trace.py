@@ -21,8 +21,9 @@ from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
 from schedir.runtime.program import program
-from schedir.runtime.program.instruction import Instruction, nothing, waiting
+from schedir.runtime.program.instruction import Instruction, nothing
 from schedir.runtime.program.together import wait_of
+from schedir.runtime.program.transfers import waiting
 from schedir.runtime.recorder import Recorder, Taken, recorder, timeline
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed

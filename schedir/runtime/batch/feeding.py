@@ -1,19 +1,25 @@
-"""From the arguments of a call to the microbatches that the stages here take."""
+"""From the arguments of a call to the microbatches of the stages here, and from the losses of these
+to that of the call.
+
+On a device that queues its work losses are copied to the host behind it, and a thread of its own
+sends them to the other processes, so that nobody waits for them but who reads them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
 from schedir.runtime.accelerator import Late, Unread
-from schedir.runtime.batch import fingerprint
-from schedir.runtime.batch.losses import SUMS
 from schedir.runtime.batch.microbatches import (
     Batch,
     Count,
@@ -24,15 +30,16 @@ from schedir.runtime.batch.microbatches import (
     cut,
     is_whole,
     loss_shares,
+    placed,
     rows,
     samples,
 )
-from schedir.runtime.batch.placing import placed
 from schedir.runtime.call import Request
 from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import COUNT_TAG, Control
+from schedir.runtime.processes.control import COUNT_TAG, LOSS_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
+from schedir.runtime.result import CallLosses
 
 
 @attrs.frozen(eq=False)
@@ -51,8 +58,7 @@ class Feed:
 
     `extras` is what stages get beside their input, by stage, as far as it was given here. `counts`
     are the samples of each microbatch, on a rank of the loss. `rows` are those of the whole batches
-    that were cut here, None for none. `fingerprints` are of inputs and target, for ranks that read
-    either to compare.
+    that were cut here, None for none.
     """
 
     inputs: Sequence[Microbatch]
@@ -61,7 +67,6 @@ class Feed:
     loss_keywords: Sequence[Mapping[str, Any]]
     counts: Sequence[Count]
     rows: int | None
-    fingerprints: tuple[int, int]
 
     def extra(self, stage: int, microbatch: int) -> Any:
         """What a stage gets beside its input; None for nothing."""
@@ -89,12 +94,42 @@ class Feeder:
         self._group = self._group_of_counts(groups)
         self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
-        # One rank alone has nobody to compare with; others don't read what they are given.
-        alone = {*schedule.placement[0], *schedule.placement[-1]} == {plan.grid.rank}
-        self._compares = not alone and not {0, self._last}.isdisjoint(self._local)
+        self._has_first, self._has_last = 0 in self._local, self._last in self._local
+        self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
+        self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
+        self._even: Sequence[Count] = ()
+        self._shares: tuple[Sequence[Count], Request, Sequence[Count]] | None = None
 
     def cut(self, given: CallArguments, request: Request) -> Feed:
         """The microbatches of a call. Raises ExecutionError for arguments that don't fit."""
+        feed = None
+        if self._is_plain and request.trains and not given.stage_inputs and not given.loss_kwargs:
+            feed = self._cut_tensors(given.inputs, given.target)
+        return self._cut(given, request) if feed is None else feed
+
+    def _cut_tensors(self, inputs: Batch | None, target: Batch | None) -> Feed | None:
+        """What `_cut` makes of whole batches that are a tensor each, quickly; None for others."""
+        dim, parts, rows = self._specs.batch_dim, self._microbatches, None
+        pieces: list[Sequence[Tensor]] = []
+        for is_here, batch in ((self._has_first, inputs), (self._has_last, target)):
+            if not is_here:
+                pieces.append(())
+                continue
+            if type(batch) is not Tensor or batch.layout is not torch.strided or batch.is_nested:
+                return None
+            if not 0 <= dim < batch.dim() or batch.shape[dim] not in (rows or batch.shape[dim],):
+                return None
+            rows = batch.shape[dim]
+            if rows < parts:
+                return None
+            pieces.append(batch.tensor_split(parts, dim))
+        if self._has_last and rows is not None and rows != self._rows:
+            even, more = divmod(rows, parts)
+            self._rows, self._even = rows, [float(even + (m < more)) for m in range(parts)]
+        counts = self._even if self._has_last else ()
+        return Feed(pieces[0], {}, pieces[1], (), counts, rows)
+
+    def _cut(self, given: CallArguments, request: Request) -> Feed:
         # A stage that gets its labels itself, and returns the loss, needs no target.
         alone = given.target is None and given.stage_inputs.get(self._last) is not None
         needs = [(0, given.inputs, "inputs")]
@@ -147,10 +182,7 @@ class Feeder:
         extras = {s: placed(given, self._device, _extra(s)) for s, given in extras.items()}
         targets = placed(targets, self._device, "target")
         keywords = placed(keywords, self._device, "loss_kwargs")
-        fingerprints = (fingerprint.NOTHING, fingerprint.NOTHING)
-        if self._compares:
-            fingerprints = fingerprint.of_batch(given.inputs), fingerprint.of_batch(given.target)
-        return Feed(inputs, extras, targets, keywords, counts, given_rows, fingerprints)
+        return Feed(inputs, extras, targets, keywords, counts, given_rows)
 
     def _who_needs(self, request: Request) -> str:
         """Which ranks need what, where it is not all for this one."""
@@ -186,6 +218,8 @@ class Feeder:
         """
         if not counts:  # the loss is on another rank
             return ()
+        if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
+            return self._shares[2]
         # Without its updates a call accumulates all of its microbatches.
         accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
@@ -193,7 +227,10 @@ class Feeder:
             totals = self._over_pipelines(totals)
         if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
             self._check_late(counts, totals, accumulated)
-        return loss_shares(counts, accumulated, totals)
+        shares = loss_shares(counts, accumulated, totals)
+        if counts is self._even and self._grid.pipelines == 1:
+            self._shares = counts, request, shares
+        return shares
 
     def _check_late(
         self, counts: Sequence[Count], totals: Sequence[Count], accumulated: Sequence[list[int]]
@@ -297,3 +334,147 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
             "what has other rows as a list of ready microbatches"
         )
     return next(iter(found.values()), None)
+
+
+SUMS = (
+    'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; write '
+    'reduction="mean", and count= where that mean is over something else than rows'
+)
+
+
+def check_loss(plan: Plan) -> None:
+    """Raise ExecutionError where the loss of the last stage, which runs here, is seen to be no
+    mean, or one over something else than the rows that microbatches are weighed by."""
+    loss_fn: Any = plan.arguments.loss_fn
+    if plan.last_stage not in plan.local_stages:
+        return
+    keywords: Mapping[str, Any] = {}
+    if isinstance(loss_fn, partial):
+        keywords, loss_fn = loss_fn.keywords, loss_fn.func
+    reduction, weight, ignored = (
+        keywords.get(name, getattr(loss_fn, name, None))
+        for name in ("reduction", "weight", "ignore_index")
+    )
+    if isinstance(reduction, str) and reduction == "sum":
+        raise ExecutionError(SUMS)
+    count: object = plan.arguments.count
+    if count is not rows:
+        return
+    functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    if loss_fn not in functions and not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return
+    leaves_out = ignored not in (None, _IGNORED)
+    if weight is not None:
+        targets = f"target[target != {ignored}]" if leaves_out else "target"
+        over, counted = "the class weights of its targets", f"weight[{targets}].sum()"
+    elif leaves_out:
+        over, counted = f"the targets that are not {ignored}", f"(target != {ignored}).sum()"
+    else:
+        return
+    raise ExecutionError(
+        f"loss_fn takes the mean of a microbatch over {over}, but microbatches are weighed by "
+        f"their rows; pass count=lambda target: {counted}, or count=len if that is meant"
+    )
+
+
+_IGNORED = -100
+"""What torch's losses leave out unless they are told another class; seldom meant."""
+
+
+class Losses:
+    """Who has the losses of which microbatches, and the numbers of their samples; all processes
+    get them. A share has the sum of the losses here over all samples and the number of these, then
+    the samples of each microbatch, then the losses."""
+
+    def __init__(self, plan: Plan, control: Control) -> None:
+        schedule, grid = plan.schedule, plan.grid
+        self._control, self._accelerator = control, plan.accelerator
+        self._microbatches = range(schedule.microbatches)
+        lines, last = range(grid.pipelines), plan.last_stage
+        holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
+        self._sizes = dict.fromkeys(holders, 2 + 2 * schedule.microbatches)
+        self._has_part = grid.number(grid.rank) in self._sizes
+        self._receivers = range(len(grid.everyone))
+        share_of = {number: share for share, number in enumerate(self._sizes)}
+        runs = graph_of(schedule).runs
+        self._found_in = [
+            (share_of[grid.number(int(runs[last, m]), at)], m)
+            for at in lines
+            for m in self._microbatches
+        ]
+
+    def expect(self) -> Exchange:
+        """Post the receives of a call's losses, long before these are sent."""
+        return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
+
+    def share(
+        self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
+    ) -> Callable[[], CallLosses]:
+        """Send the losses of the microbatches that ran here on their way; returns how to get those
+        of all."""
+        if not self._accelerator.queues:
+            if not self._has_part:
+                return lambda: self._found(exchange.result())
+            own = self._listed(counts, losses)
+            if len(self._receivers) == 1:
+                return lambda: self._found([own])
+            exchange.give(own, self._receivers)
+            return lambda: self._found(exchange.result())
+        late = self._late(counts, losses) if self._has_part else None
+        if late is not None and len(self._receivers) == 1:
+            return lambda: self._found([late()])  # nobody waits for it before it is read
+
+        def exchanged() -> list[Tensor]:
+            if late is not None:
+                exchange.give(late(), self._receivers)
+            return exchange.result()
+
+        found = self._control.courier.send(exchanged)
+        return lambda: self._found(found.result())
+
+    def _late(
+        self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
+    ) -> Callable[[], Tensor]:
+        """How to get what this process has to say, which is on the device, by one copy: the losses,
+        then what the host does not know of the counts."""
+        ran = [m for m, loss in enumerate(losses) if loss is not None]
+        if not ran:
+            return lambda: self._listed(counts, losses)
+        values = torch.stack([cast(Tensor, losses[m]).reshape(()) for m in ran]).to(torch.float64)
+        unknown = [n for m in ran if isinstance(n := counts[m], Tensor)]
+        if unknown:
+            values = torch.cat([values, torch.stack(unknown)])
+
+        def listed(copied: Tensor) -> Tensor:
+            read = iter(copied.tolist())
+            found = {m: next(read) for m in ran}
+            numbers = [
+                next(read) if m in found and isinstance(n, Tensor) else n
+                for m, n in enumerate(counts)
+            ]
+            return self._listed(numbers, [*map(found.get, self._microbatches)])
+
+        return Late(self._accelerator, values, listed)
+
+    def _listed(self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]) -> Tensor:
+        """What this process has to say: the losses of the microbatches that ran here."""
+        total = samples = 0.0
+        numbers, found = [], []
+        for count, loss in zip(counts, losses, strict=True):
+            n, value = (0.0, 0.0) if loss is None else (float(count), float(loss))
+            if n:  # one without samples has no mean to count
+                total += n * value
+            samples += n
+            numbers.append(n)
+            found.append(value)
+        return torch.tensor([total, samples, *numbers, *found], dtype=torch.float64, device="cpu")
+
+    def _found(self, shares: Sequence[Tensor]) -> CallLosses:
+        total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
+        mean = float(total / samples) if samples else math.nan
+        return CallLosses(mean, float(samples), partial(self._by_microbatch, shares))
+
+    def _by_microbatch(self, shares: Sequence[Tensor]) -> tuple[float, ...]:
+        tables = [share[2:].view(2, -1).tolist() for share in shares]
+        found = ((*(row[m] for row in tables[share]),) for share, m in self._found_in)
+        return tuple(loss if n else math.nan for n, loss in found)

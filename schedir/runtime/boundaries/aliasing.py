@@ -149,23 +149,26 @@ def any_shared(tensors: Iterable[Tensor]) -> bool:
     return any(occupied.add(tensor) for tensor in tensors)
 
 
-def keep_apart(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> None:
+def keep_apart(parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> None:
     """Copy each parameter's gradient that shares memory with others, or with another's."""
-    grads = [parameter.grad for parameter in parameters]
-    if _surely_apart([tensor for tensor in (*others, *grads) if tensor is not None]):
-        return
+    seen, number = set(), 0
+    try:  # nearly always each has a storage of its own: a look at every step
+        for parameter in parameters:
+            if parameter.grad is not None:
+                seen.add(parameter.grad.untyped_storage()._cdata)
+                number += 1
+        for tensor in others:
+            if tensor is not None:
+                seen.add(tensor.untyped_storage()._cdata)
+                number += 1
+        if len(seen) == number:
+            return
+    except NotImplementedError:  # a sparse one has none
+        pass
     occupied = Occupied(others)
     for parameter in parameters:
         if parameter.grad is not None and occupied.add(parameter.grad):
             parameter.grad = parameter.grad.clone()
-
-
-def _surely_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether each has a storage of its own, as nearly all have: a look at every step."""
-    try:
-        return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
-    except NotImplementedError:  # a sparse one has none
-        return False
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

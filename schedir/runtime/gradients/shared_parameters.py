@@ -10,6 +10,7 @@ where it comes from a device that queues its work, before it sends the next one.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
@@ -20,7 +21,6 @@ from schedir.errors import ExecutionError
 from schedir.ir import Kind
 from schedir.runtime.accelerator import Accelerator, Late
 from schedir.runtime.arguments import TieOf
-from schedir.runtime.batch import fingerprint
 from schedir.runtime.gradients.clipping import Clipping, Norms
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import (
@@ -333,7 +333,7 @@ class ReplicaCheck:
     def _fingerprints(self) -> Callable[[], _Found]:
         """How to get those of the copies as they are now, by one copy to the host."""
         samples = {
-            label: [fingerprint.sample_of_weights(held) for held in copies]
+            label: [_sample_of_weights(held) for held in copies]
             for label, copies in self._copies.items()
         }
         every = [sample for own in samples.values() for sample in own]
@@ -342,8 +342,7 @@ class ReplicaCheck:
         def read(copied: Tensor) -> _Found:
             pieces = iter(copied.split([*map(len, every)]))
             return {
-                label: [fingerprint.of_sample(next(pieces)) for _ in own]
-                for label, own in samples.items()
+                label: [_of_sample(next(pieces)) for _ in own] for label, own in samples.items()
             }
 
         return Late(self._accelerator, torch.cat([empty, *filter(len, every)]), read)
@@ -374,3 +373,20 @@ def _differ(label: str, where: str, step: int) -> ExecutionError:
 
 def _label(tie: TieOf) -> str:
     return "the parameter tied as " + " and ".join(f"{stage}:{name}" for stage, name in tie)
+
+
+_OF_A_PARAMETER = 64
+
+
+def _sample_of_weights(parameters: Sequence[Tensor]) -> Tensor:
+    """Some bytes of some parameters, where these are; their fingerprint is `of_sample`."""
+    samples = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+    for parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        samples.append(flat[:: max(1, len(flat) // _OF_A_PARAMETER)].contiguous().view(torch.uint8))
+    return torch.cat(samples[1:] or samples)
+
+
+def _of_sample(sample: Tensor) -> int:
+    """The fingerprint of what was sampled, once it is on the host."""
+    return zlib.crc32(sample.numpy().tobytes()) if len(sample) else 0

@@ -71,8 +71,10 @@ class Message:
         if self._dropped:
             raise WaitError(RuntimeError("the executor has failed since"), self._what)
         if self._work is not None:
-            with waiting(self._what):
+            try:
                 self._work.wait()
+            except RuntimeError as error:
+                raise WaitError(error, self._what) from error
             self._work = None
         return self._value
 

@@ -45,7 +45,7 @@ from schedir.runtime.program.first_call import (
     take_activations,
     take_gradients,
 )
-from schedir.runtime.program.instruction import Bound, Instruction, waiting
+from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.program.observers import Observer
 from schedir.runtime.program.together import (
     Batch,
@@ -61,6 +61,7 @@ from schedir.runtime.program.transfers import (
     receive_gradients,
     send_activations,
     send_gradients,
+    waiting,
 )
 from schedir.runtime.program.update import PassBarriers, optim_step, reduce_grad, sum_replicas
 from schedir.runtime.stage.activations import Cell, Cells

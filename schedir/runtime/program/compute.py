@@ -321,7 +321,12 @@ def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
-        found = tuple([leaf.grad for leaf in cell.leaves])
+        leaves = cell.leaves
+        found: tuple[Tensor | None, ...] = ()
+        if len(leaves) == 1:  # as nearly always
+            found = (leaves[0].grad,)
+        elif leaves:
+            found = tuple([leaf.grad for leaf in leaves])
         if cell.computed_grads:
             computed = cell.computed_grads
             found = tuple([computed.pop(n, grad) for n, grad in enumerate(found)])

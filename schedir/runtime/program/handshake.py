@@ -13,11 +13,17 @@ posted for one input signature meets nothing of another.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from schedir.runtime.batch import fingerprint
+from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import REQUESTS, Call, Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
@@ -25,6 +31,8 @@ from schedir.runtime.processes.failure import OneLineError, users_line
 from schedir.runtime.processes.grid import Grid
 
 UNKNOWN = -1
+NOTHING = 0
+"""The fingerprint of what can't be compared: of no batch, or of an iterator, which is read once."""
 _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,8 +51,8 @@ class Announcement:
     step: int = 0
     precision: torch.dtype | None = None
     rows: int = UNKNOWN
-    inputs: int = fingerprint.NOTHING
-    target: int = fingerprint.NOTHING
+    inputs: int = NOTHING
+    target: int = NOTHING
     signature: int = UNKNOWN
 
     def __str__(self) -> str:
@@ -73,6 +81,10 @@ class Handshake:
     def __init__(self, plan: Plan, control: Control) -> None:
         self._grid = grid = plan.grid
         self._speaker = speaker = plan.schedule.placement[0][0]
+        # One rank alone has nobody to compare with; others don't read what they are given.
+        first, last = plan.schedule.placement[0], plan.schedule.placement[-1]
+        alone = {*first, *last} == {grid.rank}
+        self._compares = not alone and not {0, plan.last_stage}.isdisjoint(plan.local_stages)
         # One process may run several ranks.
         ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
         self._within = self._between = None
@@ -81,6 +93,25 @@ class Handshake:
         if grid.pipelines > 1 and grid.rank == speaker:
             speakers = [grid.number(speaker, line) for line in range(grid.pipelines)]
             self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
+
+    def open(
+        self,
+        call: Call,
+        inputs: Batch | None,
+        target: Batch | None,
+        rows: int | None,
+        signature: int,
+    ) -> Announcement:
+        """Announce a call on whole batches of these `rows`; see `exchange`."""
+        found = NOTHING, NOTHING
+        if self._compares:
+            found = fingerprint(inputs), fingerprint(target)
+        known = UNKNOWN if rows is None else rows
+        return self.exchange(
+            Announcement(
+                call.request, call.number, call.step, call.precision, known, *found, signature
+            )
+        )
 
     def exchange(self, own: Announcement) -> Announcement:
         """What the speaker of the pipeline is about to do, compared with what this process is.
@@ -133,7 +164,7 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
     """Raise OneLineError where this rank holds another batch than the speaker: a step would take
     the inputs from one rank and the target from the other."""
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
-        cut_here = "stage_inputs" if own.target == fingerprint.NOTHING else "target"
+        cut_here = "stage_inputs" if own.target == NOTHING else "target"
         raise OneLineError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
             f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; all whole "
@@ -143,7 +174,7 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
     if own.inputs == received.inputs and own.target == received.target:
         return
     for what in ("inputs", "target"):
-        if fingerprint.differ(getattr(own, what), getattr(received, what)):
+        if differ(getattr(own, what), getattr(received, what)):
             raise OneLineError(
                 f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
                 f"{speaker} at its step {received.step}, so inputs of one would go with the target "
@@ -156,3 +187,79 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
 
 def _where(own: Announcement) -> str:
     return f"call {own.call}, {own} ({users_line()})"
+
+
+# A fingerprint tells batches apart, cheaply enough to be taken at every step.
+
+_BLOCK = 2048  # words of 8 bytes of a batch's tensor that are summed up in one
+_BLOCKS = 256  # that are looked at, 4 MiB of them: all of most batches
+_WEIGHTS = np.random.Generator(np.random.PCG64(0)).integers(1 << 62, size=_BLOCK) * 2 + 1
+_WHOLE, _READY = 1, 2  # the forms of a batch: in one, or cut into microbatches
+
+
+def fingerprint(batch: Any) -> int:
+    """The fingerprint of a whole batch, or of a list of ready microbatches.
+
+    Equal batches are equal on every rank, others differ: by all of their values up to 4 MiB of a
+    tensor, by as much of a larger one. Of one on a GPU the shape and type alone count, since the
+    host would wait for its values.
+    """
+    if isinstance(batch, (Tensor, tuple, Mapping)):
+        form = _WHOLE
+    elif isinstance(batch, Sequence):
+        form = _READY
+    else:
+        return NOTHING
+    found = 0
+    for tensor in (batch,) if isinstance(batch, Tensor) else _tensors(batch):
+        shape = hash((tensor.dtype.itemsize, *tensor.shape))  # of integers: the same everywhere
+        found = zlib.crc32(shape.to_bytes(8, "little", signed=True), found)
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            found = zlib.crc32(_sample(tensor), found)
+    return found << 2 | form
+
+
+def differ(one: int, other: int) -> bool:
+    """Whether two batches are known to be different; only those of one form can be compared."""
+    return one != other and NOTHING not in (one, other) and (one ^ other) & 3 == 0
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        for value in batch:
+            yield from _tensors(value)
+    else:  # a container that was made known to torch, or no tensor at all
+        for leaf in pytree.tree_leaves(batch):
+            if leaf is not batch:
+                yield from _tensors(leaf)
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """What a tensor's elements are in few bytes: all, or weighed sums of blocks and the rest.
+
+    Of a block any word that changes changes the sum, as its weight is odd. A few elements here and
+    there would tell too little: padded ids, images in a border and one-hot rows are mostly zeros.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:  # numpy lacks most of these
+        tensor = tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.uint8)
+    values = tensor.numpy()
+    size = _BLOCK * _WEIGHTS.itemsize // values.itemsize  # of a block, in elements
+    number = values.size // size
+    if number <= _BLOCKS:
+        flat: Any = np.ascontiguousarray(values).reshape(-1)
+        blocks = flat[: number * size]
+    else:  # one somewhere in each stretch: none at the same place of every image
+        stretch = number // _BLOCKS
+        starts = (np.arange(_BLOCKS) * stretch + _WEIGHTS[:_BLOCKS] % stretch) * size
+        flat = values.reshape(-1) if values.flags.c_contiguous else values.flat  # never copied
+        blocks = np.concatenate([flat[start : start + size] for start in starts])
+    sums = blocks.view(np.int64).reshape(-1, _BLOCK) @ _WEIGHTS
+    return bytes(sums.tobytes() + flat[number * size :].tobytes())

@@ -10,7 +10,7 @@ import attrs
 from schedir.ir import Action
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.stage.activations import Cell
-from schedir.runtime.transports.transport import Work, wait_for
+from schedir.runtime.transports.transport import Work
 
 if TYPE_CHECKING:
     from schedir.runtime.stage.stage import Stage
@@ -54,20 +54,6 @@ class Instruction:
         if not all(work.is_completed() for work in self.receives):
             return True
         return self.blocked is not None and self.blocked()
-
-
-def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
-    """Wait for receives, and then for the sends that have `arrived` by then, which lets go of what
-    they hold."""
-    if not arrived:
-        return lambda: wait_for(receives)
-    every = (receives, *arrived)
-
-    def wait() -> None:
-        for works in every:
-            wait_for(works)
-
-    return wait
 
 
 def nothing() -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import attrs
-import torch
 from torch._C._autograd import _enable_record_function
 from torch.autograd.profiler import record_function
 
@@ -120,16 +119,6 @@ def _in_range(name: str, function: Bound) -> Bound:
             function()
 
     return in_range
-
-
-def is_profiled() -> bool:
-    """Whether torch's profiler runs."""
-    return torch.autograd.profiler._is_profiler_enabled
-
-
-def listening() -> Sequence[Observer]:
-    """Who watches the call that begins now, beside those that always do."""
-    return [profiler_ranges] if is_profiled() else ()
 
 
 def observed(

@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
@@ -43,9 +44,9 @@ from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
-from schedir.runtime.program.observers import Observer, is_profiled, listening, observed, unseen
+from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
 from schedir.runtime.stage.activations import Cells
-from schedir.runtime.transports.transport import Transport, Work, wait_for
+from schedir.runtime.transports.transport import Transport, Work
 
 _SPARE_BYTES = 1 << 20
 """Of receive buffers where the list needs fewer: nothing beside a model, and small transfers, which
@@ -80,10 +81,15 @@ class Program:
 
     def post_ahead(self) -> None:
         """Post the receives that the next call begins with."""
-        if not self.is_posted:
+        if self.is_posted:
+            return
+        if profiler._is_profiler_enabled:
             for post in self._ahead:
-                (unseen(post) if is_profiled() else post)()
-            self.is_posted = self.posts_ahead
+                unseen(post)()
+        else:
+            for post in self._ahead:
+                post()
+        self.is_posted = self.posts_ahead
 
     def run(self, observers: Sequence[Observer]) -> None:
         """Run the list of the only rank here.
@@ -139,6 +145,11 @@ class Program:
         for at, instructions in zip(reached, lists, strict=True):
             if at < len(instructions):
                 raise _placed(ExecutionError("what it waits for never comes"), instructions[at])
+
+
+def listening() -> Sequence[Observer]:
+    """Who watches the call that begins now, beside those that always do: torch's profiler."""
+    return [profiler_ranges] if profiler._is_profiler_enabled else ()
 
 
 def _flat(instructions: Sequence[Instruction]) -> tuple[list[Bound], list[Instruction]]:
@@ -259,8 +270,8 @@ class Programs:
         self._latest: Program | None = None
         self._signature: object = None
 
-    def open(self, call: Call, inputs: Batch | None, feed: Feed) -> Opened:
-        """Begin a call on the microbatches of `feed`, which were cut from `inputs`.
+    def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Opened:
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`.
 
         Raises ExecutionError where other ranks do something else.
         """
@@ -268,17 +279,7 @@ class Programs:
         if self._sees_input:
             self._signature = _signature_of(feed, inputs, call.precision)
             number = self._numbers.get(self._signature, self._next)
-        announcement = self._handshake.exchange(
-            Announcement(
-                call.request,
-                call.number,
-                call.step,
-                call.precision,
-                UNKNOWN if feed.rows is None else feed.rows,
-                *feed.fingerprints,
-                number,
-            )
-        )
+        announcement = self._handshake.open(call, inputs, target, feed.rows, number)
         number = announcement.signature
         learns = number == self._next
         program = self._to_learn(call.precision) if learns else self._of(number)
@@ -313,8 +314,6 @@ class Programs:
         After that all ranks of the pipeline come here, as how far ahead receives are posted depends
         on all of them.
         """
-        if not opened.learns:
-            return
         number, lessons = opened.announcement.signature, opened.program.cells.lessons
         mask_gradients(lessons, opened.program.schedule, self._plan.local_ranks)
         room = min(self._control.share(self._room(lessons)))
@@ -354,9 +353,11 @@ class Programs:
 
     def _wait_for_sends(self, whose: str) -> None:
         try:
-            wait_for(self._under_way)
-        except WaitError as error:
-            raise WaitError(error.cause, f"what {whose} has sent to arrive") from error
+            for work in self._under_way:
+                work.wait()
+        except RuntimeError as error:
+            raise WaitError(error, f"what {whose} has sent to arrive") from error
+        self._under_way.clear()
 
     def _to_learn(self, precision: torch.dtype | None) -> Program:
         """The program for the first call of a signature."""

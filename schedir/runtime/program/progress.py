@@ -58,13 +58,13 @@ class Progress:
         self, patience: Patience, posted: list[dist.Work], accelerator: Accelerator, follows: bool
     ) -> None:
         self._patience, self._posted = patience, posted
-        self._accelerator, self._follows = accelerator, follows
+        self._accelerator, self.follows = accelerator, follows
         self._before: deque[_Step] = deque()
         self._latest: deque[_Step] = deque()
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        if not self._follows:
+        if not self.follows:
             return instruction
         run = instruction.run
 
@@ -81,7 +81,7 @@ class Progress:
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
-        if not self._follows:
+        if not self.follows:
             return
         self._end(self._before)
         self._before.extend(self._latest)
@@ -89,7 +89,7 @@ class Progress:
 
     def end(self) -> Callable[[], bool]:
         """A call has ended here; the result tells whether it has on the device, for `reach`."""
-        if not self._follows:
+        if not self.follows:
             return lambda: True
         self._take(None)
         ended = self._accelerator.mark().query

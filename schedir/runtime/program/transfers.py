@@ -13,12 +13,30 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.boundaries.boundary import Grads, empty, payload
+from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell
-from schedir.runtime.transports.transport import Poster
+from schedir.runtime.transports.transport import Poster, Work
 
 Make = Callable[..., Tensor]
 """Makes a buffer for a tensor to come, of a shape, a stride and a `dtype`."""
+
+
+def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
+    """Wait for receives, and then for the sends that have `arrived` by then, which lets go of what
+    they hold. gloo lets a work be waited for once only."""
+    every = (receives, *arrived)
+
+    def wait() -> None:
+        try:
+            for works in every:
+                for work in works:
+                    work.wait()
+                works.clear()
+        except RuntimeError as error:
+            raise WaitError(error) from error
+
+    return wait
 
 
 def send_activations(cell: Cell, poster: Poster, peer: int) -> Bound:

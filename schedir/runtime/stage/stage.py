@@ -26,7 +26,7 @@ class Stage:
 
     `optimizer` is None where the caller steps, and without parameters; `reduction` where no other
     process runs the stage. `busy[0]` counts the seconds that this process computes. `seeds` are
-    those of the forwards of the present call, by microbatch.
+    those of the forwards of the present call, by microbatch, which `draws` gives.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Stage:
         self.seed = seeder(plan.generators)
         microbatches = plan.schedule.microbatches
         first = plan.grid.pipeline * microbatches  # each pipeline draws numbers of its own
-        self._seeds = Seeds(plan.arguments.seed, index, range(first, first + microbatches))
+        self.draws = Seeds(plan.arguments.seed, index, range(first, first + microbatches))
         self.seeds: list[int] = []
 
     @property
@@ -61,10 +61,6 @@ class Stage:
         if isinstance(self.loss_fn, nn.Module):
             return self.module, self.loss_fn
         return (self.module,)
-
-    def begin(self, step: int) -> None:
-        """A call begins, whose forwards draw the random numbers of a step."""
-        self.seeds[:] = self._seeds.of(step)
 
     def loss(self, cell: Cell, output: Any) -> Tensor:
         """The last stage's loss."""
