@@ -117,17 +117,19 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
     def recorder(instruction: Instruction) -> Instruction:
         rank, index, action = instruction.rank, instruction.index, instruction.action
 
+        waits = instruction.wait
+
         def wait() -> None:
             ran.append((rank, index, f"wait {action}"))
-            if instruction.wait is not None:
-                instruction.wait()
+            assert waits is not None  # else this takes no place
+            waits()
 
         def run() -> None:
             if instruction.listed:
                 ran.append((rank, index, str(action)))
             instruction.run()
 
-        return attrs.evolve(instruction, wait=wait, run=run)
+        return attrs.evolve(instruction, wait=None if waits is None else wait, run=run)
 
     monkeypatch.setattr(program, "listening", lambda: [recorder])
     return ran
