@@ -92,13 +92,12 @@ class Recorder(BusyClock):
         row = self._row(instruction)
         if isinstance(operation, PassBarriers):
             return attrs.evolve(instruction, run=self._after_sums(operation.reductions, run))
-        if isinstance(operation, ReduceGrad):
-            run = self._noting(operation.reduction, row, run)
         wait = self._around_wait(instruction, row)
         if not operation.listed:
             return attrs.evolve(instruction, wait=wait)
         if not operation.computes:
-            return attrs.evolve(instruction, run=self._before_run(run, row + BEGAN))
+            reduction = operation.reduction if isinstance(operation, ReduceGrad) else None
+            return attrs.evolve(instruction, run=self._before_run(run, row, reduction))
         run = self._around_run(run, row)
         return attrs.evolve(instruction, wait=wait, run=run)
 
@@ -140,27 +139,20 @@ class Recorder(BusyClock):
 
         return timed
 
-    def _before_run(self, run: Callable[[Call], None], at: int) -> Callable[[Call], None]:
-        stamps, now = self._stamps, self._clock()
+    def _before_run(
+        self, run: Callable[[Call], None], row: int, reduction: Reduction | None
+    ) -> Callable[[Call], None]:
+        """What is posted begins then; of sums their order is noted, and the rows that they have."""
+        stamps, now, sums = self._stamps, self._clock(), self._sums
 
         def timed(call: Call) -> None:
-            stamps[at] = now()
+            stamps[row + BEGAN] = now()
+            if reduction is not None:
+                sums.pop(reduction, None)
+                sums[reduction] = row
             run(call)
 
         return timed
-
-    def _noting(
-        self, reduction: Reduction, row: int, run: Callable[[Call], None]
-    ) -> Callable[[Call], None]:
-        """The sums that are posted, in that order, and the rows that they have."""
-        posted = self._sums
-
-        def noted(call: Call) -> None:
-            posted.pop(reduction, None)
-            posted[reduction] = row
-            run(call)
-
-        return noted
 
     def _after_sums(
         self, reductions: Sequence[Reduction], run: Callable[[Call], None]
