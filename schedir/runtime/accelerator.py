@@ -16,6 +16,7 @@ from socket import gethostname
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -229,12 +230,12 @@ class Late(Generic[T]):
         return self._found[0]
 
 
+@attrs.frozen(eq=False)
 class Unread:
     """What a call leaves to be looked at though nobody may ask for it: a warning may come of it,
     or an error."""
 
-    def __init__(self) -> None:
-        self._unread: list[Late[Any]] = []
+    _unread: list[Late[Any]] = attrs.field(factory=list)
 
     def add(self, late: Late[Any]) -> None:
         """Look at it later."""

@@ -89,14 +89,12 @@ class Recorder(BusyClock):
         run, wait, row = instruction.run, instruction.wait, self._row(instruction)
         if instruction.sums and not instruction.listed:
             return attrs.evolve(instruction, run=self._after_sums(instruction.sums, run))
-        for reduction in instruction.sums:
-            run = self._noting(reduction, row, run)
         if wait is not None:
             wait = self._around_wait(instruction, wait, row)
         if not instruction.listed:
             return attrs.evolve(instruction, wait=wait)
         if not instruction.computes:
-            return attrs.evolve(instruction, run=self._before_run(run, row + BEGAN))
+            return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
         run = self._around_run(run, row)
         return attrs.evolve(instruction, wait=wait, run=run)
 
@@ -138,25 +136,18 @@ class Recorder(BusyClock):
 
         return timed
 
-    def _before_run(self, run: Bound, at: int) -> Bound:
-        stamps, now = self._stamps, self._clock()
+    def _before_run(self, run: Bound, row: int, posted: Sequence[Reduction]) -> Bound:
+        """What is posted begins then; of sums their order is noted, and the rows that they have."""
+        stamps, now, sums = self._stamps, self._clock(), self._sums
 
         def timed() -> None:
-            stamps[at] = now()
+            stamps[row + BEGAN] = now()
+            for reduction in posted:
+                sums.pop(reduction, None)
+                sums[reduction] = row
             run()
 
         return timed
-
-    def _noting(self, reduction: Reduction, row: int, run: Bound) -> Bound:
-        """The sums that are posted, in that order, and the rows that they have."""
-        posted = self._sums
-
-        def noted() -> None:
-            posted.pop(reduction, None)
-            posted[reduction] = row
-            run()
-
-        return noted
 
     def _after_sums(self, reductions: Sequence[Reduction], run: Bound) -> Bound:
         """Wait for one sum after the other, so that each is seen to end: what is made of them, and

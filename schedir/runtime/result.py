@@ -30,6 +30,7 @@ class CallLosses:
     by_microbatch: Callable[[], tuple[float, ...]]
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class StepResult:
     """The result of one step, on every rank.
 
@@ -41,23 +42,13 @@ class StepResult:
     come to it: it is waited for where it is read.
     """
 
-    def __init__(
-        self,
-        losses: Callable[[], CallLosses] | None,
-        grad_norm: Callable[[], float] | None,
-        outputs: list[Any] | None,
-        skipped: tuple[tuple[int, int], ...],
-        busy: float | Callable[[], float],
-        elapsed: float | Callable[[], float],
-        read: Read,
-    ) -> None:
-        self._losses = losses
-        self._grad_norm = grad_norm
-        self.outputs = outputs
-        self.skipped = skipped
-        self._busy = busy
-        self._elapsed = elapsed
-        self._read = read
+    _losses: Callable[[], CallLosses] | None
+    _grad_norm: Callable[[], float] | None
+    outputs: list[Any] | None
+    skipped: tuple[tuple[int, int], ...]
+    _busy: float | Callable[[], float]
+    _elapsed: float | Callable[[], float]
+    _read: Read
 
     @cached_property
     def _found(self) -> CallLosses:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from schedir.runtime.processes.control import NORM_TAG, Control
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
 
 
+@attrs.define(eq=False)
 class Clipping:
     """Scales all gradients so that their norm is at most the executor's `clip_grad_norm`.
 
@@ -29,17 +31,12 @@ class Clipping:
     is how to get the latest call's.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        parameters: Mapping[int, Sequence[nn.Parameter]],
-        skipped: set[nn.Parameter],
-        norms: Norms,
-        nonfinite: NonFinite,
-    ) -> None:
-        self._plan, self._parameters, self._skipped = plan, parameters, skipped
-        self._norms, self._nonfinite = norms, nonfinite
-        self.norm: Callable[[], float] | None = None
+    _plan: Plan
+    _parameters: Mapping[int, Sequence[nn.Parameter]]
+    _skipped: set[nn.Parameter]
+    _norms: Norms
+    _nonfinite: NonFinite
+    norm: Callable[[], float] | None = None
 
     def clip(self) -> None:
         """As torch.nn.utils.clip_grad_norm_ over the whole model, whose order of sums it keeps."""

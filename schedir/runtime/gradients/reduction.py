@@ -33,6 +33,7 @@ from schedir.runtime.processes.groups import Group, wait_for_sum
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 
+@attrs.define(eq=False)
 class GradientMask:
     """Which of some gradients any process of a `group`, of CPU tensors, has.
 
@@ -42,10 +43,10 @@ class GradientMask:
     them in messages.
     """
 
-    def __init__(self, group: Group, whose: str) -> None:
-        self._group, self._whose = group, whose
-        self._own: Sequence[bool] = ()
-        self._under_way: tuple[dist.Work, Tensor] | None = None
+    _group: Group
+    _whose: str
+    _own: Sequence[bool] = ()
+    _under_way: tuple[dist.Work, Tensor] | None = None
 
     def tell(self, own: Sequence[bool]) -> None:
         """Say which ones this process has, as every other one does; nobody waits here."""
@@ -75,6 +76,7 @@ class GradientMask:
         self._under_way = None
 
 
+@attrs.define(eq=False)
 class Reduction:
     """The sums of the gradients of one stage's `parameters`, of which there are some.
 
@@ -82,18 +84,13 @@ class Reduction:
     `each_call` a call that makes no update sums as well, since the caller may step after any.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: Group,
-        mask: GradientMask,
-        whose: str,
-        each_call: bool,
-    ) -> None:
-        self._parameters, self._group, self._mask, self._whose = parameters, group, mask, whose
-        self.each_call = each_call
-        self._under_way: list[tuple[Tensor, list[nn.Parameter]]] = []
-        self._works: list[dist.Work] = []
+    _parameters: Sequence[nn.Parameter]
+    _group: Group
+    _mask: GradientMask
+    _whose: str
+    each_call: bool
+    _under_way: list[tuple[Tensor, list[nn.Parameter]]] = attrs.field(factory=list)
+    _works: list[dist.Work] = attrs.field(factory=list)
 
     def begin(self) -> None:
         """A call begins: forget what one that failed has left."""
@@ -132,6 +129,7 @@ class Reduction:
         self._under_way.clear()
 
 
+@attrs.frozen(eq=False)
 class Tie:
     """A parameter that stages share: each holds a copy, and all have the same gradient and step.
 
@@ -140,24 +138,20 @@ class Tie:
     for sums over all, and what says whether any has a gradient.
     """
 
-    def __init__(
-        self,
-        copies: Mapping[int, nn.Parameter],
-        counted: Sequence[nn.Parameter],
-        elsewhere: tuple[Group, GradientMask] | None,
-    ) -> None:
-        self.copies, self._counted, self._elsewhere = copies, counted, elsewhere
+    copies: Mapping[int, nn.Parameter]
+    counted: Sequence[nn.Parameter]
+    elsewhere: tuple[Group, GradientMask] | None
 
     def sum(self) -> None:
         """Give every copy the sum of all gradients; none where nobody has one."""
         copies = [*self.copies.values()]
         for copy in copies:
             refuse_sparse(copy, "summed with those of its tied copies")
-        grads = [copy.grad for copy in self._counted if copy.grad is not None]
+        grads = [copy.grad for copy in self.counted if copy.grad is not None]
         total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(copies[0])
         present = bool(grads)
-        if self._elsewhere is not None:
-            group, mask = self._elsewhere
+        if self.elsewhere is not None:
+            group, mask = self.elsewhere
             mask.tell([present])
             total = total.reshape(-1).clone()  # it may be a gradient itself
             wait_for_sum([group.allreduce([total])], "a tied parameter's gradients")
@@ -196,24 +190,20 @@ class Accumulated:
         self._earlier = []
 
 
+@attrs.define(eq=False)
 class Barrier:
     """An action that is carried out once `parties` ranks of this process have arrived.
 
     It makes new gradients for the parameters `remade`, on its own stream.
     """
 
-    def __init__(
-        self,
-        parties: int,
-        action: Callable[[], None],
-        accelerator: Accelerator,
-        remade: Sequence[nn.Parameter] = (),
-    ) -> None:
-        self._parties, self._action, self._remade = parties, action, remade
-        self._accelerator = accelerator
-        self._arrived: list[Mark] = []
-        self._done: Mark | None = None
-        self._passed = 0
+    _parties: int
+    _action: Callable[[], None]
+    _accelerator: Accelerator
+    _remade: Sequence[nn.Parameter] = ()
+    _arrived: list[Mark] = attrs.field(factory=list)
+    _done: Mark | None = None
+    _passed: int = 0
 
     def arrive(self) -> int:
         """A rank is there; the result is the turn that it waits for, for `is_past`."""

@@ -14,6 +14,7 @@ from threading import Lock, Thread
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -188,14 +189,14 @@ class Control:
         self._earlier, self._posted = [], []
 
 
+@attrs.define(eq=False)
 class Exchange:
     """Vectors that processes give each other; the receives are posted."""
 
-    def __init__(self, control: Control, tag: int, receives: Sequence[Message | None]) -> None:
-        self._control = control
-        self._tag = tag
-        self._receives = receives  # None in one's own place
-        self._own: Tensor | None = None
+    _control: Control
+    _tag: int
+    _receives: Sequence[Message | None]  # None in one's own place
+    _own: Tensor | None = None
 
     def give(self, own: Tensor, numbers: Iterable[int]) -> Exchange:
         """Send `own` on its way to these numbers."""
@@ -209,11 +210,13 @@ class Exchange:
         return [vector for vector in found if vector is not None]
 
 
+@attrs.frozen(eq=False)
 class Beside:
     """Transfers of tensors of the CPU between the ranks of a pipeline, in order on each channel."""
 
-    def __init__(self, group: Group, numbers: Sequence[int], tag: int) -> None:
-        self._group, self._numbers, self._tag = group, numbers, tag
+    _group: Group
+    _numbers: Sequence[int]
+    _tag: int
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
         """Post a send."""
@@ -278,6 +281,7 @@ class Relay:
 _Errands: TypeAlias = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
+@attrs.define(eq=False)
 class Courier:
     """Runs what waits for the device, and then goes to other processes, in turn on a thread of its
     own, which ends with the process.
@@ -291,10 +295,9 @@ class Courier:
     well: all couriers have the same errands in the same order, so none waits for another in vain.
     """
 
-    def __init__(self) -> None:
-        self._errands: _Errands = SimpleQueue()
-        self._started = False
-        self._last: Future[Any] | None = None
+    _errands: _Errands = attrs.field(factory=SimpleQueue)
+    _started: bool = False
+    _last: Future[Any] | None = None
 
     def send(self, errand: Callable[[], T]) -> Future[T]:
         """Run it in its turn; gives what it will have returned."""

@@ -22,6 +22,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import TypeAlias
 
+import attrs
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -77,12 +78,12 @@ def waiting(what: str = "") -> Iterator[None]:
         raise WaitError(error, what) from error
 
 
+@attrs.frozen
 class Patience:
     """Waits for as long as `timeout`; `others_failed` asks whether another process has failed."""
 
-    def __init__(self, timeout: timedelta, others_failed: Callable[[], bool]) -> None:
-        self._seconds = timeout.total_seconds()
-        self._others_failed = others_failed
+    _timeout: timedelta
+    _others_failed: Callable[[], bool]
 
     def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait until it is done. Raises WaitError, with `what` in words, where that is in vain."""
@@ -91,7 +92,7 @@ class Patience:
         begun = asked = monotonic()
         while not done():
             now = monotonic()
-            if now - begun > self._seconds:
+            if now - begun > self._timeout.total_seconds():
                 raise WaitError(TimeoutError("timed out"), what())
             if now - asked > _ASK:
                 asked = now
@@ -100,12 +101,12 @@ class Patience:
             sleep(_PAUSE)
 
 
+@attrs.frozen
 class Board:
     """Where the first process that fails writes down why, for all others to read; and where those
     that close write down that they have."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    _store: Store
 
     def write(self, reason: str) -> bool:
         """Write the reason, if nobody has yet; says whether it is this one."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from threading import Thread
 from typing import Any, ClassVar
@@ -42,29 +43,18 @@ class Post:
     sends: bool
 
 
+@attrs.define(eq=False)
 class Message:
     """A vector that is being sent or received; gloo lets a work be waited for once only.
 
-    `post` is a group's send or receive, `number` the process at the other side. `what` says in
-    words what it is and which way it goes, for the error if it never arrives.
+    `what` says in words what it is, which way it goes and between whom, for the error if it never
+    arrives.
     """
 
-    def __init__(
-        self,
-        post: Callable[[list[Tensor], int, int], dist.Work],
-        value: Tensor,
-        number: int,
-        tag: int,
-        what: str,
-    ) -> None:
-        self._what = f"{what} process {number}"
-        self._value = value
-        self._work: dist.Work | None = None
-        self._dropped = False
-        try:
-            self._work = post([value], number, tag)
-        except WaitError as error:
-            raise WaitError(error.cause, self._what) from error
+    _value: Tensor
+    _what: str
+    _work: dist.Work | None
+    _dropped: bool = False
 
     def wait(self) -> Tensor:
         """The vector, once it has arrived. Raises WaitError where it can't any more."""
@@ -116,15 +106,24 @@ class Group:
         return work
 
     def tell(self, vector: Tensor, rank: int, tag: int, what: str) -> Message:
-        """Send a vector, which is `what` is to reach the other side."""
-        return Message(self.send, vector, rank, tag, f"{what} to reach")
+        """Send a vector; `what` says what it is."""
+        return self._message(self.send, vector, rank, tag, f"{what} to reach")
 
     def expect(
         self, size: int, rank: int, tag: int, what: str, dtype: torch.dtype = torch.int64
     ) -> Message:
-        """Post the receive of a vector, which is `what` the other side sends."""
+        """Post the receive of a vector; `what` says what it is, and of whom."""
         buffer = torch.empty(size, dtype=dtype, device="cpu")
-        return Message(self.recv, buffer, rank, tag, what)
+        return self._message(self.recv, buffer, rank, tag, what)
+
+    def _message(
+        self, post: Callable[..., dist.Work], value: Tensor, rank: int, tag: int, what: str
+    ) -> Message:
+        what = f"{what} process {rank}"
+        try:
+            return Message(value, what, post([value], rank, tag))
+        except WaitError as error:
+            raise WaitError(error.cause, what) from error
 
 
 class NcclGroup(Group):
@@ -139,28 +138,27 @@ class NcclGroup(Group):
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, which no order among them can block."""
-        with self._as_one() as works:
+
+        def post_all() -> None:
             for post in posts:
                 (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
-        return works[0]
+
+        return self._as_one(post_all)
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group, as one as well: a work of its own would keep its
         tensors, and so the gradients of a step, for as long as it is noted."""
-        with self._as_one() as works:
-            super().allreduce(tensors)
-        return works[0]
+        return self._as_one(partial(super().allreduce, tensors))
 
-    @contextmanager
-    def _as_one(self) -> Iterator[list[dist.Work]]:
-        """Post what is posted inside as one; its work is in the list then."""
-        works: list[dist.Work] = []
+    def _as_one(self, post: Callable[[], object]) -> dist.Work:
+        """Post what this posts as one."""
         self.backend._start_coalescing()
         try:
-            yield works
+            post()
         finally:
-            works.append(self.backend._end_coalescing())
-        self._posted += works
+            work: dist.Work = self.backend._end_coalescing()
+        self._posted.append(work)
+        return work
 
 
 def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
