@@ -13,7 +13,7 @@ from schedir.training.cutting.partitioning import partition
 from schedir.training.cutting.piped import stages_of_pipe
 from schedir.training.cutting.skips import pop, stash
 from schedir.training.cutting.stages import Stages
-from schedir.training.data.batches import Batches
+from schedir.training.data import Batches
 from schedir.training.evaluation import accuracy, evaluate, perplexity
 from schedir.training.history import Epoch, Evaluation, History
 from schedir.training.losses import causal_lm_loss, causal_lm_tokens

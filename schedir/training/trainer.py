@@ -16,7 +16,7 @@ from schedir.ir import is_number
 from schedir.runtime import Executor
 from schedir.training.callbacks import AfterEpoch, Callback, callbacks_of, shown
 from schedir.training.checkpoints.subject import Stateful
-from schedir.training.data.batches import Batches
+from schedir.training.data import Batches
 from schedir.training.evaluation import MeanLoss, Metric, evaluate, measures, pairs
 from schedir.training.history import Evaluation, History
 from schedir.training.resuming import Kept
