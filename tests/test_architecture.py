@@ -60,15 +60,13 @@ RUNTIME = (
 # And those of training.
 TRAINING = (
     "cutting",
-    "pretrained",
+    "huggingface",
     "data",
-    "checkpoints",
-    "losses",
-    "rates",
+    "checkpoint",
+    "schedulers",
     "history",
     "evaluation",
     "callbacks",
-    "resuming",
     "trainer",
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -71,34 +72,31 @@ class Making:
 
     def made(self, name: str, layer: Deferred) -> Any:
         """The layer, for good, whatever random numbers were drawn before."""
-        with rng(self.seed, _number(layer.key or name), 0, 0):
+        with rng(self.seed, number_of(layer.key or name), 0, 0):
             if self.init is not None:
                 made = skeleton(name, layer)
-                if isinstance(made, nn.Module):
-                    made = self._filled(name, made, self.init)
-                return made
-            if self.device is None:
-                return called(name, layer)
-            with self.device:
-                made = called(name, layer)
-            return made.to(self.device) if isinstance(made, nn.Module) else made
+                return self._filled(name, made, self.init) if isinstance(made, nn.Module) else made
+            with self.device or nullcontext():
+                made = _called(name, layer)
+            return self._moved(made) if isinstance(made, nn.Module) else made
 
     def settled(self, name: str, layer: nn.Module) -> nn.Module:
         """A layer that was made before: on the device, and with values if it was made on meta."""
         if self.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
-            with rng(self.seed, _number(name), 0, 0):
+            with rng(self.seed, number_of(name), 0, 0):
                 return self._filled(name, layer, self.init)
+        return self._moved(layer)
+
+    def _moved(self, layer: nn.Module) -> nn.Module:
         return layer if self.device is None else layer.to(self.device)
 
     def _filled(
         self, name: str, layer: nn.Module, init: Callable[[nn.Module], object]
     ) -> nn.Module:
         """A layer on meta gets memory, in which every tensor still shows that it is unset."""
-        names: dict[int, list[str]] = {}
-        for tensor_name, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(tensor_name)
+        shared = tied_names(layer)
         layer.to_empty(device=self.device or torch.get_default_device())
-        for first, *others in names.values():  # to_empty parts what is one parameter
+        for first, *others in shared:  # to_empty parts what is one parameter
             for other in others:
                 path, _, last = other.rpartition(".")
                 setattr(layer.get_submodule(path), last, layer.get_parameter(first))
@@ -107,12 +105,8 @@ class Making:
                 tensor.fill_(_unset(tensor))
             for module in layer.modules():
                 init(module)
-        left = [
-            tensor_name
-            for tensor_name, tensor in _tensors(layer).items()
-            if tensor.numel() and _is_unset(tensor)
-        ]
-        if left:
+        tensors = _tensors(layer).items()
+        if left := [key for key, tensor in tensors if tensor.numel() and _is_unset(tensor)]:
             raise ExecutionError(
                 f"layer {name}: init has given no values to {', '.join(left)}, which has none of "
                 "its own as it was made on the device meta"
@@ -127,7 +121,7 @@ def skeleton(name: str, layer: Deferred) -> Any:
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            return called(name, layer)
+            return _called(name, layer)
         except ExecutionError:
             raise
         except Exception as error:
@@ -139,8 +133,8 @@ def skeleton(name: str, layer: Deferred) -> Any:
             ) from error
 
 
-def called(name: str, layer: Deferred) -> Any:
-    """What the layer's function makes."""
+def _called(name: str, layer: Deferred) -> Any:
+    """Make the layer."""
     made = layer.make(*layer.args, **layer.kwargs)
     if not callable(made):
         raise ExecutionError(
@@ -158,9 +152,17 @@ def type_name(layer: object) -> str:
     return getattr(layer, "__name__", type(layer).__name__)
 
 
-def _number(name: str) -> int:
-    """One for each name; `hash` differs from process to process."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+def number_of(text: str) -> int:
+    """Give each text a number of its own; `hash` differs from process to process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The parameters that a model has under several names, by these."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:

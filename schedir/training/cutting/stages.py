@@ -15,6 +15,9 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.arguments import TieOf
 
+Span = tuple[int, int]
+"""The layers of one stage: its first, and the one after its last."""
+
 
 @attrs.frozen
 class StageSummary:

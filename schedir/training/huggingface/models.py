@@ -1,8 +1,10 @@
-"""A Hugging Face model, given or made of its config on meta; what can't be cut is refused."""
+"""Hugging Face models and their copies on meta; models that can't be cut are refused."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -10,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.configs import be_quiet
-from schedir.training.pretrained.copies import on_meta
 
 
 @attrs.frozen(eq=False)
@@ -63,31 +63,7 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
             "stages_of takes a model of transformers or its config, not "
             f"{type(model_or_config).__name__}; partition cuts other models"
         )
-    _refuse(found)
-    be_quiet(found.skeleton)
-    return found
-
-
-def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
-    if model_class is not None:
-        return model_class
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-        raise ExecutionError(
-            f"config.architectures names {name}, which is not of transformers; give model_class="
-        )
-    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
-        if type(config) in kind._model_mapping:
-            return kind
-    raise ExecutionError(
-        f"{type(config).__name__} does not say which model it is of; give model_class=, or set "
-        "config.architectures"
-    )
-
-
-def _refuse(model: Model) -> None:
-    config = model.skeleton.config
+    config = found.skeleton.config
     reason = None
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder's stages take more than the hidden states of the one before"
@@ -99,7 +75,12 @@ def _refuse(model: Model) -> None:
     elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
         reason = "layerdrop leaves out blocks at random; set it to 0"
     if reason is not None:
-        raise ExecutionError(f"{model.kind} can't be cut: {reason}")
+        raise ExecutionError(f"{found.kind} can't be cut: {reason}")
+    # What it returns is to be its output alone, by name: no key-value cache, no hidden states.
+    for config in _configs_of(found.skeleton):
+        config.use_cache = config.output_attentions = config.output_hidden_states = False
+        config.return_dict = True
+    return found
 
 
 def small_inputs(model: Model) -> dict[str, Tensor]:
@@ -121,3 +102,68 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
         f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
         "images (pixel_values) can be"
     )
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model without memory for its tensors, and without hooks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    like = copy.deepcopy(model, {id(t): empty_like(t, torch.device("meta")) for t in tensors})
+    for module in like.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            getattr(module, name).clear()
+    return like
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor or parameter without values, with the marks that a model has put on it."""
+    like = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        like = nn.Parameter(like, tensor.requires_grad)
+    like.__dict__.update(tensor.__dict__)
+    return like
+
+
+def within(name: str, parts: Iterable[str]) -> bool:
+    """Whether a parameter is one of some parts of a model, or in one of them."""
+    return f"{name}.".startswith(tuple(f"{part}." for part in parts))
+
+
+@contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Let a mixture of experts run on fake tensors meanwhile.
+
+    Which expert takes which token is a value; in this way of transformers' no shape depends on it.
+    """
+    found = [(one, getattr(one, "_experts_implementation", None)) for one in _configs_of(model)]
+    before = [(config, way) for config, way in found if way is not None]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "batched_mm"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
+
+
+def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
+    if model_class is not None:
+        return model_class
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+        raise ExecutionError(
+            f"config.architectures names {name}, which is not of transformers; give model_class="
+        )
+    for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ExecutionError(
+        f"{type(config).__name__} does not say which model it is of; give model_class=, or set "
+        "config.architectures"
+    )
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """The configs that a model and its parts go by."""
+    held = [module.config for module in model.modules() if hasattr(module, "config")]
+    return list({id(config): config for config in held}.values())

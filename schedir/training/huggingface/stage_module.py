@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.configs import without_values
-from schedir.training.pretrained.copies import shallow, with_parameter
-from schedir.training.pretrained.outline import Call, Outline, joined
+from schedir.training.huggingface.models import without_values
+from schedir.training.huggingface.outline import Call, Outline, joined
 
 HIDDEN, GIVEN = "hidden_states", "inputs"
 
@@ -119,16 +118,27 @@ class PretrainedStage(nn.Module):
             hidden, given = boundary[HIDDEN], boundary[GIVEN]
         else:
             given = self._named(boundary)
+        main, name = given.get(self._main_input), self._main_input
+        inputs, carried = dict(given), dict(given)
+        # Of images or sound, which only the first stage reads, the shape of a sample travels on.
+        if isinstance(main, Tensor) and main.is_floating_point():
+            carried[name] = tuple(main.shape[1:])
+        elif hidden is not None and isinstance(main, tuple):
+            inputs[name] = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
         self._received.hidden = hidden
         fakes = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(boundary))
         try:
             with without_values(self._model[0]) if fakes else nullcontext():
-                output = self._model[0](**self._inputs(given, hidden))
+                output = self._model[0](**inputs)
         except Left as left:
-            return {HIDDEN: left.hidden, GIVEN: self._carried(given)}
+            return {HIDDEN: left.hidden, GIVEN: carried}
         finally:
             self._received.hidden = None
-        return _result(output)
+        # The logits; where there are none, the only tensor, or all by name.
+        if "logits" in output:
+            return output["logits"]
+        found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        return next(iter(found.values())) if len(found) == 1 else found
 
     def _named(self, inputs: Any) -> dict[str, Any]:
         """The model's inputs by name."""
@@ -146,29 +156,6 @@ class PretrainedStage(nn.Module):
             if name not in self._takes:
                 raise ExecutionError(f"the model takes no {name}, only {', '.join(self._takes)}")
         return given
-
-    def _carried(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs as they travel on: of images or sound, which only the first stage reads, the
-        shape of a sample."""
-        main = given.get(self._main_input)
-        if not isinstance(main, Tensor) or not main.is_floating_point():
-            return dict(given)
-        return {**given, self._main_input: tuple(main.shape[1:])}
-
-    def _inputs(self, given: Mapping[str, Any], hidden: Tensor | None) -> dict[str, Any]:
-        main = given.get(self._main_input)
-        if hidden is None or not isinstance(main, tuple):
-            return dict(given)
-        nothing = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
-        return {**given, self._main_input: nothing}
-
-
-def _result(output: Any) -> Any:
-    """The logits of a model's output; where it has none, its only tensor, or all by name."""
-    if "logits" in output:
-        return output["logits"]
-    found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
-    return next(iter(found.values())) if len(found) == 1 else found
 
 
 def assembled(
@@ -198,7 +185,7 @@ def assembled(
         held.add_module(str(i), block)
     for name in reversed(outline.ancestors):
         source = real.get_submodule(name)
-        container = shallow(skeleton.get_submodule(name))
+        container = _shallow(skeleton.get_submodule(name))
         container.training = source.training
         container._buffers = copy.deepcopy(source._buffers)
         for key, p in source._parameters.items():
@@ -214,5 +201,26 @@ def assembled(
             container._modules[key] = child
         held = container
     for name, p in copies.items():
-        held = with_parameter(held, name, p)
+        held = _with_parameter(held, name, p)
     return PretrainedStage(held, received, getattr(real, "main_input_name", "input_ids"))
+
+
+def _with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
+    """A module's like with another parameter of that name; it shares all else."""
+    like = _shallow(module)
+    child, _, rest = name.partition(".")
+    if rest:
+        like._modules[child] = _with_parameter(module.get_submodule(child), rest, parameter)
+    else:
+        like._parameters[name] = parameter
+    return like
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module's like that has the same children, parameters and settings."""
+    like = module.__new__(type(module))
+    like.__dict__ = {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
+    }
+    return like

@@ -1,8 +1,9 @@
-"""What this process holds of a model, under the names that it has in the whole."""
+"""The names that a process's modules, parameters and buffers have in the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import attrs
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
+from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.processes.claims import digest
-from schedir.training.checkpoints.agreeing import Gather, everywhere
+from schedir.training.checkpoint.collective import Gather, everywhere
 from schedir.training.cutting.stages import whole_name
 
 LOSS = "loss_fn"
@@ -81,36 +83,6 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
     return found
 
 
-@attrs.frozen
-class Entry:
-    """One name of a state dict, as a process tells the others of it.
-
-    `content` tells buffers with different values apart; parameters have none. `size` is None for
-    what is no tensor.
-    """
-
-    key: str
-    place: str
-    stage: int
-    size: tuple[int, ...] | None
-    content: int | None
-
-
-def entries(held: Iterable[Held]) -> list[Entry]:
-    """All names that are here."""
-    found = []
-    for one in held:
-        state = one.module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            size, content = None, None
-            if isinstance(value, Tensor):
-                size = tuple(value.shape)
-                if not isinstance(value, nn.Parameter):
-                    content = digest(value)
-            found.append(Entry(one.key(whole_name(name)), one.place, one.stage, size, content))
-    return found
-
-
 @attrs.frozen(eq=False)
 class Names:
     """All names of the whole model.
@@ -124,7 +96,7 @@ class Names:
 
 
 def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) -> Names:
-    """Put together what all processes hold.
+    """Put together the names of all that the processes hold.
 
     Raises ExecutionError, on all, where a name stands for two things.
     """
@@ -132,50 +104,89 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
     for one in held:
         for name, parameter in one.parameters():
             own.setdefault(parameter, []).append(name)
-    ties = model.ties if isinstance(model, Executor) else ()
-    copies = _copies(model, own) if isinstance(model, Executor) else {}
-    by_process = everywhere(
-        gather,
-        lambda: (entries(held), {at: own.get(copy, []) for at, copy in copies.items()}),
-    )
-    tied: list[tuple[str, ...]] = []
-    for tie in ties:
-        found = {}
-        for _, theirs in by_process:
-            found.update({at: theirs[at] for at in map(tuple, tie) if at in theirs})
-        tied.append(tuple(dict.fromkeys(name for at in sorted(found) for name in found[at])))
-    aliases = {parameter: tuple(found) for parameter, found in own.items()}
-    for group, tie in zip(tied, ties, strict=True):
-        for at in map(tuple, tie):
-            if at in copies:
-                aliases[copies[at]] = group
-    shared = {f"model.{name}" for group in tied for name in group}
-    listed = [entry for theirs, _ in by_process for entry in theirs]
-    return Names(_without_clashes(listed, shared), aliases)
-
-
-def _copies(model: Executor, own: Iterable[nn.Parameter]) -> dict[tuple[int, str], nn.Parameter]:
-    return {
-        (stage, name): model.stages[stage].get_parameter(name)
-        for tie in model.ties
-        for stage, name in tie
-        if stage in model.stages
+    stages, given = (model.stages, model.ties) if isinstance(model, Executor) else ({}, ())
+    ties = [[(stage, name) for stage, name in tie] for tie in given]
+    here = {
+        (stage, name): stages[stage].get_parameter(name)
+        for stage, name in chain(*ties)
+        if stage in stages
     }
-
-
-def _without_clashes(
-    listed: Iterable[Entry], shared: set[str]
-) -> dict[str, tuple[int, ...] | None]:
-    first: dict[str, Entry] = {}
-    for entry in sorted(listed, key=lambda one: one.stage):
+    told = everywhere(
+        gather, lambda: (_entries(held), {at: own.get(copy, []) for at, copy in here.items()})
+    )
+    names_at = {at: names for _, theirs in told for at, names in theirs.items()}
+    aliases = {parameter: tuple(names) for parameter, names in own.items()}
+    shared: set[str] = set()
+    for tie in ties:
+        names = dict.fromkeys(name for at in sorted(tie) for name in names_at.get(at, ()))
+        aliases.update((here[at], tuple(names)) for at in tie if at in here)
+        shared.update(f"model.{name}" for name in names)
+    first: dict[str, _Entry] = {}
+    entries = [entry for theirs, _ in told for entry in theirs]
+    for entry in sorted(entries, key=lambda one: one.stage):
         other = first.setdefault(entry.key, entry)
         if other.stage == entry.stage or entry.key in shared:
             continue
-        if entry.content is None or entry.content != other.content or entry.size != other.size:
-            name = entry.key.partition(".")[2]
+        if entry.content is None or (entry.content, entry.size) != (other.content, other.size):
             raise ExecutionError(
-                f"{name} is the name of two things, in {other.place} and {entry.place}; stages "
-                "must name what they hold as the whole model does: make them with partition or "
-                "stages_of, or declare a shared parameter with ties="
+                f"{entry.key.partition('.')[2]} is the name of two things, in {other.place} and "
+                f"{entry.place}; stages must name what they hold as the whole model does: make "
+                "them with partition or stages_of, or declare a shared parameter with ties="
             )
-    return {key: entry.size for key, entry in first.items()}
+    return Names({key: entry.size for key, entry in first.items()}, aliases)
+
+
+def gathered_state(executor: Executor) -> dict[str, Any] | None:
+    """The whole model's state dict on the first rank, on the CPU; None on the others.
+
+    For exports, and to compare: a plain model's `load_state_dict` takes it. Every rank calls it,
+    between two steps. It is sent stage by stage. A loss's parameters are not in it; of replicas the
+    first one's buffers are.
+
+    Raises ExecutionError, on all ranks, where a name stands for different things in two stages.
+    """
+    accelerator_of(executor.device).synchronize()
+    held = held_by(executor)
+    names_of(executor, held, executor.gather)
+    whole: dict[str, Any] = {}
+    is_first = False
+    for stage in range(executor.schedule.stages):
+        own = {
+            name: value.cpu().clone() if isinstance(value, Tensor) else value
+            for one in held
+            if one.stage == stage and one.saves and one.section == "model"
+            for name, value in one.state().items()
+        }
+        collected = executor.collect(own)
+        is_first = collected is not None
+        for found in collected or ():
+            whole.update(found)
+    return whole if is_first else None
+
+
+@attrs.frozen
+class _Entry:
+    """One name of a state dict, as a process tells the others of it.
+
+    `content` tells buffers with different values apart; parameters have none. `size` is None for
+    what is no tensor.
+    """
+
+    key: str
+    place: str
+    stage: int
+    size: tuple[int, ...] | None
+    content: int | None
+
+
+def _entries(held: Iterable[Held]) -> list[_Entry]:
+    found = []
+    for one in held:
+        for name, value in one.module.state_dict(keep_vars=True).items():
+            size, content = None, None
+            if isinstance(value, Tensor):
+                size = tuple(value.shape)
+                if not isinstance(value, nn.Parameter):
+                    content = digest(value)
+            found.append(_Entry(one.key(whole_name(name)), one.place, one.stage, size, content))
+    return found

@@ -1,4 +1,4 @@
-"""What `torch.distributed.pipelining.pipeline` has cut becomes the stages of a schedule.
+"""Make stages of a schedule from what `torch.distributed.pipelining.pipeline` has cut.
 
 torch's stages take values of several earlier ones, and what the whole model is given: a mask, a
 skip connection. The executor's take what the one before returns. So each stage's graph is written
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -> Stages:
-    """The stages of a model that torch's `pipeline(…)` has traced and split.
+    """Make the stages of a model that torch's `pipeline(…)` has traced and split.
 
     They have the names of the whole model, but for an @1 behind a module that is called again, and
     compute what `pipe` does on the inputs that the model takes, in their order or by name: dropout
@@ -43,20 +43,20 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
         raise ExecutionError(
             f"the model was split into {len(calls)} stages, but the schedule has {schedule.stages}"
         )
+    parts = [cast(fx.GraphModule, pipe.split_gm.get_submodule(str(call.target))) for call in calls]
     entering = _entering(pipe.split_gm.graph, calls)
     modules = [
-        _module(_part(pipe, str(call.target)), call, before, after)
-        for call, before, after in zip(calls, entering, entering[1:], strict=False)
+        _module(part, call, before, after)
+        for part, call, before, after in zip(parts, calls, entering, entering[1:], strict=False)
     ]
-    numbers = {str(call.target): stage for stage, call in enumerate(calls)}
-    told = [_tie(pipe, shared, numbers, modules) for shared in pipe.replicated_params]
-    for module in modules:
-        _share(module)
+    ties = _ties(pipe, {str(call.target): stage for stage, call in enumerate(calls)}, modules)
     _check_statistics(modules)
-    ties = _ties(told, modules)
     summaries = tuple(
-        StageSummary(_called(pipe, call), sum(p.numel() for p in module.parameters()))
-        for call, module in zip(calls, modules, strict=True)
+        StageSummary(
+            tuple(str(node.target) for node in part.graph.nodes if node.op == "call_module"),
+            sum(p.numel() for p in module.parameters()),
+        )
+        for part, module in zip(parts, modules, strict=True)
     )
     return Stages({stage: modules[stage] for stage in held_stages(schedule, rank)}, ties, summaries)
 
@@ -111,25 +111,6 @@ def _module(
     return fx.GraphModule(part, graph)
 
 
-def _called(pipe: Pipe, call: fx.Node) -> tuple[str, ...]:
-    nodes = _part(pipe, str(call.target)).graph.nodes
-    return tuple(str(node.target) for node in nodes if node.op == "call_module")
-
-
-def _part(pipe: Pipe, name: str) -> fx.GraphModule:
-    return cast(fx.GraphModule, pipe.split_gm.get_submodule(name))
-
-
-def _share(module: nn.Module) -> None:
-    """Give a module that is called again in a stage what it has at its first call: torch.export
-    lists it as another one, which torch's split may give parameters of its own."""
-    first: dict[str, nn.Module] = {}
-    for name, part in [*module.named_modules(remove_duplicate=False)]:
-        own = first.setdefault(whole_name(name), part)
-        part._parameters.update(own._parameters)
-        part._buffers.update(own._buffers)
-
-
 def _check_statistics(modules: Sequence[nn.Module]) -> None:
     """Raise ExecutionError where stages would keep running statistics of their own for one."""
     kept: dict[str, int] = {}
@@ -144,11 +125,29 @@ def _check_statistics(modules: Sequence[nn.Module]) -> None:
 
 
 def _ties(
-    told: Sequence[Sequence[tuple[int, str]]], modules: Sequence[nn.Module]
+    pipe: Pipe, numbers: Mapping[str, int], modules: Sequence[nn.Module]
 ) -> tuple[TieOf, ...]:
-    """The parameters that stages share: those of one name, and those that torch has `told` of."""
+    """The parameters that stages share: those of one name, and those that torch tells of.
+
+    In a stage, a module that is called again gets what it has at its first call: torch.export lists
+    it as another one, which torch's split may give parameters of its own.
+    """
+    told = [
+        sorted(
+            (numbers[part], used)
+            for part, name in shared.items()
+            for used, own in modules[numbers[part]].named_parameters()
+            if own is pipe.split_gm.get_parameter(f"{part}.{name}")
+        )
+        for shared in pipe.replicated_params
+    ]
     groups: dict[str, dict[int, str]] = {}
     for stage, module in enumerate(modules):
+        first: dict[str, nn.Module] = {}
+        for name, part in [*module.named_modules(remove_duplicate=False)]:
+            own = first.setdefault(whole_name(name), part)
+            part._parameters.update(own._parameters)
+            part._buffers.update(own._buffers)
         for name, _ in module.named_parameters():
             groups.setdefault(whole_name(name), {}).setdefault(stage, name)
     for tie in told:
@@ -157,19 +156,3 @@ def _ties(
         groups.update(dict.fromkeys(names, one))
     found = {id(group): sorted(group.items()) for group in groups.values() if len(group) > 1}
     return tuple(found.values())
-
-
-def _tie(
-    pipe: Pipe,
-    shared: Mapping[str, str],
-    names: Mapping[str, int],
-    modules: Sequence[fx.GraphModule],
-) -> list[tuple[int, str]]:
-    """The stages that use a shared parameter, each with its name for it there."""
-    found = []
-    for part, name in shared.items():
-        parameter = _part(pipe, part).get_parameter(name)
-        for used, own in modules[names[part]].named_parameters():
-            if own is parameter:
-                found.append((names[part], used))
-    return sorted(found)

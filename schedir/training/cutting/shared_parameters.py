@@ -1,9 +1,9 @@
-"""Which parameters layers have, and which of them are the same."""
+"""The parameters that each layer has, and those that several layers or stages share."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import attrs
 from torch import nn
@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.shared_memory import shared_memory
-from schedir.training.cutting.cuts import Span
 from schedir.training.cutting.deferred import Deferred, skeleton
 from schedir.training.cutting.layers import Layer
+from schedir.training.cutting.stages import Span
 
 
 @attrs.frozen
@@ -88,23 +88,29 @@ def inventory_of(layers: Sequence[Layer]) -> Inventory:
     statistics: list[frozenset[Hashable]] = []
     of_key: dict[str, tuple[Layer, tuple[Holding, ...]]] = {}
     for number, layer in enumerate(layers):
-        deferred = layer.given if isinstance(layer.given, Deferred) else None
-        module = layer.given if deferred is None else skeleton(layer.name, deferred)
-        owner: Hashable = None
-        if deferred is not None:
-            owner = ("key", deferred.key) if deferred.key is not None else ("layer", number)
+        module, owner, key = layer.given, None, None
+        if isinstance(module, Deferred):
+            key = module.key
+            owner = ("layer", number) if key is None else ("key", key)
+            module = skeleton(layer.name, module)
+        if not isinstance(module, nn.Module):
+            module = nn.Module()  # a function holds nothing
         held = _holdings(layer.name, module, owner)
-        if deferred is not None and deferred.key is not None:
-            _check_alike(deferred.key, layer, held, *of_key.setdefault(deferred.key, (layer, held)))
+        if key is not None:
+            _check_alike(key, layer, held, *of_key.setdefault(key, (layer, held)))
         holdings.append(held)
-        statistics.append(_statistics(module, owner))
+        statistics.append(
+            frozenset(
+                id(part) if owner is None else (owner, name)
+                for name, part in module.named_modules()
+                if isinstance(part, _NormBase) and part.track_running_stats
+            )
+        )
     return Inventory(layers, holdings, statistics)
 
 
-def _holdings(layer: str, module: object, owner: Hashable) -> tuple[Holding, ...]:
+def _holdings(layer: str, module: nn.Module, owner: Hashable) -> tuple[Holding, ...]:
     """The parameters of a module; `owner` is None for one that was given, which may share them."""
-    if not isinstance(module, nn.Module):
-        return ()
     found = []
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -116,16 +122,6 @@ def _holdings(layer: str, module: object, owner: Hashable) -> tuple[Holding, ...
         size = 0 if lazy else parameter.numel()
         found.append(Holding(identity, f"{layer}.{name}", shape, size))
     return tuple(found)
-
-
-def _statistics(module: object, owner: Hashable) -> frozenset[Hashable]:
-    if not isinstance(module, nn.Module):
-        return frozenset()
-    return frozenset(
-        id(part) if owner is None else (owner, name)
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.track_running_stats
-    )
 
 
 def _check_alike(
@@ -143,26 +139,25 @@ def _check_alike(
         )
 
 
-class Copier:
-    """Gives every stage of this process parameters of its own where several stages share them.
+def with_own_parameters(
+    layers: Sequence[Layer], spans: Sequence[Span], stages: Iterable[int]
+) -> list[Layer]:
+    """Give each of some stages parameters of its own where several of them share them.
 
     The first stage that holds a parameter keeps the very object; later ones get equal copies, in
     modules that are copied for that, all else being the same tensors.
     """
-
-    def __init__(self) -> None:
-        self._owner: dict[int, int] = {}
-        self._copied: dict[int, dict[int, object]] = {}
-
-    def own(self, stage: int, module: nn.Module) -> nn.Module:
-        """The module as a stage may have it."""
-        shared = {
-            id(p) for p in module.parameters() if self._owner.setdefault(id(p), stage) != stage
-        }
-        if not shared:
-            return module
-        memo = self._copied.setdefault(stage, {})
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in shared:
-                memo[id(tensor)] = tensor
-        return copy.deepcopy(module, memo)
+    owner: dict[int, int] = {}
+    found = list(layers)
+    for stage in stages:
+        memo: dict[int, object] = {}
+        for number in range(*spans[stage]):
+            module = layers[number].given
+            if not isinstance(module, nn.Module):
+                continue
+            own = {id(p): owner.setdefault(id(p), stage) == stage for p in module.parameters()}
+            if not all(own.values()):
+                tensors = (*module.parameters(), *module.buffers())
+                memo.update((id(x), x) for x in tensors if own.get(id(x), True))
+                found[number] = attrs.evolve(layers[number], given=copy.deepcopy(module, memo))
+    return found
