@@ -1,4 +1,4 @@
-"""What stands around a step: cut a model into stages, feed it, train it, keep it.
+"""Cut a model into stages, feed it batches, train it, and keep checkpoints.
 
 All of it can be done without it: the executor takes any modules and any batches.
 """

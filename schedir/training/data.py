@@ -1,4 +1,4 @@
-"""The batches of a training: the same on every rank, epoch after epoch, and again when resumed.
+"""Batches of a training, the same on every rank, epoch after epoch, and again when resumed.
 
 rank of the first stage      between             rank of the last stage
 ───────────────────────      ───────             ──────────────────────
@@ -39,7 +39,7 @@ _32_BITS = (1 << 32) - 1
 
 
 class Batches:
-    """What `step(inputs, target=target)` takes, batch by batch: `for inputs, target in batches`.
+    """Gives what `step(inputs, target=target)` takes: `for inputs, target in batches`.
 
     `loader` is a DataLoader or any other iterable. Every `iter()` is one epoch; with `repeat` it
     goes on with the next epoch for ever. `split(batch)` gives (inputs, target) of what the loader
@@ -127,7 +127,7 @@ class Batches:
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, for `load_state_dict`: the next batch is the one after those handed out."""
+        """The place in the data, for `load_state_dict`: the next batch follows those handed out."""
         drawn = self._began if self.batch else self._source.drawn()
         return {"epoch": self.epoch, "batch": self.batch, "seed": self._seed, "generators": drawn}
 
@@ -257,7 +257,7 @@ class _HandedOut:
         return length, self._reader.drawn()
 
     def _share(self, pair: Pair | None, rank: int) -> Pair | None:
-        """What a rank gets of a pair; None is the end."""
+        """A rank's share of a pair; None is the end."""
         if pair is None:
             return None
         inputs, target = (
@@ -269,7 +269,7 @@ class _HandedOut:
     def _told(
         self, make: Callable[[], Any], share: Callable[[Any, int], Any] = lambda found, _: found
     ) -> Any:
-        """Return what the rank that reads makes: there itself, elsewhere what it shares of it."""
+        """Return what `make` gives on the rank that reads; elsewhere, the share of it."""
         if self._executor.rank != self._speaker:
             found = self._executor.hand_out()
             if isinstance(found, ExecutionError):
@@ -336,7 +336,7 @@ def _drawing(seed: int, epoch: int, number: int) -> Iterator[None]:
 
 
 def _drawing_parts(loader: object) -> list[object]:
-    """The parts of a loader that may draw or know of epochs, each once, itself the first."""
+    """The loader and those of its parts that may draw or know of epochs, each once."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     parts = (
         loader,

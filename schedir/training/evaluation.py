@@ -1,4 +1,4 @@
-"""The loss and the metrics of a whole data set, the same on every rank; losses and metrics."""
+"""Evaluate a model on a whole data set, the same on every rank; losses and metrics for that."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def measures(metrics: object) -> Mapping[str, Metric]:
-    """Metrics by name. Raises ExecutionError for what is none."""
+    """Check metrics, by name. Raises ExecutionError for what is none."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
     for name, metric in (metrics or {}).items():
@@ -110,7 +110,7 @@ def perplexity(loss: float) -> float:
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """How well logits, (rows, tokens, vocabulary), foretell the token after each.
+    """The loss of logits, (rows, tokens, vocabulary), that foretell the token after each.
 
     `labels`, (rows, tokens), are the very tokens, -100 where none is to be foretold (padding); they
     are shifted here. The mean over those counted, in nats, as a model of transformers gives; with
@@ -125,13 +125,13 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def causal_lm_tokens(labels: Tensor) -> Tensor:
-    """How many tokens of (rows, tokens) `causal_lm_loss` is the mean over: `count=` of the
+    """The number of tokens that `causal_lm_loss` is the mean over: `count=` of the
     executor."""
     return (labels[:, 1:] != _IGNORED).sum()
 
 
 class MeanLoss:
-    """The mean loss over the samples of many calls, each weighed by its own.
+    """Sums up the mean loss of many calls, each weighed by its samples.
 
     A call's loss is read when the next one is added: no rank waits for that of a call that it has
     just made, and none piles up. With `skips`, one that is not finite does not count.
@@ -149,7 +149,7 @@ class MeanLoss:
 
     @property
     def mean(self) -> float:
-        """That of all calls so far; NaN where they have no samples."""
+        """The mean over all calls so far; NaN where they have no samples."""
         self._read()
         return self._sum / self._samples if self._samples else math.nan
 
@@ -162,7 +162,7 @@ class MeanLoss:
 
 
 def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
-    """The batches, each a pair (inputs, target). Raises ExecutionError for another, or for none."""
+    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or for none."""
     number = 0
     for number, batch in enumerate(batches, 1):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -179,7 +179,7 @@ def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _pair(name: str, found: Any) -> tuple[Number, Number]:
-    """A metric's sum and count, which are not waited for where they are on a device."""
+    """Check a metric's sum and count, without waiting for those on a device."""
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(_is_number, found)):
         shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
         raise ExecutionError(

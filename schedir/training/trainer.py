@@ -239,7 +239,7 @@ class Trainer:
 
 
 def _prepared(folder: Path) -> Path:
-    """The folder, in which checkpoints can be saved.
+    """Make the folder, in which checkpoints can be saved.
 
     Raises ExecutionError where they can't, or it is a checkpoint itself.
     """
@@ -258,13 +258,13 @@ def _folder_of(folder: Path, number: int) -> Path:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """After which epochs there are checkpoints, damaged ones too, in order."""
+    """The epochs after which there are checkpoints, damaged ones too, in order."""
     found = (re.fullmatch(r"epoch-([1-9]\d*)", one.name) for one in folder.iterdir())
     return sorted(int(name[1]) for name in found if name)
 
 
 class _Data:
-    """Batches and an evaluation set: the state of the batches, with that of the set in it."""
+    """Gives the state of batches with that of an evaluation set in it."""
 
     def __init__(self, batches: Stateful, evaluation: Any) -> None:
         self._batches, self._evaluation = batches, evaluation
@@ -280,7 +280,7 @@ class _Data:
 
 
 class _Epochs:
-    """A history, with a state that a checkpoint can hold."""
+    """Gives a history a state that a checkpoint can hold."""
 
     def __init__(self) -> None:
         self.history = History()

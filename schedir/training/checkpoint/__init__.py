@@ -1,1 +1,1 @@
-"""A training kept under the whole model's names, and gone on with."""
+"""Checkpoints: save a training under the whole model's names, and load it again."""

@@ -1,4 +1,4 @@
-"""Checkpoints under the whole model's names: of any cut, number of ranks and schedule, and of none.
+"""Save and load a training, for any cut, number of ranks and schedule, or for a plain model.
 
 1f1b on 2 ranks ──save─┐     model.3.weight                      ┌─load──► pipedream on 3
 a plain model   ──save─┴──►  optimizer.state.3.weight.exp_avg ───┴─load──► a plain model
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,11 @@ from schedir.runtime.processes.failure import describe
 from schedir.training.checkpoint.collective import Gather, alone, everywhere
 from schedir.training.checkpoint.optimizer_state import (
     SECTION,
+    Kept,
     Optimizers,
-    Record,
-    joined,
+    kept_of,
     loads_of,
-    records_of,
-    states_of,
+    merged,
 )
 from schedir.training.checkpoint.storage import Stored, is_complete, packed, write
 from schedir.training.checkpoint.whole_names import LOSS, Held, Names, held_by, names_of
@@ -41,7 +39,7 @@ _SHOWN = 5
 
 
 class Checkpoint:
-    """What a training needs to go on as if it had never stopped, in a folder.
+    """Saves all that a training needs to go on as if it had never stopped, in a folder.
 
     `model` is an executor, or a plain model that one process trains without any: then `optimizer`
     is its optimiser, over the loss's parameters too where `loss_fn` is a module. An executor knows
@@ -139,11 +137,11 @@ class Checkpoint:
         accelerator_of(self._device).synchronize()
         names = names_of(self._model, self._held, self._gather)
         state: dict[str, Any] = {}
-        parts = everywhere(self._gather, lambda: self._put(state, names))
-        number = [part.place for part in parts].index(self._place)
+        parts = dict(everywhere(self._gather, lambda: (self._place, self._put(state, names))))
+        number = list(parts).index(self._place)
 
         def complete() -> None:
-            groups = set().union(*(part.groups for part in parts))
+            groups = set().union(*(part.groups for part in parts.values()))
             if self._scheduler is not None and len(groups) > 1:
                 raise ExecutionError(
                     f"the stages' optimizers have {' and '.join(map(str, sorted(groups)))} param "
@@ -152,7 +150,7 @@ class Checkpoint:
                 )
             if number:
                 return
-            beside = {"step": self.step, "optimizer": _merged(parts)}
+            beside = {"step": self.step, "optimizer": merged(parts.values())}
             if self._scheduler is not None:
                 beside["scheduler"] = type(self._scheduler).__name__
                 state["scheduler"] = _state(self._scheduler, "scheduler")
@@ -184,7 +182,7 @@ class Checkpoint:
         """
         self._load(Path(path), weights_only=True)
 
-    def _put(self, state: dict[str, Any], names: Names) -> _Part:
+    def _put(self, state: dict[str, Any], names: Names) -> Kept:
         """Put what this process is to write into `state`."""
         if isinstance(self._model, Executor):
             _check_updated(self._model)
@@ -194,17 +192,14 @@ class Checkpoint:
                 for name, value in held.state().items():
                     section[name] = value if isinstance(value, Tensor) else packed(value, name)
         saved = {p for held in self._held if held.saves for _, p in held.parameters()}
-        tensors, values = states_of(self._optimizers, names.aliases, saved)
+        tensors, kept = kept_of(self._optimizers, names.aliases, saved)
         state[SECTION] = {"state": tensors}
         process = ".".join(map(str, self._place))
         state["rng"] = {process: packed(_rng_state(self._device), "the RNG state")}
         if self._feeds and self._batches is not None:
             state["batches"] = {str(self._place[0]): _state(self._batches, "batches")}
-        groups = {len(optimizer.param_groups) for optimizer in self._optimizers.values()}
-        records = records_of(self._optimizers, names.aliases)
-        part = _Part(self._place, records, groups, values)
-        packed(_merged([part]), "the optimizer's state")  # else it would fail on its way
-        return part
+        packed(merged([kept]), "the optimizer's state")  # else it would fail on its way
+        return kept
 
     def _load(self, folder: Path, weights_only: bool) -> Stored:
         stored: Stored
@@ -244,7 +239,7 @@ class Checkpoint:
     def _loads(
         self, stored: Stored, names: Names, weights_only: bool
     ) -> Iterator[Callable[[], object]]:
-        """Yield functions that load all, found to fit. Raises ExecutionError for what does not."""
+        """Yield functions that load all, once it fits. Raises ExecutionError for what does not."""
         _check_model(names, stored)
         for held in self._held:
             yield partial(_load_module, held, stored)
@@ -293,26 +288,6 @@ class Checkpoint:
             yield partial(_set_rng_state, rng, self._device)
 
 
-@attrs.frozen(eq=False)
-class _Part:
-    """What the first process has to know of one: which it is, its param groups, how many groups
-    its optimisers have, and of their states what is no tensor."""
-
-    place: tuple[int, int]
-    records: list[Record]
-    groups: set[int]
-    values: dict[str, dict[str, Any]]
-
-
-def _merged(parts: Iterable[_Part]) -> dict[str, Any]:
-    """What is no tensor of the optimisers of some processes."""
-    records = joined(record for part in parts for record in part.records)
-    return {
-        "records": [attrs.asdict(record, recurse=False) for record in records],
-        "values": {name: own for part in parts for name, own in part.values.items() if own},
-    }
-
-
 def _optimizers_of(model: Executor, optimizer: Optimizer | None, loss_fn: object) -> Optimizers:
     if loss_fn is not None:
         raise ExecutionError("the executor has its loss_fn already; leave out loss_fn=")
@@ -324,7 +299,7 @@ def _optimizers_of(model: Executor, optimizer: Optimizer | None, loss_fn: object
 
 
 class Stateful(Protocol):
-    """What has a state: a learning-rate scheduler, `Batches`, a DataLoader that keeps its place."""
+    """An object with a state: a learning-rate scheduler, `Batches`, or another loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state: tensors, numbers, strings, and lists, tuples and dicts of them."""
@@ -368,25 +343,26 @@ def _check_model(names: Names, stored: Stored) -> None:
         if name.startswith(("model.", f"{LOSS}."))
     }
     wanted = names.sizes
-    missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
-    unlike = [
-        f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
-        for name, size in wanted.items()
-        if size is not None and name in saved and saved[name] != size
-    ]
-    findings = []
-    if missing:
-        findings.append(f"it lacks {_some(map(_shown, missing))}")
-    if unexpected:
-        findings.append(f"it has {_some(map(_shown, unexpected))}, which the model has not")
-    if unlike:
-        findings.append(_some(unlike))
-    if findings:
+    findings = {
+        "it lacks {}": [_shown(name) for name in wanted if name not in saved],
+        "it has {}, which the model has not": [_shown(name) for name in unexpected],
+        "{}": [
+            f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+            for name, size in wanted.items()
+            if size is not None and name in saved and saved[name] != size
+        ],
+    }
+    said = []
+    for text, found in findings.items():
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            said.append(text.format(", ".join(found[:_SHOWN]) + more))
+    if said:
         loss = any(name.startswith(f"{LOSS}.") for name in unexpected)
         hint = "; its loss has parameters: pass loss_fn=" if loss else ""
         raise ExecutionError(
-            f"the checkpoint in {stored.folder} is of another model: {'; '.join(findings)}{hint}"
+            f"the checkpoint in {stored.folder} is of another model: {'; '.join(said)}{hint}"
         )
 
 
@@ -394,14 +370,8 @@ def _shown(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _some(texts: Iterable[str]) -> str:
-    found = list(texts)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
-
-
 def _rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of all, in tensors and plain values."""
+    """The state of the generators of torch, the device, Python and numpy."""
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     key = numpy_state["state"].pop("key")
     numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
@@ -414,7 +384,7 @@ def _rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on from a state; that of another kind of device is left alone."""
+    """Set all generators to a state; that of another kind of device is left alone."""
     torch.set_rng_state(state["torch"])
     for one, found in zip(accelerator_of(device).generators(), state["device"], strict=False):
         one.set_state(found)

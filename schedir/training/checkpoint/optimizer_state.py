@@ -23,7 +23,7 @@ T = TypeVar("T")
 SECTION = "optimizer"
 
 Optimizers: TypeAlias = Mapping[str, Optimizer]
-"""Those of this process, by what to call whose they are."""
+"""The optimisers of this process, by whose they are, as messages say it."""
 
 _MEMBERS = ("params", "param_names")
 
@@ -42,51 +42,56 @@ class Record:
     names: tuple[str, ...]
 
 
-def states_of(
+@attrs.frozen(eq=False)
+class Kept:
+    """What a process keeps of its optimisers beside tensors: param groups, how many of them an
+    optimiser has, and by a parameter's first name what in its state is no tensor."""
+
+    records: list[Record]
+    groups: set[int]
+    values: dict[str, dict[str, Any]]
+
+
+def kept_of(
     optimizers: Optimizers, aliases: Aliases, saved: Collection[nn.Parameter]
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
-    """What is kept of each of the `saved` parameters, by its first name: tensors, and the rest."""
-    tensors, values = {}, {}
+) -> tuple[dict[str, dict[str, Tensor]], Kept]:
+    """Take from the optimisers the tensors of each of the `saved` parameters, and all the rest."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    kept = Kept([], {len(optimizer.param_groups) for optimizer in optimizers.values()}, {})
     for place, optimizer in optimizers.items():
         for parameter, state in optimizer.state.items():
             if parameter in saved:
                 name = _names(parameter, aliases, place)[0]
                 tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
-                values[name] = {k: v for k, v in state.items() if k not in tensors[name]}
-    return tensors, values
-
-
-def records_of(optimizers: Optimizers, aliases: Aliases) -> list[Record]:
-    """The param groups."""
-    return [
-        Record(
-            type(optimizer).__name__,
-            number,
-            {
+                kept.values[name] = {k: v for k, v in state.items() if k not in tensors[name]}
+        for number, group in enumerate(optimizer.param_groups):
+            names = tuple(_names(parameter, aliases, place)[0] for parameter in group["params"])
+            options = {
                 # Another process may have no such device.
                 key: value.cpu() if isinstance(value, Tensor) else value
                 for key, value in _options(group).items()
-            },
-            tuple(_names(parameter, aliases, place)[0] for parameter in group["params"]),
-        )
-        for place, optimizer in optimizers.items()
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+            }
+            kept.records.append(Record(type(optimizer).__name__, number, options, names))
+    return tensors, kept
 
 
-def joined(records: Iterable[Record]) -> list[Record]:
-    """Those of all stages, with one for those that have all alike but their parameters."""
-    found: list[Record] = []
-    for record in records:
-        for at, other in enumerate(found):
-            same = (other.number, other.optimizer) == (record.number, record.optimizer)
-            if same and not _difference(other.options, record.options):
-                names = dict.fromkeys(other.names + record.names)
-                found[at] = attrs.evolve(other, names=tuple(names))
-                break
-        else:
-            found.append(record)
-    return found
+def merged(parts: Iterable[Kept]) -> dict[str, Any]:
+    """Put together what processes keep, with one record of groups that differ in names alone."""
+    records: list[Record] = []
+    values = {}
+    for part in parts:
+        values.update({name: own for name, own in part.values.items() if own})
+        for record in part.records:
+            for at, other in enumerate(records):
+                same = (other.number, other.optimizer) == (record.number, record.optimizer)
+                if same and not _difference(other.options, record.options):
+                    names = dict.fromkeys(other.names + record.names)
+                    records[at] = attrs.evolve(other, names=tuple(names))
+                    break
+            else:
+                records.append(record)
+    found = [attrs.asdict(record, recurse=False) for record in records]
+    return {"records": found, "values": values}
 
 
 def loads_of(
@@ -134,7 +139,7 @@ def loads_of(
 def _options_for(
     optimizer: Optimizer, place: str, records: Sequence[Record], aliases: Aliases
 ) -> list[Mapping[str, Any]]:
-    """The hyperparameters that a checkpoint has for the param groups of an optimiser."""
+    """Find the hyperparameters that a checkpoint has for each param group of an optimiser."""
     by_name = {name: record for record in records for name in record.names}
     options: list[Mapping[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -166,7 +171,7 @@ def _options_for(
 
 
 def _first(found: Mapping[str, T], names: Iterable[str]) -> T | None:
-    """What there is for the first of some names that there is anything for."""
+    """The value of the first name that has one; None without any."""
     return next((found[name] for name in names if name in found), None)
 
 
@@ -175,7 +180,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(group: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options where `new` ones are loaded; a tensor stays on its device."""
+    """A group's options with `new` ones in their place; a tensor stays on its device."""
     found = _options(group)
     for key, value in new.items():
         old = found.get(key)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written and read through torch.distributed.checkpoint (DCP).
+"""Write and read the files of a checkpoint through torch.distributed.checkpoint (DCP).
 
     folder/.metadata              what there is, in which file, and each file's hash: valid at once
            __0_5f3a0c1e_0.distcp  what process 0 has saved: every save has files of its own,
@@ -28,9 +28,8 @@ from contextlib import contextmanager
 from enum import EnumType
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
-import attrs
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -50,6 +49,9 @@ from schedir.training.checkpoint.collective import Gather, everywhere
 VERSION = 2
 """The version of a checkpoint's content and of the hashes behind its metadata."""
 
+Entry: TypeAlias = dict[str, Any]
+"""A file's `size` in bytes, and its `sha256` in hexadecimal."""
+
 _METADATA = ".metadata"
 _FILE = "it is a file, not a folder"
 _KEY = "schedir checkpoint"
@@ -59,14 +61,6 @@ _SEAL = 64  # characters of a SHA-256
 
 class DamagedError(ExecutionError):
     """A checkpoint is not what was saved; the one before it may be."""
-
-
-@attrs.frozen
-class Entry:
-    """A file's size in bytes, and its SHA-256 in hexadecimal."""
-
-    size: int
-    sha256: str
 
 
 def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
@@ -145,7 +139,15 @@ class Stored:
         self.folder = folder
         file = folder / _METADATA
         if not is_complete(folder):
-            raise _incomplete(folder)
+            what = f"there is no complete checkpoint in {folder}: "
+            if not folder.is_dir():
+                what += _FILE if folder.exists() else "there is no such folder"
+                raise ExecutionError(what)
+            if any(folder.glob("*.distcp")):
+                what += "it has data, but no .metadata, as after a save that was interrupted"
+            else:
+                what += "it has no .metadata"
+            raise _damaged(what)
         with _reading(file):
             content = file.read_bytes()
         pickled, self._files = unsealed(content, file)
@@ -155,9 +157,9 @@ class Stored:
                 raise _elsewhere(file, name)
             with _reading(folder / name):
                 size = (folder / name).stat().st_size
-            if size != entry.size:
+            if size != entry["size"]:
                 raise _damaged(
-                    f"{folder / name} is damaged: it has {size} bytes, and had {entry.size}"
+                    f"{folder / name} is damaged: it has {size} bytes, and had {entry['size']}"
                 )
         try:
             self._metadata = _Unpickler(io.BytesIO(pickled)).load()
@@ -180,15 +182,17 @@ class Stored:
 
         Raises DamagedError where one is not what was saved.
         """
-        for name in sorted(self._files, key=lambda name: self._files[name].size)[number::processes]:
+        for name in sorted(self._files, key=lambda name: self._files[name]["size"])[
+            number::processes
+        ]:
             file = self.folder / name
             with _reading(file), file.open("rb") as opened:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()  # piece by piece
-            if found != self._files[name].sha256:
+            if found != self._files[name]["sha256"]:
                 raise _damaged(f"{file} is damaged: {_OTHER}")
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor to read one into."""
+        """Make a tensor to read one into."""
         one = self._tensors[name]
         return torch.empty(one.size, dtype=one.properties.dtype, device=device)
 
@@ -201,12 +205,12 @@ class Stored:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """The plain values of the whole training, of its step and its optimisers, say."""
+        """The plain values of the whole training: its step and its optimisers' options, say."""
         found: dict[str, Any] = self.value("training")
         return found
 
     def value(self, *names: str) -> Any:
-        """The plain value that the first of some names has that is there; None without any."""
+        """Read the plain value of the first name that is there; None if none is."""
         for name in names:
             if name in self._tensors:
                 content = self.empty(name)
@@ -216,7 +220,7 @@ class Stored:
 
 
 def packed(value: Any, what: str) -> Tensor:
-    """Numbers, strings, tensors, and lists, tuples and dicts of them, as a vector of bytes.
+    """Turn numbers, strings, tensors, and lists, tuples and dicts of them into a vector of bytes.
 
     Raises ExecutionError where the value has something else in it, which could not be read back
     without running code from a file.
@@ -236,15 +240,14 @@ def packed(value: Any, what: str) -> Tensor:
     return content
 
 
-def sealed(metadata: bytes, files: Mapping[str, Entry]) -> bytes:
-    """Metadata with the manifest of the other files behind it."""
-    held = {name: attrs.asdict(entry) for name, entry in files.items()}
-    body = metadata + f"\n{json.dumps({_KEY: VERSION, 'files': held})}\n".encode()
+def sealed(metadata: bytes, files: dict[str, Entry]) -> bytes:
+    """Write the manifest of the other files behind the metadata."""
+    body = metadata + f"\n{json.dumps({_KEY: VERSION, 'files': files})}\n".encode()
     return body + hashlib.sha256(body).hexdigest().encode()
 
 
 def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
-    """The metadata and the manifest that `file` holds.
+    """Take apart the metadata and the manifest that `file` holds.
 
     Raises DamagedError where they are not what was written, ExecutionError where another version of
     schedir wrote them.
@@ -263,7 +266,7 @@ def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
         raise ExecutionError(
             f"{file} is of format {held[_KEY]}, and this version of schedir knows format {VERSION}"
         )
-    return metadata, {name: Entry(**entry) for name, entry in held["files"].items()}
+    return metadata, held["files"]
 
 
 def _unpacked(content: Tensor, what: str) -> Any:
@@ -302,7 +305,7 @@ class _Writer(FileSystemWriter):
 
     @property
     def mark(self) -> str:
-        """What the names of this save's files have in common."""
+        """The part that the names of all this save's files have in common."""
         return self.save_id[:8]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -319,9 +322,9 @@ class _Writer(FileSystemWriter):
         self,
         metadata: Metadata,
         results: Sequence[list[WriteResult]],
-        files: Mapping[str, Entry],
+        files: dict[str, Entry],
     ) -> None:
-        """Make it a checkpoint. DCP itself takes the old metadata away before it has the new."""
+        """Rename the new metadata into place. DCP itself would remove the old ones before."""
         self.finish(metadata, list(results))
         file = Path(self._get_metadata_path())
         content = sealed(file.read_bytes(), files)
@@ -371,21 +374,11 @@ class _Hashing(io.BufferedWriter):
 
     @property
     def entry(self) -> Entry:
-        return Entry(self._size, self._hash.hexdigest())
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
 
 
 def _elsewhere(file: Path, name: str) -> ExecutionError:
     return ExecutionError(f"{file} names a file elsewhere: {name!r}")
-
-
-def _incomplete(folder: Path) -> ExecutionError:
-    what = f"there is no complete checkpoint in {folder}: "
-    if not folder.is_dir():
-        return ExecutionError(what + (_FILE if folder.exists() else "there is no such folder"))
-    why = f"it has no {_METADATA}"
-    if any(folder.glob("*.distcp")):
-        why = f"it has data, but no {_METADATA}, as after a save that was interrupted"
-    return _damaged(what + why)
 
 
 class _Unpickler(pickle.Unpickler):

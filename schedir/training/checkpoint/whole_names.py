@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -20,7 +20,22 @@ LOSS = "loss_fn"
 """What precedes the names of a loss's parameters, where it is a module."""
 
 Aliases: TypeAlias = Mapping[nn.Parameter, tuple[str, ...]]
-"""Of each parameter here all its names in the whole model, those of its tied copies too."""
+"""All names in the whole model of each parameter here, those of its tied copies too."""
+
+
+@attrs.frozen
+class _Entry:
+    """One name of a state dict, as a process tells other processes.
+
+    `content` tells buffers with different values apart; parameters have none. `size` is None for
+    what is no tensor.
+    """
+
+    key: str
+    place: str
+    stage: int
+    size: tuple[int, ...] | None
+    content: int | None
 
 
 @attrs.frozen(eq=False)
@@ -39,30 +54,38 @@ class Held:
     saves: bool = True
 
     def state(self) -> dict[str, Any]:
-        """Its state dict, under whole names."""
+        """The module's state dict, under whole names."""
         return {whole_name(name): value for name, value in self.module.state_dict().items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` is, changed in place or not."""
+        """Load a state dict under whole names, which may be the module's own, changed in place."""
         found = self.module.state_dict()
         for name in found:
             found[name] = state[whole_name(name)]
         self.module.load_state_dict(found)
 
     def key(self, name: str) -> str:
-        """What a tensor of this is called among those of all sections."""
+        """The name of one of the module's tensors in a checkpoint, with its section."""
         return f"{self.section}.{name}"
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters under all their names, by which an optimiser's state is kept."""
+        """Yield the parameters under all their names, by which an optimiser's state is kept."""
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter):
                 whole = whole_name(name)
                 yield (self.key(whole) if self.section == LOSS else whole), value
 
+    def entries(self) -> Iterator[_Entry]:
+        """Yield the names of the state dict, for other processes."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            size = tuple(value.shape) if isinstance(value, Tensor) else None
+            is_buffer = size is not None and not isinstance(value, nn.Parameter)
+            content = digest(value) if is_buffer else None
+            yield _Entry(self.key(whole_name(name)), self.place, self.stage, size, content)
+
 
 def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
-    """What is here of a model: an executor's stages and its loss, or a plain model and its own."""
+    """List this process's modules: an executor's stages and loss, or a plain model and its loss."""
     if not isinstance(model, Executor):
         plain = [Held("the model", 0, "model", model)]
         return plain + ([Held(LOSS, 1, LOSS, loss_fn)] if isinstance(loss_fn, nn.Module) else [])
@@ -85,7 +108,7 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
 
 @attrs.frozen(eq=False)
 class Names:
-    """All names of the whole model.
+    """The names of the whole model's tensors.
 
     `sizes` are the shapes of its parameters and buffers, None for what is no tensor; `aliases` the
     names of the parameters that are here.
@@ -96,7 +119,7 @@ class Names:
 
 
 def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) -> Names:
-    """Put together the names of all that the processes hold.
+    """Collect the names of everything that the processes hold.
 
     Raises ExecutionError, on all, where a name stands for two things.
     """
@@ -112,7 +135,11 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
         if stage in stages
     }
     told = everywhere(
-        gather, lambda: (_entries(held), {at: own.get(copy, []) for at, copy in here.items()})
+        gather,
+        lambda: (
+            [entry for one in held for entry in one.entries()],
+            {at: own.get(copy, []) for at, copy in here.items()},
+        ),
     )
     names_at = {at: names for _, theirs in told for at, names in theirs.items()}
     aliases = {parameter: tuple(names) for parameter, names in own.items()}
@@ -137,7 +164,7 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
 
 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:
-    """The whole model's state dict on the first rank, on the CPU; None on the others.
+    """Collect the whole model's state dict on the first rank, on the CPU; None on the others.
 
     For exports, and to compare: a plain model's `load_state_dict` takes it. Every rank calls it,
     between two steps. It is sent stage by stage. A loss's parameters are not in it; of replicas the
@@ -162,31 +189,3 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
         for found in collected or ():
             whole.update(found)
     return whole if is_first else None
-
-
-@attrs.frozen
-class _Entry:
-    """One name of a state dict, as a process tells the others of it.
-
-    `content` tells buffers with different values apart; parameters have none. `size` is None for
-    what is no tensor.
-    """
-
-    key: str
-    place: str
-    stage: int
-    size: tuple[int, ...] | None
-    content: int | None
-
-
-def _entries(held: Iterable[Held]) -> list[_Entry]:
-    found = []
-    for one in held:
-        for name, value in one.module.state_dict(keep_vars=True).items():
-            size, content = None, None
-            if isinstance(value, Tensor):
-                size = tuple(value.shape)
-                if not isinstance(value, nn.Parameter):
-                    content = digest(value)
-            found.append(_Entry(one.key(whole_name(name)), one.place, one.stage, size, content))
-    return found

@@ -76,7 +76,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
 
 
 def spans_of(starts: Sequence[int], layers: int) -> tuple[Span, ...]:
-    """The spans of stages that begin with the first layer and these."""
+    """The layers of each stage, for stages that begin with the first layer and with `starts`."""
     return tuple(pairwise([0, *starts, layers]))
 
 
@@ -135,7 +135,7 @@ def _check_number(layers: int, stages: int) -> None:
 
 
 def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: int) -> Sequence[int]:
-    """The numbers of the layers that stages begin with."""
+    """The numbers of the layers that `boundaries` names."""
     if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
         raise ExecutionError(f"boundaries: a list of layers, not {boundaries!r}")
     if len(boundaries) != stages - 1:
@@ -162,7 +162,7 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
 
 
 def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
-    """1 for each layer whose class or function is named so, and 0 for the others."""
+    """Give 1 for each layer whose class or function's name matches, and 0 for the others."""
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -175,7 +175,7 @@ def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
 
 
 def written_out(layout: str) -> str:
-    """The layout without repetitions and commas.
+    """Write a layout out, without repetitions and commas.
 
     Raises ExecutionError, with the position, where it is not well formed.
     """
@@ -186,7 +186,7 @@ def written_out(layout: str) -> str:
 
 
 def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Span, ...]:
-    """The layers of each stage as a layout says.
+    """Find the layers of each stage that a layout asks for.
 
     Raises ExecutionError where it is not well formed, or its letters don't fit the layers or the
     number of stages.
@@ -238,7 +238,7 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
 
 
 def _sequence(layout: str, at: int) -> tuple[str, int]:
-    """Everything up to the end, or to the parenthesis that closes; and where that is."""
+    """Write out all up to the end, or to the closing parenthesis; returns where that is, too."""
     written = ""
     while at < len(layout) and layout[at] != ")":
         start = at

@@ -1,4 +1,4 @@
-"""Layers that are made later, and only where they are owned."""
+"""Deferred layers, which are made later, and only where they are owned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Deferred:
     use: Callable[..., Any] | None = None
 
     def tied(self, key: str, use: Callable[..., Any] | None = None) -> Deferred:
-        """One of the layers that share all their parameters, as all with the same `key` do.
+        """Tie the layer to others: all with the same `key` share all their parameters.
 
         They are made alike, and their weights are those of the seed for the key. `use(layer, x)`
         is what is called instead of `layer(x)`: an embedding's transposed weight for a head, say.
@@ -60,7 +60,7 @@ def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
 
 @attrs.frozen
 class Making:
-    """How layers are made here: on which device, and by whose initial values.
+    """Makes layers for good: on which device, from which seed, and with which initial values.
 
     Where there is an `init`, layers are made on the device meta, get memory on `device`, and
     `init` is called with every module in them.
@@ -71,7 +71,7 @@ class Making:
     init: Callable[[nn.Module], object] | None = None
 
     def made(self, name: str, layer: Deferred) -> Any:
-        """The layer, for good, whatever random numbers were drawn before."""
+        """Make a layer, whatever random numbers were drawn before."""
         with rng(self.seed, number_of(layer.key or name), 0, 0):
             if self.init is not None:
                 made = skeleton(name, layer)
@@ -81,7 +81,7 @@ class Making:
             return self._moved(made) if isinstance(made, nn.Module) else made
 
     def settled(self, name: str, layer: nn.Module) -> nn.Module:
-        """A layer that was made before: on the device, and with values if it was made on meta."""
+        """Move a layer that was made before to the device; one on meta gets values."""
         if self.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
             with rng(self.seed, number_of(name), 0, 0):
                 return self._filled(name, layer, self.init)
@@ -93,7 +93,7 @@ class Making:
     def _filled(
         self, name: str, layer: nn.Module, init: Callable[[nn.Module], object]
     ) -> nn.Module:
-        """A layer on meta gets memory, in which every tensor still shows that it is unset."""
+        """Give a layer on meta memory and values, and raise where one is left unset."""
         shared = tied_names(layer)
         layer.to_empty(device=self.device or torch.get_default_device())
         for first, *others in shared:  # to_empty parts what is one parameter
@@ -115,7 +115,7 @@ class Making:
 
 
 def skeleton(name: str, layer: Deferred) -> Any:
-    """The layer on the device meta: its shapes, and no memory.
+    """Make a layer on the device meta: it has shapes, and no memory.
 
     Raises ExecutionError where it can't be made there.
     """
@@ -144,7 +144,7 @@ def _called(name: str, layer: Deferred) -> Any:
 
 
 def type_name(layer: object) -> str:
-    """What a layer is called by: its class, or its function's name, or what makes it."""
+    """The name of a layer's class, or of its function, or of what makes it."""
     if isinstance(layer, Deferred):
         layer = layer.make
     if isinstance(layer, nn.Module):
@@ -170,7 +170,7 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _unset(tensor: Tensor) -> float | int | bool:
-    """A value that no init gives to all of a tensor."""
+    """A value that no init gives to a whole tensor."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

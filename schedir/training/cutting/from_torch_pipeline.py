@@ -72,7 +72,7 @@ def _value(node: fx.Node) -> Value:
 
 
 def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[Value]]:
-    """The values that go into each stage, for it or for later ones; and what the model returns."""
+    """Find the values that enter each stage, for it or later ones, and what the model returns."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     number = {call: stage for stage, call in enumerate(calls)}
     returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
@@ -92,7 +92,7 @@ def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[Value]]:
 def _module(
     part: fx.GraphModule, call: fx.Node, before: Sequence[Value], after: Sequence[Value]
 ) -> fx.GraphModule:
-    """A stage that takes the values before it, and returns those after it."""
+    """Make a stage that takes the values before it, and returns those after it."""
     graph = fx.Graph()
     values: dict[Value, Any] = {
         value: graph.placeholder(
@@ -127,7 +127,7 @@ def _check_statistics(modules: Sequence[nn.Module]) -> None:
 def _ties(
     pipe: Pipe, numbers: Mapping[str, int], modules: Sequence[nn.Module]
 ) -> tuple[TieOf, ...]:
-    """The parameters that stages share: those of one name, and those that torch tells of.
+    """Find the parameters that stages share: those of one name, and those that torch tells of.
 
     In a stage, a module that is called again gets what it has at its first call: torch.export lists
     it as another one, which torch's split may give parameters of its own.

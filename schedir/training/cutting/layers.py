@@ -70,7 +70,7 @@ def _checked(name: object) -> str:
 
 @attrs.frozen(eq=False)
 class Layer:
-    """One of a list, by its name in the whole model."""
+    """One layer of a list, with its name in the whole model."""
 
     name: str
     given: Any
@@ -115,7 +115,7 @@ def layers_of(given: Layers) -> list[Layer]:
 
 
 def kept_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
-    """The names of what is put aside before each layer and taken up there or later.
+    """The names of values put aside before each layer and taken up at that layer or later.
 
     Raises ExecutionError where nothing is taken up, or nothing has been put aside.
     """
@@ -169,7 +169,7 @@ def _check(layer: Layer) -> None:
 
 
 def _brought_along(function: Any) -> nn.Module | Tensor | None:
-    """What has parameters and is brought along by a function, if that can be seen."""
+    """Find a module or parameter that a function closes over or reads as a global, if any."""
     if isinstance(function, partial):
         inside = [function.func, *function.args, *function.keywords.values()]
     else:
@@ -185,7 +185,7 @@ def _brought_along(function: Any) -> nn.Module | Tensor | None:
 
 
 def _of_globals(function: Any) -> list[object]:
-    """The globals that a function reads: in a script most of what it brings along are such."""
+    """The globals that a function reads, as functions of a script do."""
     if not hasattr(function, "__code__"):
         return []
     read = (step.argval for step in get_instructions(function) if step.opname == "LOAD_GLOBAL")

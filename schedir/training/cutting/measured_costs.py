@@ -1,4 +1,4 @@
-"""What each layer of a model costs, by the clock."""
+"""Measure what each layer of a model costs, by the clock."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def measured_costs(
 def _timed(
     run: Callable[[Any], Any], module: nn.Module, given: Any, repeats: int
 ) -> tuple[float, Any]:
-    """The median seconds of a forward and its backward, and what the forward returns."""
+    """Measure the median seconds of a forward and its backward; returns the output as well."""
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     parameters = [p for p in module.parameters() if p.requires_grad]
     times = []

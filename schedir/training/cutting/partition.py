@@ -131,7 +131,7 @@ def stage_module(
 
 
 def _check_untied(inventory: Inventory) -> None:
-    """Copies of a parameter that are made from meta apart would begin with different values."""
+    """Raise ExecutionError where layers on meta share a parameter, as init gives it two values."""
     seen: dict[object, Layer] = {}
     for layer, held in zip(inventory.layers, inventory.holdings, strict=True):
         if not isinstance(layer.given, nn.Module) or not any(

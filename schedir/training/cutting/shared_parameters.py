@@ -1,4 +1,4 @@
-"""The parameters that each layer has, and those that several layers or stages share."""
+"""Find the parameters of each layer, and those that several layers or stages share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Holding:
 
 @attrs.frozen
 class Inventory:
-    """What each layer has: its parameters, and which statistics it keeps."""
+    """The parameters of each layer, and the running statistics that it keeps."""
 
     layers: Sequence[Layer]
     holdings: Sequence[tuple[Holding, ...]]
@@ -80,7 +80,7 @@ class Inventory:
 
 
 def inventory_of(layers: Sequence[Layer]) -> Inventory:
-    """What each layer has, found on the device meta for deferred ones, one at a time.
+    """List the parameters of each layer; deferred ones are made on meta for that, one at a time.
 
     Raises ExecutionError where layers that are tied by key are not alike.
     """

@@ -21,7 +21,7 @@ _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError
 
 @attrs.frozen(eq=False)
 class Link:
-    """How one layer of a stage is called.
+    """One layer of a stage, and how it is called.
 
     `label` is what it is called in messages. It is a `function`, or moves a `skip`, or is a module,
     which is found by `name` at every call, so that it may be exchanged; `use`, if any, is called
@@ -36,7 +36,7 @@ class Link:
 
 
 class StageModule(nn.Module):
-    """Layers one after the other, their parameters named as in the whole model.
+    """Calls layers one after the other; their parameters have the names of the whole model.
 
     Each is called as the executor calls stages: a tuple goes in by position and a mapping by
     keyword where forward takes it so, else as one argument; so what is computed does not depend on
@@ -114,7 +114,7 @@ class StageModule(nn.Module):
         return self.get_submodule(link.name) if link.function is None else link.function
 
     def _takers(self, beside: Mapping[str, Any]) -> dict[Link, dict[str, Any]]:
-        """Which layers take what the stage is given beside its input."""
+        """Find which layers take what the stage is given beside its input."""
         found = {}
         for link in self._links:
             if link.skip is None:
@@ -132,7 +132,7 @@ class StageModule(nn.Module):
 
 
 def _parameters(layer: Callable[..., Any]) -> frozenset[str]:
-    """The names of what a layer can be given."""
+    """The names of a layer's parameters, as a function."""
     try:
         function = layer.forward if isinstance(layer, nn.Module) else layer
         return frozenset(inspect.signature(function).parameters)
@@ -156,7 +156,7 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _described(value: Any) -> str:
-    """The shapes of what a layer is given."""
+    """Describe a layer's input by its types and shapes."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

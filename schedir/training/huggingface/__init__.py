@@ -1,1 +1,1 @@
-"""Hugging Face models as stages: the whole model's own code runs in each, over what it owns."""
+"""Cut Hugging Face models: every stage runs the model's own code, over what the stage owns."""

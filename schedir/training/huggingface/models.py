@@ -1,4 +1,4 @@
-"""Hugging Face models and their copies on meta; models that can't be cut are refused."""
+"""Make Hugging Face models, and copies of them on meta; refuse models that can't be cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedir.errors import ExecutionError
 
 @attrs.frozen(eq=False)
 class Model:
-    """A model: as an instance of it has been given (`real`), and on meta, as an outline of it."""
+    """A model on meta (`skeleton`), and the instance that was given (`real`), if any."""
 
     skeleton: Any
     real: nn.Module | None
@@ -28,7 +28,7 @@ class Model:
 
 
 def model_of(model_or_config: Any, model_class: Any) -> Model:
-    """The model that the user means.
+    """Find the model that the user means.
 
     Raises ExecutionError for what is none, and for the kinds of models that can't be cut.
     """
@@ -84,7 +84,7 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
 
 
 def small_inputs(model: Model) -> dict[str, Tensor]:
-    """What a small microbatch of the model looks like, without values.
+    """Make inputs of a small microbatch of the model, without values.
 
     Raises ExecutionError for a model of other inputs than tokens or images.
     """
@@ -105,7 +105,7 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without memory for its tensors, and without hooks."""
+    """Copy a model without memory for its tensors, and without hooks."""
     tensors = [*model.parameters(), *model.buffers()]
     like = copy.deepcopy(model, {id(t): empty_like(t, torch.device("meta")) for t in tensors})
     for module in like.modules():
@@ -115,7 +115,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor or parameter without values, with the marks that a model has put on it."""
+    """Make a tensor or parameter like another, unset, with the attributes put on that."""
     like = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         like = nn.Parameter(like, tensor.requires_grad)
@@ -124,7 +124,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def within(name: str, parts: Iterable[str]) -> bool:
-    """Whether a parameter is one of some parts of a model, or in one of them."""
+    """Whether a name is that of some parts of a model, or lies in one of them."""
     return f"{name}.".startswith(tuple(f"{part}." for part in parts))
 
 

@@ -65,12 +65,12 @@ class Outline:
 
 
 def joined(*names: str) -> str:
-    """The name of a module in another one."""
+    """Join the names of a module and of one inside it."""
     return ".".join(filter(None, names))
 
 
 def blocks_of(model: nn.Module, kind: str) -> str:
-    """The name of the list of a model's blocks: as transformers' pipeline plan says
+    """Find the name of the list of a model's blocks: as transformers' pipeline plan says
     (`base_model_pp_plan`), else the largest list of modules.
 
     Raises ExecutionError where there is none.
@@ -91,7 +91,7 @@ def blocks_of(model: nn.Module, kind: str) -> str:
 
 
 def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
-    """The outline of a model on meta; `inputs` are those of a small microbatch, on meta too.
+    """Find the outline of a model on meta, from `inputs` of a small microbatch, on meta too.
 
     Raises ExecutionError, which names what stands in the way, for a model that can't be cut.
     """
@@ -127,7 +127,7 @@ def faking(model: nn.Module) -> Iterator[None]:
 
 
 def fake_values(model: nn.Module) -> dict[str, Tensor]:
-    """Fake tensors for all of a model's."""
+    """Make a fake tensor for each of a model's."""
     tensors = fakes_of(dict(model.named_parameters()))
     for p in tensors.values():
         p.requires_grad_(p.is_floating_point())
@@ -135,7 +135,7 @@ def fake_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fakes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fake tensors on the CPU, such as others."""
+    """Make fake tensors like others, on the CPU."""
     return {
         name: torch.empty_like(x, device="cpu", requires_grad=False) for name, x in tensors.items()
     }
@@ -246,7 +246,7 @@ class _Tracer:
         return ExecutionError(f"{self._kind} can't be cut: {reason}")
 
     def outline(self, tensors: Mapping[str, Tensor], output: Any) -> Outline:
-        """What the run has shown. `tensors` are the model's, by name."""
+        """Tell the outline from the run. `tensors` are the model's, by name."""
         if len(self._calls) != len(self._blocks):
             raise self._refusal(
                 f"it runs {len(self._calls)} of the {len(self._blocks)} {self._name}"
@@ -279,7 +279,7 @@ class _Tracer:
 
 
 def _reached(parameters: Mapping[str, Tensor], result: Tensor) -> list[str]:
-    """Those of the parameters that a result has a gradient for."""
+    """The names of the parameters that a result has a gradient for."""
     own = {name: p for name, p in parameters.items() if p.requires_grad}
     if not own or not result.requires_grad:
         return []
@@ -300,7 +300,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class _Derived(TorchDispatchMode):
-    """While it is entered, remembers what is computed from the tensors that are added, by any
+    """Tracks, while it is entered, which tensors are computed from those that were added, by any
     operation on their values, those that have no gradient among them."""
 
     def __init__(self) -> None:

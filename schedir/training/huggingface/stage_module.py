@@ -1,4 +1,4 @@
-"""One stage of a Hugging Face model: the model's own forward, over what the stage owns."""
+"""The module of one stage: a Hugging Face model's own forward, over what the stage owns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Elsewhere(nn.Module):
             return getattr(self.__dict__["_real"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
+        """Return NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
         hidden = self._received.hidden
         if hidden is None:
             kind = type(self._real[0]).__name__
@@ -76,7 +76,7 @@ class BlockElsewhere(Elsewhere):
         self._call, self._earlier = call, earlier
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states that the stage was given; raises `Left` for a later stage."""
+        """Return the hidden states that the stage was given; raises `Left` for a later stage."""
         if not self._earlier:
             raise Left(args[0] if self._call.keyword is None else kwargs[self._call.keyword])
         hidden, values = self._received.hidden, self._call.values
@@ -112,7 +112,7 @@ class PretrainedStage(nn.Module):
         return self
 
     def forward(self, boundary: Any, /) -> Any:
-        """The hidden states and inputs for the next stage, or the model's output."""
+        """Run the model; returns the hidden states and inputs for the next stage, or the output."""
         hidden: Tensor | None = None
         if isinstance(boundary, Mapping) and HIDDEN in boundary and GIVEN in boundary:
             hidden, given = boundary[HIDDEN], boundary[GIVEN]
@@ -141,7 +141,7 @@ class PretrainedStage(nn.Module):
         return next(iter(found.values())) if len(found) == 1 else found
 
     def _named(self, inputs: Any) -> dict[str, Any]:
-        """The model's inputs by name."""
+        """Name the model's inputs."""
         if isinstance(inputs, Tensor):
             return {self._main_input: inputs}
         if not isinstance(inputs, Mapping):
@@ -165,7 +165,7 @@ def assembled(
     blocks: range,
     copies: Mapping[str, nn.Parameter],
 ) -> PretrainedStage:
-    """The stage that owns `blocks` of `real`, whose modules it takes as they are, but for the
+    """Make the stage that owns `blocks` of `real`, whose modules it takes as they are, but for the
     parameters that it has `copies` of.
 
     `skeleton` is the same model on meta, which the stage has of all that it does not own.
@@ -206,7 +206,7 @@ def assembled(
 
 
 def _with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
-    """A module's like with another parameter of that name; it shares all else."""
+    """Copy a module with another parameter of that name; it shares all else."""
     like = _shallow(module)
     child, _, rest = name.partition(".")
     if rest:
@@ -217,7 +217,7 @@ def _with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """A module's like that has the same children, parameters and settings."""
+    """Copy a module that keeps the same children, parameters and settings."""
     like = module.__new__(type(module))
     like.__dict__ = {
         name: value.copy() if isinstance(value, dict) else value

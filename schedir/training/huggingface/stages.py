@@ -122,13 +122,13 @@ def _spans(
 
 
 def _parameters(model: nn.Module, parts: Collection[str]) -> int:
-    """How many numbers some parts of a model hold; of shared ones there is one copy."""
+    """Count the numbers that some parts of a model hold; of shared ones there is one copy."""
     named = model.named_parameters(remove_duplicate=False)
     return sum({id(p): p.numel() for name, p in named if within(name, parts)}.values())
 
 
 def _parts_of(model: nn.Module, outline: Outline, span: Span) -> list[str]:
-    """The parts of a model that a stage owns, in the order in which they run."""
+    """List the parts of a model that a stage owns, in the order in which they run."""
     named = [*model.named_parameters(remove_duplicate=False)]
     named += model.named_modules(remove_duplicate=False)
     parts = [joined(outline.blocks, str(i)) for i in range(*span)]
@@ -142,7 +142,7 @@ def _parts_of(model: nn.Module, outline: Outline, span: Span) -> list[str]:
 def _ties(
     skeleton: nn.Module, real: nn.Module, parts: Sequence[Collection[str]], held: Collection[int]
 ) -> tuple[tuple[TieOf, ...], dict[int, dict[str, nn.Parameter]]]:
-    """The parameters that several stages share, and the copies of them that some of `held` need."""
+    """Find the parameters that several stages share, and make the copies that `held` ones need."""
     stage_of = {
         name: stage
         for stage, own in enumerate(parts)

@@ -1,4 +1,4 @@
-"""Weights for what this process owns of a model on meta: the same for a seed, however it is cut."""
+"""Make weights for what this process owns of a model on meta, the same however it is cut."""
 
 from __future__ import annotations
 
