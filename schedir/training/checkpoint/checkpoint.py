@@ -210,8 +210,9 @@ class Checkpoint:
             return self._place, stored.mark
 
         marks = dict(everywhere(self._gather, opened))
-        for process, mark in enumerate(marks.values()):
-            if mark != marks[next(iter(marks))]:
+        first, *others = marks.values()
+        for process, mark in enumerate(others, 1):
+            if mark != first:
                 raise ExecutionError(
                     f"the checkpoint in {folder} is another one for process {process} than for "
                     "process 0: give a folder that all ranks see"

@@ -16,7 +16,7 @@ from torch import fx, nn
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.arguments import TieOf
-from schedir.training.cutting.stages import Stages, StageSummary, held_stages, whole_name
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages, ties_of, whole_name
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe
@@ -141,18 +141,18 @@ def _ties(
         )
         for shared in pipe.replicated_params
     ]
-    groups: dict[str, dict[int, str]] = {}
-    for stage, module in enumerate(modules):
+    for module in modules:
         first: dict[str, nn.Module] = {}
         for name, part in [*module.named_modules(remove_duplicate=False)]:
             own = first.setdefault(whole_name(name), part)
             part._parameters.update(own._parameters)
             part._buffers.update(own._buffers)
-        for name, _ in module.named_parameters():
-            groups.setdefault(whole_name(name), {}).setdefault(stage, name)
+    same: dict[str, str] = {}
     for tie in told:
-        names = [whole_name(name) for _, name in tie]
-        one = {stage: name for known in names for stage, name in groups[known].items()}
-        groups.update(dict.fromkeys(names, one))
-    found = {id(group): sorted(group.items()) for group in groups.values() if len(group) > 1}
-    return tuple(found.values())
+        for _, name in tie:
+            same[whole_name(name)] = whole_name(tie[0][1])
+    return ties_of(
+        (stage, same.get(whole_name(name), whole_name(name)), name)
+        for stage, module in enumerate(modules)
+        for name, _ in module.named_parameters()
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import attrs
 from torch import nn
@@ -14,7 +14,7 @@ from schedir.runtime.arguments import TieOf
 from schedir.runtime.shared_memory import shared_memory
 from schedir.training.cutting.deferred import Deferred, skeleton
 from schedir.training.cutting.layers import Layer
-from schedir.training.cutting.stages import Span
+from schedir.training.cutting.stages import Span, ties_of
 
 
 @attrs.frozen
@@ -45,38 +45,36 @@ class Inventory:
 
         Raises ExecutionError where stages share more than parameters.
         """
-        copies: dict[Hashable, dict[int, str]] = {}
         kept: dict[Hashable, tuple[int, Layer]] = {}
+        stages: dict[int, nn.Module] = {}
         for stage, span in enumerate(spans):
-            for number in range(*span):
-                for held in self.holdings[number]:
-                    copies.setdefault(held.identity, {}).setdefault(stage, held.name)
-                for statistic in self.statistics[number]:
-                    other, layer = kept.setdefault(statistic, (stage, self.layers[number]))
+            layers = self.layers[slice(*span)]
+            stages[stage] = nn.ModuleList(x.given for x in layers if isinstance(x.given, nn.Module))
+            for layer, statistics in zip(layers, self.statistics[slice(*span)], strict=True):
+                for statistic in statistics:
+                    other, first = kept.setdefault(statistic, (stage, layer))
                     if other != stage:
                         raise ExecutionError(
-                            f"layers {layer} and {self.layers[number]} share the running "
-                            f"statistics of a normalisation, but lie on stages {other} and "
-                            f"{stage}, which would keep one each; put them on one stage"
+                            f"layers {first} and {layer} share the running statistics of a "
+                            f"normalisation, but lie on stages {other} and {stage}, which would "
+                            "keep one each; put them on one stage"
                         )
-        self._check_memory(spans, {one for one, held in copies.items() if len(held) > 1})
-        return tuple(list(held.items()) for held in copies.values() if len(held) > 1)
-
-    def _check_memory(self, spans: Sequence[Span], tied: Collection[Hashable]) -> None:
-        """Raise ExecutionError where stages share memory that is no parameter of both."""
-        given = [[one.given for one in self.layers[slice(*span)]] for span in spans]
-        stages = {
-            stage: nn.ModuleList(one for one in held if isinstance(one, nn.Module))
-            for stage, held in enumerate(given)
-        }
-        found = shared_memory(stages, [one for one in tied if isinstance(one, int)])
-        if found is not None:
-            one, other = found
+        held = [
+            (stage, one.identity, one.name)
+            for stage, span in enumerate(spans)
+            for of_layer in self.holdings[slice(*span)]
+            for one in of_layer
+        ]
+        ties = ties_of(held)
+        tied = {(stage, name) for tie in ties for stage, name in tie}
+        known = [x for stage, x, name in held if isinstance(x, int) and (stage, name) in tied]
+        if found := shared_memory(stages, known):
             raise ExecutionError(
-                f"stages {one.stage} and {other.stage} share the memory of a tensor of shape "
-                f"{list(one.tensor.shape)}, but not as one parameter; let both have the same "
-                "nn.Parameter, which makes a tie of it, or give each layer a copy of its own"
+                f"stages {found[0].stage} and {found[1].stage} share the memory of a tensor of "
+                f"shape {list(found[0].tensor.shape)}, but not as one parameter; let both have the "
+                "same nn.Parameter, which makes a tie of it, or give each layer a copy of its own"
             )
+        return ties
 
 
 def inventory_of(layers: Sequence[Layer]) -> Inventory:
@@ -127,10 +125,10 @@ def _holdings(layer: str, module: nn.Module, owner: Hashable) -> tuple[Holding, 
 def _check_alike(
     key: str, layer: Layer, held: Sequence[Holding], first: Layer, its: Sequence[Holding]
 ) -> None:
-    def shapes(name: str, all_held: Sequence[Holding]) -> list[str]:
-        return [f"{h.name.removeprefix(f'{name}.')}{list(h.shape)}" for h in all_held]
-
-    mine, others = shapes(layer.name, held), shapes(first.name, its)
+    mine, others = (
+        [f"{one.name.removeprefix(f'{name}.')}{list(one.shape)}" for one in all_held]
+        for name, all_held in ((layer.name, held), (first.name, its))
+    )
     if mine != others:
         raise ExecutionError(
             f"layers {first} and {layer} are tied by {key!r}, but the former has "

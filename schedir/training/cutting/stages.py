@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -79,6 +79,18 @@ def _line(stage: int, of: StageSummary) -> str:
 def _run(names: Sequence[str], kind: str) -> str:
     """Name neighbouring layers of one kind."""
     return f"{names[0]} {kind}" if len(names) == 1 else f"{names[0]} to {names[-1]} {kind}"
+
+
+def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
+    """Find the parameters that several stages hold, by stage and name.
+
+    `held` are a stage, which parameter it holds, and the parameter's name there; of several names
+    of one parameter in a stage, the first counts.
+    """
+    names: dict[Hashable, dict[int, str]] = {}
+    for stage, parameter, name in held:
+        names.setdefault(parameter, {}).setdefault(stage, name)
+    return tuple(sorted(of.items()) for of in names.values() if len(of) > 1)
 
 
 def whole_name(name: str) -> str:

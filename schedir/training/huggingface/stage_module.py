@@ -18,69 +18,7 @@ from schedir.errors import ExecutionError
 from schedir.training.huggingface.models import without_values
 from schedir.training.huggingface.outline import Call, Outline, joined
 
-HIDDEN, GIVEN = "hidden_states", "inputs"
-
-
-@attrs.define(eq=False)
-class Received:
-    """The hidden states that the running forward of a stage was given."""
-
-    hidden: Tensor | None = None
-
-
-class Left(Exception):  # noqa: N818 (it is none)
-    """The forward has come to a block of the next stage."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-class Elsewhere(nn.Module):
-    """Stands for a module of the first stage in all others: no parameters, and of the real module
-    what its attributes say.
-
-    What the model's code makes of its output never gets past the blocks in front. It is NaN, so
-    that it could not go unnoticed if it did.
-    """
-
-    def __init__(self, real: nn.Module, received: Received) -> None:
-        super().__init__()
-        self._real = (real,)  # no child
-        self._received = received
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_real"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
-        hidden = self._received.hidden
-        if hidden is None:
-            kind = type(self._real[0]).__name__
-            raise ExecutionError(
-                f"with these inputs {kind} runs before the blocks, which the last stage has; the "
-                "model can be cut for its main input alone"
-            )
-        return hidden.new_full(hidden.shape, math.nan)  # in full: it may be changed in place
-
-
-class BlockElsewhere(Elsewhere):
-    """Stands for a block of another stage: of an earlier one, its output is what the stage was
-    given; of a later one, its input is what the stage returns."""
-
-    def __init__(self, real: nn.Module, received: Received, call: Call, earlier: bool) -> None:
-        super().__init__(real, received)
-        self._call, self._earlier = call, earlier
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states that the stage was given; raises `Left` for a later stage."""
-        if not self._earlier:
-            raise Left(args[0] if self._call.keyword is None else kwargs[self._call.keyword])
-        hidden, values = self._received.hidden, self._call.values
-        return hidden if values is None else (hidden, *[None] * (values - 1))
+_HIDDEN, _GIVEN = "hidden_states", "inputs"
 
 
 class PretrainedStage(nn.Module):
@@ -94,7 +32,7 @@ class PretrainedStage(nn.Module):
     what the stage does not own.
     """
 
-    def __init__(self, model: nn.Module, received: Received, main_input: str) -> None:
+    def __init__(self, model: nn.Module, received: _Received, main_input: str) -> None:
         super().__init__()
         self._model = (model,)  # no child, for names are to begin below it
         self._received = received
@@ -114,8 +52,8 @@ class PretrainedStage(nn.Module):
     def forward(self, boundary: Any, /) -> Any:
         """Run the model; returns the hidden states and inputs for the next stage, or the output."""
         hidden: Tensor | None = None
-        if isinstance(boundary, Mapping) and HIDDEN in boundary and GIVEN in boundary:
-            hidden, given = boundary[HIDDEN], boundary[GIVEN]
+        if isinstance(boundary, Mapping) and _HIDDEN in boundary and _GIVEN in boundary:
+            hidden, given = boundary[_HIDDEN], boundary[_GIVEN]
         else:
             given = self._named(boundary)
         main, name = given.get(self._main_input), self._main_input
@@ -130,8 +68,8 @@ class PretrainedStage(nn.Module):
         try:
             with without_values(self._model[0]) if fakes else nullcontext():
                 output = self._model[0](**inputs)
-        except Left as left:
-            return {HIDDEN: left.hidden, GIVEN: carried}
+        except _Left as left:
+            return {_HIDDEN: left.hidden, _GIVEN: carried}
         finally:
             self._received.hidden = None
         # The logits; where there are none, the only tensor, or all by name.
@@ -170,7 +108,7 @@ def assembled(
 
     `skeleton` is the same model on meta, which the stage has of all that it does not own.
     """
-    received = Received()
+    received = _Received()
     dropped: set[str] = set()
     if blocks.start > 0:
         dropped |= outline.first
@@ -181,7 +119,7 @@ def assembled(
     for i, block in enumerate(real.get_submodule(outline.blocks).children()):
         if i not in blocks:
             like = skeleton.get_submodule(joined(outline.blocks, str(i)))
-            block = BlockElsewhere(like, received, outline.calls[i], earlier=i < blocks.start)
+            block = _BlockElsewhere(like, received, outline.calls[i], earlier=i < blocks.start)
         held.add_module(str(i), block)
     for name in reversed(outline.ancestors):
         source = real.get_submodule(name)
@@ -195,7 +133,7 @@ def assembled(
             if path == outline.blocks or path in outline.ancestors:
                 child = held
             elif path in dropped:
-                child = Elsewhere(skeleton.get_submodule(path), received)
+                child = _Elsewhere(skeleton.get_submodule(path), received)
             elif path not in outline.first | outline.last:
                 child = copy.deepcopy(child)  # without parameters: every stage has its own
             container._modules[key] = child
@@ -203,6 +141,68 @@ def assembled(
     for name, p in copies.items():
         held = _with_parameter(held, name, p)
     return PretrainedStage(held, received, getattr(real, "main_input_name", "input_ids"))
+
+
+@attrs.define(eq=False)
+class _Received:
+    """The hidden states that the running forward of a stage was given."""
+
+    hidden: Tensor | None = None
+
+
+class _Left(Exception):  # noqa: N818 (it is none)
+    """The forward has come to a block of the next stage."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Elsewhere(nn.Module):
+    """Stands for a module of the first stage in all others: no parameters, and of the real module
+    what its attributes say.
+
+    What the model's code makes of its output never gets past the blocks in front. It is NaN, so
+    that it could not go unnoticed if it did.
+    """
+
+    def __init__(self, real: nn.Module, received: _Received) -> None:
+        super().__init__()
+        self._real = (real,)  # no child
+        self._received = received
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_real"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
+        hidden = self._received.hidden
+        if hidden is None:
+            kind = type(self._real[0]).__name__
+            raise ExecutionError(
+                f"with these inputs {kind} runs before the blocks, which the last stage has; the "
+                "model can be cut for its main input alone"
+            )
+        return hidden.new_full(hidden.shape, math.nan)  # in full: it may be changed in place
+
+
+class _BlockElsewhere(_Elsewhere):
+    """Stands for a block of another stage: of an earlier one, its output is what the stage was
+    given; of a later one, its input is what the stage returns."""
+
+    def __init__(self, real: nn.Module, received: _Received, call: Call, earlier: bool) -> None:
+        super().__init__(real, received)
+        self._call, self._earlier = call, earlier
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states that the stage was given; raises `_Left` for a later stage."""
+        if not self._earlier:
+            raise _Left(args[0] if self._call.keyword is None else kwargs[self._call.keyword])
+        hidden, values = self._received.hidden, self._call.values
+        return hidden if values is None else (hidden, *[None] * (values - 1))
 
 
 def _with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:

@@ -14,7 +14,7 @@ from schedir.ir import Schedule
 from schedir.runtime.arguments import TieOf
 from schedir.training.cutting.cuts import balanced, spans_of
 from schedir.training.cutting.deferred import tied_names
-from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages
+from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages, ties_of
 from schedir.training.huggingface.models import model_of, on_meta, small_inputs, within
 from schedir.training.huggingface.outline import (
     Outline,
@@ -149,9 +149,9 @@ def _ties(
         for name, _ in skeleton.named_parameters(remove_duplicate=False)
         if within(name, own)
     }
-    ties: list[TieOf] = []
+    tied = tied_names(skeleton)
     copies: dict[int, dict[str, nn.Parameter]] = {}
-    for names in tied_names(skeleton):
+    for names in tied:
         home = stage_of[names[0]]
         own: dict[int, nn.Parameter] = {}
         for name in names:
@@ -160,10 +160,7 @@ def _ties(
                 if stage not in own:
                     own[stage] = nn.Parameter(p.detach().clone(), p.requires_grad)
                 copies.setdefault(stage, {})[name] = own[stage]
-        across = {stage_of[name]: name for name in reversed(names)}  # of each stage the first name
-        if len(across) > 1:
-            ties.append(sorted(across.items()))
-    return tuple(ties), copies
+    return ties_of((stage_of[x], names[0], x) for names in tied for x in names), copies
 
 
 def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: str) -> None:
