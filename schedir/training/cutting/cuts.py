@@ -179,9 +179,38 @@ def written_out(layout: str) -> str:
 
     Raises ExecutionError, with the position, where it is not well formed.
     """
-    written, end = _sequence(layout, 0)
-    if end < len(layout):
-        raise _error(layout, end, "this parenthesis was never opened")
+    written, at = "", 0
+    opened: list[tuple[int, str]] = []  # where, and what was written before
+    while at < len(layout):
+        start, letter = at, layout[at]
+        at += 1
+        if letter == "(":
+            opened.append((start, written))
+            written = ""
+            continue
+        if letter == ")":
+            if not opened:
+                raise _error(layout, start, "this parenthesis was never opened")
+            unit, written = written, opened.pop()[1]
+        elif letter in ", ":
+            unit = ""
+        elif letter in _LETTERS:
+            unit = letter
+        else:
+            raise _error(
+                layout, start, f"{letter!r} is none of E, t, m, L, |, a comma, a parenthesis or *n"
+            )
+        if times := re.compile(r"\*([0-9]*)").match(layout, at):
+            number = int(times[1][:9] or 0)
+            if not unit or not number:
+                raise _error(layout, at, "* follows what is repeated, and a number follows it")
+            if len(unit) * number > _MOST:
+                raise _error(layout, at, f"that makes more than {_MOST} letters")
+            unit *= number
+            at = times.end()
+        written += unit
+    if opened:
+        raise _error(layout, opened[-1][0], "this parenthesis is never closed")
     return written
 
 
@@ -235,37 +264,6 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
             "that run, E for all before, m for one layer after it, and L for the rest"
         )
     return [1] * len(letters)
-
-
-def _sequence(layout: str, at: int) -> tuple[str, int]:
-    """Write out all up to the end, or to the closing parenthesis; returns where that is, too."""
-    written = ""
-    while at < len(layout) and layout[at] != ")":
-        start = at
-        if layout[at] == "(":
-            unit, at = _sequence(layout, at + 1)
-            if at == len(layout):
-                raise _error(layout, start, "this parenthesis is never closed")
-        elif layout[at] in ", ":
-            unit = ""
-        elif layout[at] in _LETTERS:
-            unit = layout[at]
-        else:
-            raise _error(
-                layout, at, f"{layout[at]!r} is none of E, t, m, L, |, a comma, a parenthesis or *n"
-            )
-        at += 1
-        if at < len(layout) and layout[at] == "*":
-            times = layout[at + 1 :]
-            digits = times[: len(times) - len(times.lstrip("0123456789"))]
-            if not unit or not digits or int(digits[:9]) < 1:
-                raise _error(layout, at, "* follows what is repeated, and a number follows it")
-            if len(unit) * int(digits[:9]) > _MOST:
-                raise _error(layout, at, f"that makes more than {_MOST} letters")
-            unit *= int(digits[:9])
-            at += 1 + len(digits)
-        written += unit
-    return written, at
 
 
 def _error(layout: str, at: int, reason: str) -> ExecutionError:
