@@ -61,52 +61,43 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
     return Stages({stage: modules[stage] for stage in held_stages(schedule, rank)}, ties, summaries)
 
 
-Value = tuple[fx.Node, int | None]
-"""A value between stages: a placeholder, or what a stage returns, or one entry of that."""
+def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Find the values that enter each stage, for it or later ones, and what the model returns.
 
-
-def _value(node: fx.Node) -> Value:
-    if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, None
-
-
-def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[Value]]:
-    """Find the values that enter each stage, for it or later ones, and what the model returns."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
+    A value is an input of the model, what a stage returns, or an entry of that.
+    """
     number = {call: stage for stage, call in enumerate(calls)}
-    returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
-    if any(not isinstance(node, fx.Node) for node in returned):
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in number:
+            number[node] = number[node.args[0]]
+    (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    wanted = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if any(not isinstance(node, fx.Node) for node in wanted):
         raise ExecutionError("the model returns constants, which no stage computes")
-    wanted = [_value(node) for node in returned]
-    entering = [wanted]
+    entering = [list(wanted)]
     for stage in reversed(range(len(calls))):
-        own = [_value(node) for node in calls[stage].all_input_nodes]
-        later = [value for value in entering[0] if number.get(value[0]) != stage]
-        entering.insert(0, list(dict.fromkeys([*own, *later])))
+        later = [node for node in entering[0] if number.get(node) != stage]
+        entering.insert(0, list(dict.fromkeys([*calls[stage].all_input_nodes, *later])))
     # The first stage is given all that the model is, in that order.
-    entering[0] = [(node, None) for node in graph.nodes if node.op == "placeholder"]
+    entering[0] = [node for node in graph.nodes if node.op == "placeholder"]
     return entering
 
 
 def _module(
-    part: fx.GraphModule, call: fx.Node, before: Sequence[Value], after: Sequence[Value]
+    part: fx.GraphModule, call: fx.Node, before: Sequence[fx.Node], after: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Make a stage that takes the values before it, and returns those after it."""
     graph = fx.Graph()
-    values: dict[Value, Any] = {
-        value: graph.placeholder(
-            value[0].name if value[1] is None else f"{value[0].name}_{value[1]}"
-        )
-        for value in before
-    }
+    values: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in before}
     own = [node for node in part.graph.nodes if node.op == "placeholder"]
-    given: Any = fx.map_arg(tuple(call.args), lambda node: values[_value(node)])
-    returned = graph.graph_copy(part.graph, dict(zip(own, given, strict=True)))
-    for value in after:
-        if value[0] is call:
-            values[value] = returned if value[1] is None else returned[value[1]]  # type: ignore[index]
-    leaving = tuple(values[value] for value in after)
+    given: Any = fx.map_arg(tuple(call.args), values.__getitem__)
+    returned: Any = graph.graph_copy(part.graph, dict(zip(own, given, strict=True)))
+    for node in after:
+        if node is call:
+            values[node] = returned
+        elif node not in values:
+            values[node] = returned[node.args[1]]
+    leaving = tuple(values[node] for node in after)
     graph.output(leaving[0] if len(leaving) == 1 else leaving)
     return fx.GraphModule(part, graph)
 
