@@ -58,15 +58,13 @@ RUNTIME = (
 # And those of training.
 TRAINING = (
     "cutting",
-    "pretrained",
+    "huggingface",
     "data",
-    "checkpoints",
-    "losses",
-    "rates",
+    "checkpoint",
+    "schedulers",
     "history",
     "evaluation",
     "callbacks",
-    "resuming",
     "trainer",
 )
 

@@ -1,24 +1,29 @@
-"""What stands around a step: cut a model into stages, feed it, train it, keep it.
+"""Cut a model into stages, feed it batches, train it, and keep checkpoints.
 
 All of it can be done without it: the executor takes any modules and any batches.
 """
 
 from schedir.training.callbacks import Callback
-from schedir.training.checkpoints.checkpoint import Checkpoint
-from schedir.training.checkpoints.gathering import gathered_state
+from schedir.training.checkpoint.checkpoint import Checkpoint
+from schedir.training.checkpoint.whole_names import gathered_state
 from schedir.training.cutting.cuts import balanced
 from schedir.training.cutting.deferred import deferred
-from schedir.training.cutting.measuring import measured_costs
-from schedir.training.cutting.partitioning import partition
-from schedir.training.cutting.piped import stages_of_pipe
-from schedir.training.cutting.skips import pop, stash
+from schedir.training.cutting.from_torch_pipeline import stages_of_pipe
+from schedir.training.cutting.layers import pop, stash
+from schedir.training.cutting.measured_costs import measured_costs
+from schedir.training.cutting.partition import partition
 from schedir.training.cutting.stages import Stages
-from schedir.training.data.batches import Batches
-from schedir.training.evaluation import accuracy, evaluate, perplexity
+from schedir.training.data import Batches
+from schedir.training.evaluation import (
+    accuracy,
+    causal_lm_loss,
+    causal_lm_tokens,
+    evaluate,
+    perplexity,
+)
 from schedir.training.history import Epoch, Evaluation, History
-from schedir.training.losses import causal_lm_loss, causal_lm_tokens
-from schedir.training.pretrained import stages_of
-from schedir.training.rates import warmup_cosine
+from schedir.training.huggingface.stages import stages_of
+from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What is called as a training goes on: the user's callbacks, and what rank 0 shows of it."""
+"""Callbacks of a training: the user's, and the one by which rank 0 shows its progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedir.training.history import History
 
 
 class Callback:
-    """What is called after each step and each epoch, on every rank; one overrides what it needs."""
+    """Called after each step and each epoch, on every rank; one overrides what it needs."""
 
     def after_step(self, result: StepResult) -> None:
         """A step has been made, and the scheduler's. To read `result.loss` waits for it."""
@@ -40,7 +40,7 @@ class _Function(Callback):
 
 
 def callbacks_of(given: object) -> list[Callback]:
-    """Callbacks, whichever they were given as. Raises ExecutionError for what is none."""
+    """Make callbacks of what was given. Raises ExecutionError for what is none."""
     if not isinstance(given, (list, tuple)):
         raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
     for one in given:
@@ -53,7 +53,7 @@ def callbacks_of(given: object) -> list[Callback]:
 
 
 class _Shown(Callback):
-    """A bar for the steps of an epoch, on a terminal alone, and a line for each epoch."""
+    """Shows a bar for the steps of an epoch, on a terminal alone, and prints a line per epoch."""
 
     def __init__(self, epochs: int, steps: int | None, done: int) -> None:
         # Wherever stdout is at present, and in any locale.
@@ -89,8 +89,10 @@ class _Shown(Callback):
 def shown(
     epochs: int, steps: int | None, done: int, wanted: bool
 ) -> Iterator[tuple[Callback, ...]]:
-    """What shows a training of so many epochs, of which `done` are over, each of so many steps if
-    that is known: where it is `wanted`, on the first process; nothing elsewhere."""
+    """Give a callback that shows a training's progress, on the first process and where `wanted`.
+
+    Of so many epochs `done` are over; each has so many steps, if that is known.
+    """
     if not wanted or (dist.is_initialized() and dist.get_rank()):
         yield ()
         return

@@ -1,4 +1,4 @@
-"""The loss and the metrics of a whole data set, the same on every rank."""
+"""Evaluate a model on a whole data set, the same on every rank; losses and metrics for that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor, StepResult
@@ -16,6 +17,8 @@ from schedir.training.history import Evaluation
 
 Number: TypeAlias = float | Tensor
 """One number; a tensor of one where it may be on a device."""
+
+_IGNORED = -100  # as torch's cross-entropy does
 
 Metric: TypeAlias = Callable[[Any, Any], tuple[Number, Number]]
 """(output, target) of a microbatch → a sum over it, and what that is to be divided by."""
@@ -26,7 +29,7 @@ def evaluate(
     batches: Iterable[tuple[Any, Any]],
     metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """The present weights' loss and metrics over all of `batches`, on every rank.
+    """Find the present weights' loss and metrics over all of `batches`, on every rank.
 
     Every rank calls it, with as many batches of (inputs, target). The last one may be short: the
     loss is weighed by the executor's `count`. A metric sees what the last stage returns for each
@@ -47,17 +50,20 @@ def evaluate(
         result = executor.evaluate(inputs, target=target, outputs=measured if known else False)
         loss.add(result)
         for found in filter(None, result.outputs or ()):
-            sums = {name: _added(sums[name], found[name]) for name in sums}
-    if not known:
-        return Evaluation(loss.mean)
-    here = {name: (float(found[0]), float(found[1])) for name, found in sums.items()}
-    everywhere = executor.gather(here)
-    ratios = {name: _ratio([found[name] for found in everywhere]) for name in known}
+            for name, (total, count) in sums.items():
+                sums[name] = total + found[name][0], count + found[name][1]
+    ratios = {}
+    if known:
+        here = {name: (float(total), float(count)) for name, (total, count) in sums.items()}
+        everywhere = executor.gather(here)
+        for name in known:
+            total, count = map(sum, zip(*(found[name] for found in everywhere), strict=True))
+            ratios[name] = total / count if count else math.nan
     return Evaluation(loss.mean, ratios)
 
 
 def measures(metrics: object) -> Mapping[str, Metric]:
-    """Metrics by name. Raises ExecutionError for what is none."""
+    """Check metrics, by name. Raises ExecutionError for what is none."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
     for name, metric in (metrics or {}).items():
@@ -103,8 +109,29 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of logits, (rows, tokens, vocabulary), that foretell the token after each.
+
+    `labels`, (rows, tokens), are the very tokens, -100 where none is to be foretold (padding); they
+    are shifted here. The mean over those counted, in nats, as a model of transformers gives; with
+    `count=causal_lm_tokens` of the executor also over a batch whose microbatches have different
+    numbers of them. 0 where there are none.
+    """
+    following = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten()
+    total = functional.cross_entropy(
+        logits.float().flatten(0, 1), following, ignore_index=_IGNORED, reduction="sum"
+    )
+    return total / causal_lm_tokens(labels).clamp_min(1)
+
+
+def causal_lm_tokens(labels: Tensor) -> Tensor:
+    """The number of tokens that `causal_lm_loss` is the mean over: `count=` of the
+    executor."""
+    return (labels[:, 1:] != _IGNORED).sum()
+
+
 class MeanLoss:
-    """The mean loss over the samples of many calls, each weighed by its own.
+    """Sums up the mean loss of many calls, each weighed by its samples.
 
     A call's loss is read when the next one is added: no rank waits for that of a call that it has
     just made, and none piles up. With `skips`, one that is not finite does not count.
@@ -122,7 +149,7 @@ class MeanLoss:
 
     @property
     def mean(self) -> float:
-        """That of all calls so far; NaN where they have no samples."""
+        """The mean over all calls so far; NaN where they have no samples."""
         self._read()
         return self._sum / self._samples if self._samples else math.nan
 
@@ -135,7 +162,7 @@ class MeanLoss:
 
 
 def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
-    """The batches, each a pair (inputs, target). Raises ExecutionError for another, or for none."""
+    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or for none."""
     number = 0
     for number, batch in enumerate(batches, 1):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -152,29 +179,18 @@ def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _pair(name: str, found: Any) -> tuple[Number, Number]:
-    """A metric's sum and count, which are not waited for where they are on a device."""
+    """Check a metric's sum and count, without waiting for those on a device."""
     if not isinstance(found, tuple) or len(found) != 2 or not all(map(_is_number, found)):
         shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
         raise ExecutionError(
             f"metric {name!r} must return (sum, count), two numbers or tensors of one, not {shown}"
         )
-    total, count = (x.detach().reshape(()) if isinstance(x, Tensor) else x for x in found)
+    # In double precision: counts of a large data set are exact.
+    total, count = (
+        x.detach().reshape(()).to(torch.float64) if isinstance(x, Tensor) else x for x in found
+    )
     return total, count
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _added(sums: tuple[Number, Number], found: tuple[Number, Number]) -> tuple[Number, Number]:
-    """In double precision: counts of a large data set are exact."""
-    one, other = (
-        total + (part.to(torch.float64) if isinstance(part, Tensor) else part)
-        for total, part in zip(sums, found, strict=True)
-    )
-    return one, other
-
-
-def _ratio(shares: Iterable[tuple[float, float]]) -> float:
-    total, count = map(sum, zip(*shares, strict=True))
-    return total / count if count else math.nan

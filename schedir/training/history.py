@@ -1,4 +1,4 @@
-"""What a training has come to, epoch by epoch."""
+"""The losses and metrics of a training, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 @attrs.frozen
 class Evaluation:
-    """Of a data set: the mean loss over its samples, and metrics by name."""
+    """The mean loss over a data set's samples, and metrics by name."""
 
     loss: float
     metrics: Mapping[str, float] = attrs.field(factory=dict)
@@ -73,7 +73,7 @@ class History(Sequence[Epoch]):
         return len(self) - (self.best.number if self.best else 0)
 
     def then(self, loss: float, lr: float, evaluation: Evaluation | None) -> History:
-        """With one epoch more."""
+        """The history with one epoch more."""
         found = () if evaluation is None else (evaluation.loss, evaluation.metrics)
         return History((*self, Epoch(len(self) + 1, loss, lr, *found)))
 

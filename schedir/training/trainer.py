@@ -1,13 +1,23 @@
-"""The loop that everybody writes around a step, once."""
+"""The loop that everybody writes around a step, once, and the checkpoints that it goes on from.
+
+folder/epoch-2/   the checkpoint after two epochs, complete, as Checkpoint writes it
+       epoch-3/   the one after three; of the last `keep` there is a folder each
+       saving/    the next one, until it is complete and renamed
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
+import attrs
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -15,11 +25,16 @@ from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
 from schedir.training.callbacks import AfterEpoch, Callback, callbacks_of, shown
-from schedir.training.checkpoints.subject import Stateful
-from schedir.training.data.batches import Batches
+from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
+from schedir.training.checkpoint.collective import everywhere
+from schedir.training.checkpoint.storage import DamagedError, make_folder
+from schedir.training.data import Batches
 from schedir.training.evaluation import MeanLoss, Metric, evaluate, measures, pairs
-from schedir.training.history import Evaluation, History
-from schedir.training.resuming import Kept
+from schedir.training.history import Epoch, Evaluation, History
+
+logger = logging.getLogger("schedir")
+
+_HISTORY = "history"
 
 
 class Trainer:
@@ -77,13 +92,13 @@ class Trainer:
             if given and evaluation is None:
                 raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
         held_out = () if evaluation is None else evaluation
-        for name, data in {"batches": batches, "evaluation": held_out}.items():
-            if not isinstance(data, Iterable):
+        for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
+            if not isinstance(pairs_given, Iterable):
                 raise ExecutionError(
                     f"{name} must be an iterable of pairs (inputs, target), not "
-                    f"{type(data).__name__}"
+                    f"{type(pairs_given).__name__}"
                 )
-            if isinstance(data, Batches) and data.endless:
+            if isinstance(pairs_given, Batches) and pairs_given.endless:
                 raise ExecutionError(f"{name} never ends, so no epoch does: leave out repeat=True")
         if autocast not in (None, torch.bfloat16):
             raise ExecutionError(f"autocast must be torch.bfloat16 or None, not {autocast}")
@@ -104,13 +119,28 @@ class Trainer:
         self.callbacks = callbacks_of(callbacks)
         self.optimizer = executor.optimizer  # refused at once where there is none
         self.history = History()
-        kept = scheduler, batches, evaluation, others or {}
-        self._kept = Kept(checkpoint, keep, executor, *kept)
+        self._is_first = (executor.pipeline, executor.rank) == (0, 0)
+        self._folder, self._keep = None if checkpoint is None else Path(checkpoint), keep
+        if self._folder is None:
+            return
+        if not hasattr(batches, "state_dict"):
+            raise ExecutionError(
+                f"a {type(batches).__name__} does not know where it is, so nothing can go on from "
+                "a checkpoint: give Batches(…) of it"
+            )
+        if others and _HISTORY in others:
+            raise ExecutionError(f"others: {_HISTORY!r} is the Trainer's own; give another name")
+        data: Any = batches
+        if hasattr(evaluation, "state_dict"):  # it may be shuffled, and floats add up in order
+            data = _Data(data, evaluation)
+        self._epochs = _Epochs()
+        others = {_HISTORY: self._epochs, **(others or {})}
+        self._checkpoint = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
 
     def fit(self) -> History:
         """Train until the last epoch, or until patience ends, and return all epochs."""
         if not self.history:
-            self.history = self._kept.resume()
+            self._resume()
         steps = length_hint(self.batches) or None
         with shown(self.epochs, steps, len(self.history), self.progress) as progress:
             callbacks = [*progress, *self.callbacks]
@@ -127,20 +157,15 @@ class Trainer:
                         callback.after_step(result)
                 found = self.evaluate()
                 self.history = self.history.then(loss.mean, rate, found)
-                if self.scheduler_by == "epoch":
-                    self._step_by_epoch(found)
+                if self.scheduler is not None and self.scheduler_by == "epoch":
+                    by_loss = isinstance(self.scheduler, ReduceLROnPlateau)
+                    self.scheduler.step(*[found.loss] if found and by_loss else ())
                 try:
                     for callback in callbacks:
                         callback.after_epoch(self.history)
                 finally:  # with what they have changed, and whatever they raise
-                    self._kept.save(self.history)
+                    self._save()
         return self.history
-
-    def _step_by_epoch(self, found: Evaluation | None) -> None:
-        if found is not None and isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(found.loss)
-        elif self.scheduler is not None:
-            self.scheduler.step()
 
     @property
     def is_stale(self) -> bool:
@@ -158,3 +183,110 @@ class Trainer:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.executor.device.type, self.autocast)
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint that is not damaged.
+
+        Raises ExecutionError where there are checkpoints, but not for all ranks, or all are
+        damaged, or the last one does not fit, and where none can be saved.
+        """
+        folder = self._folder
+        if folder is None:
+            return
+        there = everywhere(self.executor.gather, lambda: _numbers(_prepared(folder)))
+        refused: list[str] = []
+        for number in sorted(set().union(*there), reverse=True):
+            own = _folder_of(folder, number)
+            missing = ", ".join(str(at) for at, seen in enumerate(there) if number not in seen)
+            if missing:
+                raise ExecutionError(
+                    f"the checkpoint {own} is not there for process {missing}: give a folder that "
+                    "all ranks see"
+                )
+            try:
+                self._checkpoint.load(own)
+            except DamagedError as error:
+                refused.append(str(error))
+                continue
+            if refused and self._is_first:
+                logger.warning("%s; the training goes on from %s", "; ".join(refused), own)
+            self.history = self._epochs.history
+            return
+        if refused:
+            raise ExecutionError(
+                f"no checkpoint in {folder} can be loaded: {'; '.join(refused)}; to begin anew, "
+                "give another folder"
+            )
+
+    def _save(self) -> None:
+        """Save all beside what was saved before, of which what is too old is then removed."""
+        folder = self._folder
+        if folder is None:
+            return
+        self._epochs.history = self.history
+        self._checkpoint.save(folder / "saving")
+        number = len(self.history)
+
+        def finish() -> None:
+            own = _folder_of(folder, number)
+            if own.exists():  # a damaged one, or it would have been loaded
+                shutil.rmtree(own)
+            (folder / "saving").rename(own)
+            for old in [n for n in _numbers(folder) if n <= number][: -self._keep]:
+                shutil.rmtree(_folder_of(folder, old), ignore_errors=True)
+
+        everywhere(self.executor.gather, lambda: finish() if self._is_first else None)
+
+
+def _prepared(folder: Path) -> Path:
+    """Make the folder, in which checkpoints can be saved.
+
+    Raises ExecutionError where they can't, or it is a checkpoint itself.
+    """
+    if Checkpoint.is_at(folder):
+        raise ExecutionError(
+            f"{folder} is a checkpoint itself, and a Trainer keeps its own in folders below it: "
+            f"give another folder, or move what is there to {_folder_of(folder, 3)}, if three is "
+            "the number of its epochs"
+        )
+    make_folder(folder)
+    return folder
+
+
+def _folder_of(folder: Path, number: int) -> Path:
+    return folder / f"epoch-{number}"
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The epochs after which there are checkpoints, damaged ones too, in order."""
+    found = (re.fullmatch(r"epoch-([1-9]\d*)", one.name) for one in folder.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
+class _Data:
+    """Gives the state of batches with that of an evaluation set in it."""
+
+    def __init__(self, batches: Stateful, evaluation: Any) -> None:
+        self._batches, self._evaluation = batches, evaluation
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._batches.state_dict(), "evaluation": self._evaluation.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        if "evaluation" in own:
+            self._evaluation.load_state_dict(own.pop("evaluation"))
+        self._batches.load_state_dict(own)
+
+
+class _Epochs:
+    """Gives a history a state that a checkpoint can hold."""
+
+    def __init__(self) -> None:
+        self.history = History()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": [attrs.asdict(epoch) for epoch in self.history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history = History(tuple(Epoch(**fields) for fields in state["epochs"]))

@@ -21,7 +21,7 @@ import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, gathered_state, partition
-from schedir.training.checkpoints.manifest import sealed, unsealed
+from schedir.training.checkpoint.storage import sealed, unsealed
 from tests.runtime.kit import MSE, ScaledLoss, adamw, momentum, random_batches
 from tests.runtime.test_optimizer_view import advance
 

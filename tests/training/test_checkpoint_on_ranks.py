@@ -19,7 +19,7 @@ import schedir
 from schedir import Schedule
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
-from schedir.training.checkpoints import names, storage
+from schedir.training.checkpoint import storage, whole_names
 from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
@@ -324,7 +324,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
         executor.step(x, target=y)  # the executor goes on
         with monkeypatch.context() as patch:
             if rank:
-                patch.setattr(names.Held, "take", full)
+                patch.setattr(whole_names.Held, "take", full)
             found = message_of(checkpoint.load, folder)
             assert found.startswith("process 1 of 2: ")
             assert "in part only, OSError: no space left" in found

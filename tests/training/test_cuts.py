@@ -15,8 +15,8 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.training import balanced, deferred, partition
-from schedir.training.cutting.cuts import Span, spans_of
-from schedir.training.cutting.layout import written_out
+from schedir.training.cutting.cuts import spans_of, written_out
+from schedir.training.cutting.stages import Span
 
 NUMBERS = st.integers(0, 12)
 

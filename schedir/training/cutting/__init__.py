@@ -1,1 +1,1 @@
-"""From a model to the stages of a schedule."""
+"""Cut a model into the stages of a schedule."""

@@ -1,21 +1,37 @@
-"""Where a list of layers is cut: the optimal cut by cost, and cuts that are given."""
+"""Where a list of layers is cut into stages: by costs, at given layers, or by a layout.
+
+A layout is Megatron-LM's pipeline in one line, `Et*3|(t*2|)*6,tL`: `E` is the embedding, `t` a
+transformer layer, `m` one of multi-token prediction, `L` the head and the loss; `|` stands between
+stages, `x*3` is x three times, `(…)*3` what is in parentheses, and commas mean nothing
+(megatron/core/transformer/pipeline_parallel_layer_layout.py).
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, islice, pairwise
 
 import numpy as np
 
 from schedir.errors import ExecutionError
+from schedir.ir import is_number
+from schedir.training.cutting.deferred import type_name
+from schedir.training.cutting.layers import Layer
+from schedir.training.cutting.shared_parameters import Inventory
+from schedir.training.cutting.stages import Span
 
-Span = tuple[int, int]
-"""The layers of one stage: its first, and the one after its last."""
+_WAYS = (
+    'by= is "parameters", "uniform", "type:REGEX" of the layers\' classes, or a layout such as '
+    '"Et*3|(t*2|)*6,tL"'
+)
+_LETTERS = "EtmL|"
+_MOST = 100_000  # letters that a layout is written out to
 
 
 def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
-    """The best cut of a list into `stages` contiguous parts, none of them empty.
+    """Cut a list into `stages` contiguous parts, none of them empty, in the best way.
 
     `costs` are one number per layer, of any unit. The most costly part costs the least that is
     possible; of the cuts for which that holds it has the least sum of squares, and of those the one
@@ -27,8 +43,14 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     Raises ExecutionError for more stages than layers, and for costs that are negative or no
     numbers.
     """
-    check_number(len(costs), stages)
-    check_costs(costs)
+    _check_number(len(costs), stages)
+    for number, value in enumerate(costs):
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+            raise ExecutionError(f"costs: that of layer {number} must be a number, not {value!r}")
+        if not (math.isfinite(value) and value >= 0):
+            raise ExecutionError(
+                f"costs: that of layer {number} must be finite and at least 0, not {value!r}"
+            )
     if not any(costs):
         costs = [1] * len(costs)
     layers = len(costs)
@@ -54,13 +76,56 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
 
 
 def spans_of(starts: Sequence[int], layers: int) -> tuple[Span, ...]:
-    """The spans of stages that begin with the first layer and these."""
+    """The layers of each stage, for stages that begin with the first layer and with `starts`."""
     return tuple(pairwise([0, *starts, layers]))
 
 
-def check_number(layers: int, stages: int) -> None:
+def cut_of(
+    inventory: Inventory,
+    stages: int,
+    by: str | None,
+    costs: Sequence[float] | None,
+    boundaries: Sequence[int | str] | None,
+) -> tuple[tuple[Span, ...], Sequence[float] | None]:
+    """Cut a model as `partition` was asked to; see there.
+
+    Returns the layers of each stage, and what each layer was taken to cost, where that is to be
+    told. Raises ExecutionError where it was asked for none, or two, or one that doesn't fit.
+    """
+    layers = inventory.layers
+    given = {"by": by, "costs": costs, "boundaries": boundaries}
+    ways = [f"{name}=" for name, value in given.items() if value is not None]
+    if len(ways) > 1:
+        raise ExecutionError(f"{' and '.join(ways)}: a model is cut in one way")
+    _check_number(len(layers), stages)
+    told = costs
+    if costs is not None:
+        if not isinstance(costs, (Sequence, np.ndarray)):
+            raise ExecutionError(
+                f"costs: a list of numbers, one per layer, not {type(costs).__name__}"
+            )
+        if len(costs) != len(layers):
+            raise ExecutionError(
+                f"costs: {len(costs)} numbers for {len(layers)} layers; give one for each"
+            )
+    elif boundaries is not None:
+        return spans_of(_starts(boundaries, layers, stages), len(layers)), None
+    elif by == "uniform":
+        costs = [1] * len(layers)
+    elif by is None or by == "parameters":
+        costs = [inventory.parameters((number, number + 1)) for number in range(len(layers))]
+    elif isinstance(by, str) and by.lower().startswith("type:"):
+        costs = told = _matching(by[len("type:") :], layers)
+    elif isinstance(by, str) and ("|" in by or by.startswith("E")):
+        return _layout_spans(by, layers, stages), None
+    else:
+        raise ExecutionError(f"{_WAYS}, not {by!r}")
+    return balanced(costs, stages), told
+
+
+def _check_number(layers: int, stages: int) -> None:
     """Raise ExecutionError where a stage would be empty."""
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+    if not (is_number(stages) and stages):
         raise ExecutionError(f"a model is cut into 1 stage or more, not {stages!r}")
     if stages > layers:
         raise ExecutionError(
@@ -69,12 +134,137 @@ def check_number(layers: int, stages: int) -> None:
         )
 
 
-def check_costs(costs: Sequence[float]) -> None:
-    """Raise ExecutionError for a cost that is none."""
-    for number, cost in enumerate(costs):
-        if isinstance(cost, bool) or not isinstance(cost, (int, float, np.number)):
-            raise ExecutionError(f"costs: that of layer {number} must be a number, not {cost!r}")
-        if not (math.isfinite(cost) and cost >= 0):
+def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: int) -> Sequence[int]:
+    """The numbers of the layers that `boundaries` names."""
+    if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
+        raise ExecutionError(f"boundaries: a list of layers, not {boundaries!r}")
+    if len(boundaries) != stages - 1:
+        raise ExecutionError(
+            f"boundaries: {stages} stages have {stages - 1} between them, but there are "
+            f"{len(boundaries)}; name the first layer of each stage but the first"
+        )
+    names = {layer.name: number for number, layer in enumerate(layers)}
+    starts: list[int] = []
+    for boundary in boundaries:
+        start = names.get(boundary) if isinstance(boundary, str) else boundary
+        if isinstance(start, bool) or not isinstance(start, int) or start not in range(len(layers)):
             raise ExecutionError(
-                f"costs: that of layer {number} must be finite and at least 0, not {cost!r}"
+                f"boundaries: there is no layer {boundary!r}, only {layers[0].name} to "
+                f"{layers[-1].name}, or numbers below {len(layers)}"
             )
+        if start <= (starts[-1] if starts else 0):
+            raise ExecutionError(
+                f"boundaries: layer {boundary!r} comes not after the beginning of the stage "
+                "before, which would be empty; list them in the model's order"
+            )
+        starts.append(start)
+    return starts
+
+
+def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
+    """Give 1 for each layer whose class or function's name matches, and 0 for the others."""
+    try:
+        expression = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ExecutionError(f"by='type:{pattern}' is no regular expression: {error}") from None
+    found = [int(bool(expression.search(type_name(layer.given)))) for layer in layers]
+    if not any(found):
+        kinds = ", ".join(dict.fromkeys(type_name(layer.given) for layer in layers))
+        raise ExecutionError(f"by='type:{pattern}' matches none of the layers, which are {kinds}")
+    return found
+
+
+def written_out(layout: str) -> str:
+    """Write a layout out, without repetitions and commas.
+
+    Raises ExecutionError, with the position, where it is not well formed.
+    """
+    written, at = "", 0
+    opened: list[tuple[int, str]] = []  # where, and what was written before
+    while at < len(layout):
+        start, letter = at, layout[at]
+        at += 1
+        if letter == "(":
+            opened.append((start, written))
+            written = ""
+            continue
+        if letter == ")":
+            if not opened:
+                raise _error(layout, start, "this parenthesis was never opened")
+            unit, written = written, opened.pop()[1]
+        elif letter in ", ":
+            unit = ""
+        elif letter in _LETTERS:
+            unit = letter
+        else:
+            raise _error(
+                layout, start, f"{letter!r} is none of E, t, m, L, |, a comma, a parenthesis or *n"
+            )
+        if times := re.compile(r"\*([0-9]*)").match(layout, at):
+            number = int(times[1][:9] or 0)
+            if not unit or not number:
+                raise _error(layout, at, "* follows what is repeated, and a number follows it")
+            if len(unit) * number > _MOST:
+                raise _error(layout, at, f"that makes more than {_MOST} letters")
+            unit *= number
+            at = times.end()
+        written += unit
+    if opened:
+        raise _error(layout, opened[-1][0], "this parenthesis is never closed")
+    return written
+
+
+def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Span, ...]:
+    """Find the layers of each stage that a layout asks for.
+
+    Raises ExecutionError where it is not well formed, or its letters don't fit the layers or the
+    number of stages.
+    """
+    parts = written_out(layout).split("|")
+    if len(parts) != stages:
+        raise ExecutionError(
+            f"the layout {layout!r} has {len(parts)} stages, but the schedule has {stages}"
+        )
+    for stage, part in enumerate(parts):
+        if not part:
+            raise ExecutionError(f"the layout {layout!r} leaves stage {stage} empty")
+    sizes = iter(_sizes(layout, "".join(parts), layers))
+    ends = accumulate(sum(islice(sizes, len(part))) for part in parts)
+    spans = tuple(pairwise([0, *ends]))
+    for stage, (first, end) in enumerate(spans):
+        if first == end:
+            raise ExecutionError(
+                f"the layout {layout!r} leaves stage {stage} empty: {parts[stage]} stands for the "
+                f"loss alone, as no layer follows {layers[-1]}"
+            )
+    return spans
+
+
+def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
+    """How many layers each letter stands for."""
+    blocks, predictions = letters.count("t"), letters.count("m")
+    if letters != f"E{'t' * blocks}{'m' * predictions}L":
+        raise ExecutionError(
+            f"the layout {layout!r} must begin with one E and end with one L, and have its t "
+            "before its m"
+        )
+    kinds = [type_name(layer.given) for layer in layers]
+    runs = groupby(range(len(kinds)), key=kinds.__getitem__)
+    longest = max((list(run) for _, run in runs), key=len)  # of several the first
+    first, length = longest[0], len(longest)
+    rest = len(layers) - first - length - predictions
+    if length == blocks and first and rest >= 0:
+        return [first, *[1] * (blocks + predictions), rest]
+    if len(layers) != len(letters):
+        run = f"{layers[first].name} to {layers[longest[-1]].name}"
+        raise ExecutionError(
+            f"the layout {layout!r} has {blocks} t and {predictions} m, but of {len(layers)} "
+            f"layers the longest run of one class is {length} × {kinds[first]}, layers {run}, with "
+            f"{first} before it and {len(layers) - first - length} after; t stands for a layer of "
+            "that run, E for all before, m for one layer after it, and L for the rest"
+        )
+    return [1] * len(letters)
+
+
+def _error(layout: str, at: int, reason: str) -> ExecutionError:
+    return ExecutionError(f"the layout {layout!r}, at position {at + 1}: {reason}")

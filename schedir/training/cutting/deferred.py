@@ -1,9 +1,10 @@
-"""Layers that are made later, and only where they are owned."""
+"""Deferred layers, which are made later, and only where they are owned."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -25,7 +26,7 @@ class Deferred:
     use: Callable[..., Any] | None = None
 
     def tied(self, key: str, use: Callable[..., Any] | None = None) -> Deferred:
-        """One of the layers that share all their parameters, as all with the same `key` do.
+        """Tie the layer to others: all with the same `key` share all their parameters.
 
         They are made alike, and their weights are those of the seed for the key. `use(layer, x)`
         is what is called instead of `layer(x)`: an embedding's transposed weight for a head, say.
@@ -59,7 +60,7 @@ def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
 
 @attrs.frozen
 class Making:
-    """How layers are made here: on which device, and by whose initial values.
+    """Makes layers for good: on which device, from which seed, and with which initial values.
 
     Where there is an `init`, layers are made on the device meta, get memory on `device`, and
     `init` is called with every module in them.
@@ -70,35 +71,32 @@ class Making:
     init: Callable[[nn.Module], object] | None = None
 
     def made(self, name: str, layer: Deferred) -> Any:
-        """The layer, for good, whatever random numbers were drawn before."""
-        with rng(self.seed, _number(layer.key or name), 0, 0):
+        """Make a layer, whatever random numbers were drawn before."""
+        with rng(self.seed, number_of(layer.key or name), 0, 0):
             if self.init is not None:
                 made = skeleton(name, layer)
-                if isinstance(made, nn.Module):
-                    made = self._filled(name, made, self.init)
-                return made
-            if self.device is None:
-                return called(name, layer)
-            with self.device:
-                made = called(name, layer)
-            return made.to(self.device) if isinstance(made, nn.Module) else made
+                return self._filled(name, made, self.init) if isinstance(made, nn.Module) else made
+            with self.device or nullcontext():
+                made = _called(name, layer)
+            return self._moved(made) if isinstance(made, nn.Module) else made
 
     def settled(self, name: str, layer: nn.Module) -> nn.Module:
-        """A layer that was made before: on the device, and with values if it was made on meta."""
+        """Move a layer that was made before to the device; one on meta gets values."""
         if self.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
-            with rng(self.seed, _number(name), 0, 0):
+            with rng(self.seed, number_of(name), 0, 0):
                 return self._filled(name, layer, self.init)
+        return self._moved(layer)
+
+    def _moved(self, layer: nn.Module) -> nn.Module:
         return layer if self.device is None else layer.to(self.device)
 
     def _filled(
         self, name: str, layer: nn.Module, init: Callable[[nn.Module], object]
     ) -> nn.Module:
-        """A layer on meta gets memory, in which every tensor still shows that it is unset."""
-        names: dict[int, list[str]] = {}
-        for tensor_name, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(tensor_name)
+        """Give a layer on meta memory and values, and raise where one is left unset."""
+        shared = tied_names(layer)
         layer.to_empty(device=self.device or torch.get_default_device())
-        for first, *others in names.values():  # to_empty parts what is one parameter
+        for first, *others in shared:  # to_empty parts what is one parameter
             for other in others:
                 path, _, last = other.rpartition(".")
                 setattr(layer.get_submodule(path), last, layer.get_parameter(first))
@@ -107,12 +105,8 @@ class Making:
                 tensor.fill_(_unset(tensor))
             for module in layer.modules():
                 init(module)
-        left = [
-            tensor_name
-            for tensor_name, tensor in _tensors(layer).items()
-            if tensor.numel() and _is_unset(tensor)
-        ]
-        if left:
+        tensors = _tensors(layer).items()
+        if left := [key for key, tensor in tensors if tensor.numel() and _is_unset(tensor)]:
             raise ExecutionError(
                 f"layer {name}: init has given no values to {', '.join(left)}, which has none of "
                 "its own as it was made on the device meta"
@@ -121,13 +115,13 @@ class Making:
 
 
 def skeleton(name: str, layer: Deferred) -> Any:
-    """The layer on the device meta: its shapes, and no memory.
+    """Make a layer on the device meta: it has shapes, and no memory.
 
     Raises ExecutionError where it can't be made there.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            return called(name, layer)
+            return _called(name, layer)
         except ExecutionError:
             raise
         except Exception as error:
@@ -139,8 +133,8 @@ def skeleton(name: str, layer: Deferred) -> Any:
             ) from error
 
 
-def called(name: str, layer: Deferred) -> Any:
-    """What the layer's function makes."""
+def _called(name: str, layer: Deferred) -> Any:
+    """Make the layer."""
     made = layer.make(*layer.args, **layer.kwargs)
     if not callable(made):
         raise ExecutionError(
@@ -150,7 +144,7 @@ def called(name: str, layer: Deferred) -> Any:
 
 
 def type_name(layer: object) -> str:
-    """What a layer is called by: its class, or its function's name, or what makes it."""
+    """The name of a layer's class, or of its function, or of what makes it."""
     if isinstance(layer, Deferred):
         layer = layer.make
     if isinstance(layer, nn.Module):
@@ -158,9 +152,17 @@ def type_name(layer: object) -> str:
     return getattr(layer, "__name__", type(layer).__name__)
 
 
-def _number(name: str) -> int:
-    """One for each name; `hash` differs from process to process."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+def number_of(text: str) -> int:
+    """Give each text a number of its own; `hash` differs from process to process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The parameters that a model has under several names, by these."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
@@ -168,7 +170,7 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _unset(tensor: Tensor) -> float | int | bool:
-    """A value that no init gives to all of a tensor."""
+    """A value that no init gives to a whole tensor."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

@@ -1,10 +1,18 @@
-"""A model as a list of layers, each with its name in the whole."""
+"""A model as a list of layers, each with its name in the whole, and skip connections among them.
+
+A value is put aside at one layer, `stash`, and taken up at a later one, `pop`. Between the two it
+crosses the boundaries of stages beside the layers' own values, so that any cut computes the same.
+The idea is torchgpipe's `@skippable` (Kim et al., arXiv 2004.09910, section 3.3), where the value
+goes straight to the stage that takes it up; here it goes along the pipeline, whose neighbours alone
+talk to each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dis import get_instructions
 from functools import partial
+from itertools import accumulate
 from types import CellType
 from typing import Any, TypeAlias
 
@@ -13,15 +21,56 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.deferred import Deferred, type_name
-from schedir.training.cutting.skips import Pop, Stash
 
 Layers: TypeAlias = nn.Sequential | Sequence[Any] | Mapping[str, Any]
 """Modules, functions and deferred layers, in the order in which they run."""
 
 
 @attrs.frozen(eq=False)
+class Stash:
+    """Puts the present value aside under a name, and passes it on."""
+
+    name: str
+
+
+@attrs.frozen(eq=False)
+class Pop:
+    """Joins the present value with the one that was put aside under a name."""
+
+    name: str
+    join: Callable[[Any, Any], Any]
+
+
+def stash(name: str) -> Stash:
+    """A layer for `partition` that puts the present value aside for a later `pop(name, …)`."""
+    return Stash(_checked(name))
+
+
+def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
+    """A layer for `partition` whose value is `join(present, put aside)`, such as
+    `pop("in", torch.add)`.
+
+    `join` is a function without parameters of its own. What was put aside is kept until the last
+    `pop` of its name, or until the name is put aside anew.
+
+    Raises ExecutionError where `join` is not callable.
+    """
+    if not callable(join):
+        raise ExecutionError(
+            f"pop({name!r}) needs a function of both values, not {type(join).__name__}"
+        )
+    return Pop(_checked(name), join)
+
+
+def _checked(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ExecutionError(f"what is put aside needs a name, a string, not {name!r}")
+    return name
+
+
+@attrs.frozen(eq=False)
 class Layer:
-    """One of a list, by its name in the whole model."""
+    """One layer of a list, with its name in the whole model."""
 
     name: str
     given: Any
@@ -33,7 +82,7 @@ class Layer:
 
 
 def layers_of(given: Layers) -> list[Layer]:
-    """The layers by name: those of an `nn.Sequential` as in its state dict, those of a sequence by
+    """Name the layers: those of an `nn.Sequential` as in its state dict, those of a sequence by
     position, those of a mapping by key.
 
     Raises ExecutionError where there is none, or one is no layer.
@@ -54,8 +103,40 @@ def layers_of(given: Layers) -> list[Layer]:
     found = [Layer(name, layer) for name, layer in named]
     for layer in found:
         _check(layer)
-    _check_names([layer.name for layer in found])
+    names = dict.fromkeys(layer.name for layer in found)
+    for name in names:
+        for outer in accumulate(name.split("."), "{}.{}".format):
+            if outer in names and outer != name:
+                raise ExecutionError(
+                    f"layers {outer} and {name} can't both be named so: the latter's parameters "
+                    "would have names of the former's"
+                )
     return found
+
+
+def kept_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
+    """The names of values put aside before each layer and taken up at that layer or later.
+
+    Raises ExecutionError where nothing is taken up, or nothing has been put aside.
+    """
+    wanted: dict[str, int] = {}
+    kept: list[tuple[str, ...]] = [()] * len(layers)
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        if isinstance(layer, Stash) and wanted.pop(layer.name, None) is None:
+            raise ExecutionError(
+                f"layer {number} puts {layer.name!r} aside, but no later layer takes it up by "
+                f"pop({layer.name!r}, …)"
+            )
+        if isinstance(layer, Pop):
+            wanted[layer.name] = number
+        kept[number] = tuple(sorted(wanted))
+    for name, number in wanted.items():
+        raise ExecutionError(
+            f"layer {number} takes up {name!r}, which no earlier layer puts aside by "
+            f"stash({name!r})"
+        )
+    return kept
 
 
 def _check(layer: Layer) -> None:
@@ -71,9 +152,14 @@ def _check(layer: Layer) -> None:
             f"layer {layer.name} is no module, function or deferred layer, but "
             f"{type(layer.given).__name__}"
         )
-    function = _function(layer.given)
-    held = None if function is None else _brought_along(function)
-    if held is not None:
+    function = layer.given
+    if isinstance(function, Pop):
+        function = function.join
+    elif isinstance(function, Deferred):
+        function = function.use
+    if function is None or isinstance(layer.given, (nn.Module, Stash)):
+        return
+    if (held := _brought_along(function)) is not None:
         what = f"the module {type(held).__name__}" if isinstance(held, nn.Module) else "a parameter"
         raise ExecutionError(
             f"layer {layer.name} is a function that uses {what}, which its stage would neither "
@@ -82,17 +168,8 @@ def _check(layer: Layer) -> None:
         )
 
 
-def _function(given: object) -> Any:
-    """What is called in a layer that is no module, if anything is."""
-    if isinstance(given, Pop):
-        return given.join
-    if isinstance(given, Deferred):
-        return given.use
-    return None if isinstance(given, (nn.Module, Stash)) else given
-
-
 def _brought_along(function: Any) -> nn.Module | Tensor | None:
-    """What has parameters and is brought along by a function, if that can be seen."""
+    """Find a module or parameter that a function closes over or reads as a global, if any."""
     if isinstance(function, partial):
         inside = [function.func, *function.args, *function.keywords.values()]
     else:
@@ -108,21 +185,8 @@ def _brought_along(function: Any) -> nn.Module | Tensor | None:
 
 
 def _of_globals(function: Any) -> list[object]:
-    """The globals that a function reads: in a script most of what it brings along are such."""
+    """The globals that a function reads, as functions of a script do."""
     if not hasattr(function, "__code__"):
         return []
     read = (step.argval for step in get_instructions(function) if step.opname == "LOAD_GLOBAL")
     return [function.__globals__[name] for name in read if name in function.__globals__]
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """No name may lead into another layer: their parameters' names would not be told apart."""
-    known = set(names)
-    for name in names:
-        parts = name.split(".")
-        for length in range(1, len(parts)):
-            if (outer := ".".join(parts[:length])) in known:
-                raise ExecutionError(
-                    f"layers {outer} and {name} can't both be named so: the latter's parameters "
-                    "would have names of the former's"
-                )

@@ -1,10 +1,10 @@
-"""The stages of one process, as the executor takes them, and what all stages got."""
+"""The stages of one process, as the executor takes them, with a summary of all stages."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -15,10 +15,13 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.arguments import TieOf
 
+Span = tuple[int, int]
+"""The layers of one stage: its first, and the one after its last."""
+
 
 @attrs.frozen
 class StageSummary:
-    """What one stage of a model got.
+    """The layers and parameters that one stage of a model has.
 
     `layers` are their names in the whole model, `parameters` how many numbers they hold, and `cost`
     what the cut went by, where that was something else. `kinds` are the layers' classes, or what
@@ -74,19 +77,33 @@ def _line(stage: int, of: StageSummary) -> str:
 
 
 def _run(names: Sequence[str], kind: str) -> str:
-    """Neighbours of one kind."""
+    """Name neighbouring layers of one kind."""
     return f"{names[0]} {kind}" if len(names) == 1 else f"{names[0]} to {names[-1]} {kind}"
 
 
+def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
+    """Find the parameters that several stages hold, by stage and name.
+
+    `held` are a stage, which parameter it holds, and the parameter's name there; of several names
+    of one parameter in a stage, the first counts.
+    """
+    names: dict[Hashable, dict[int, str]] = {}
+    for stage, parameter, name in held:
+        names.setdefault(parameter, {}).setdefault(stage, name)
+    return tuple(sorted(of.items()) for of in names.values() if len(of) > 1)
+
+
 def whole_name(name: str) -> str:
-    """The name in the whole model: without what torch.compile puts before it, and torch.export
-    behind a module that is called again."""
+    """Name a tensor as the whole model does, without what torch.compile puts before its name, and
+    torch.export behind that of a module that is called again."""
     return re.sub(r"@\d+(?=\.|$)", "", name.replace("_orig_mod.", ""))
 
 
 def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:
-    """The stages that this process holds: those of `rank`, by default the rank that torchrun gave
-    it, and all where nobody did, as for `Executor(…, in_process=True)`.
+    """List the stages that this process holds.
+
+    They are those of `rank`, by default the rank that torchrun gave it, and all where nobody did,
+    as for `Executor(…, in_process=True)`.
 
     Raises ExecutionError where the number of processes is not that of the schedule's ranks, so that
     only the caller can know the rank: that of a mesh is `mesh.get_local_rank("pp")`.

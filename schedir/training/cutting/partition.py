@@ -1,4 +1,4 @@
-"""A list of layers becomes the stages of a schedule."""
+"""Cut a list of layers into the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.training.cutting.chain import Chain, Link
-from schedir.training.cutting.choosing import Cut, cut_of
-from schedir.training.cutting.cuts import Span
+from schedir.training.cutting.cuts import cut_of
 from schedir.training.cutting.deferred import Deferred, Making, type_name
-from schedir.training.cutting.layers import Layer, Layers, layers_of
-from schedir.training.cutting.sharing import Copier, Inventory, inventory_of
-from schedir.training.cutting.skips import Pop, Stash, kept_before
-from schedir.training.cutting.stages import Stages, StageSummary, held_stages
+from schedir.training.cutting.layers import Layer, Layers, Pop, Stash, kept_before, layers_of
+from schedir.training.cutting.shared_parameters import (
+    Inventory,
+    inventory_of,
+    with_own_parameters,
+)
+from schedir.training.cutting.stage_module import Link, StageModule
+from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages
 
 
 def partition(
@@ -73,34 +75,38 @@ def partition(
     number = stages.stages if isinstance(stages, Schedule) else stages
     kept = kept_before([layer.given for layer in listed])
     inventory = inventory_of(listed)
-    cut = cut_of(inventory, number, by, costs, boundaries)
+    spans, told = cut_of(inventory, number, by, costs, boundaries)
     if isinstance(stages, Schedule):
         here: Sequence[int] = held_stages(stages, rank)
     elif rank is None:
         here = range(number)
     else:
         raise ExecutionError("rank= says whose stages to make of a schedule; a number has no ranks")
-    ties = inventory.ties(cut.spans)
+    ties = inventory.ties(spans)
     if init is not None:
         _check_untied(inventory)
     making = Making(seed, torch.device(device) if device is not None else None, init)
-    copier = Copier()
-    modules = {stage: chain_of(listed, stage, cut.spans, kept, making, copier) for stage in here}
-    return Stages(modules, ties, tuple(map(_summary(inventory, cut), range(number))))
+    own = with_own_parameters(listed, spans, here)
+    summaries = tuple(
+        StageSummary(
+            tuple(layer.name for layer in listed[first:end]),
+            inventory.parameters((first, end)),
+            None if told is None else sum(told[first:end]),
+            tuple(type_name(layer.given) for layer in listed[first:end]),
+        )
+        for first, end in spans
+    )
+    modules = {stage: stage_module(own, spans[stage], kept, making) for stage in here}
+    return Stages(modules, ties, summaries)
 
 
-def chain_of(
-    listed: Sequence[Layer],
-    stage: int,
-    spans: Sequence[Span],
-    kept: Sequence[tuple[str, ...]],
-    making: Making,
-    copier: Copier,
-) -> Chain:
-    """The module of one stage."""
-    first, end = spans[stage]
+def stage_module(
+    listed: Sequence[Layer], span: Span, kept: Sequence[tuple[str, ...]], making: Making
+) -> StageModule:
+    """Make the module of one stage."""
+    first, end = span
     modules: dict[str, nn.Module] = {}
-    tied: dict[str, object] = {}
+    made: dict[object, object] = {}
     links = []
     for layer in listed[first:end]:
         given, use = layer.given, None
@@ -108,15 +114,12 @@ def chain_of(
             links.append(Link(layer.name, str(layer), skip=given))
             continue
         if isinstance(given, Deferred):
-            use = given.use
-            if given.key is None:
-                given = making.made(layer.name, given)
-            else:
-                if given.key not in tied:
-                    tied[given.key] = making.made(layer.name, given)
-                given = tied[given.key]
+            use, key = given.use, given.key or layer
+            if key not in made:
+                made[key] = making.made(layer.name, given)
+            given = made[key]
         elif isinstance(given, nn.Module):
-            given = making.settled(layer.name, copier.own(stage, given))
+            given = making.settled(layer.name, given)
         if isinstance(given, nn.Module):
             modules[layer.name] = given
             links.append(Link(layer.name, str(layer), use=use))
@@ -124,25 +127,11 @@ def chain_of(
             links.append(Link(layer.name, str(layer), function=given))
     before = f"layer {listed[first - 1]}" if first else "the model's input"
     leaves = kept[end] if end < len(listed) else ()
-    return Chain(tuple(links), modules, before, kept[first], leaves)
-
-
-def _summary(inventory: Inventory, cut: Cut) -> Callable[[int], StageSummary]:
-    def of(stage: int) -> StageSummary:
-        span = cut.spans[stage]
-        held = inventory.layers[slice(*span)]
-        return StageSummary(
-            tuple(layer.name for layer in held),
-            inventory.parameters(span),
-            None if cut.costs is None else sum(cut.costs[slice(*span)]),
-            tuple(type_name(layer.given) for layer in held),
-        )
-
-    return of
+    return StageModule(tuple(links), modules, before, kept[first], leaves)
 
 
 def _check_untied(inventory: Inventory) -> None:
-    """Copies of a parameter that are made from meta apart would begin with different values."""
+    """Raise ExecutionError where layers on meta share a parameter, as init gives it two values."""
     seen: dict[object, Layer] = {}
     for layer, held in zip(inventory.layers, inventory.holdings, strict=True):
         if not isinstance(layer.given, nn.Module) or not any(

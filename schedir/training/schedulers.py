@@ -1,4 +1,4 @@
-"""Learning rates over a training."""
+"""Learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schedir.errors import ExecutionError
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float = 0.0) -> LambdaLR:
-    """A scheduler that is stepped once after each step: up in a line, down along half a cosine.
+    """Make a scheduler, stepped once after each step: up in a line, down along half a cosine.
 
     Over `warmup` steps the learning rate rises to the optimiser's own, which step number `warmup`
     is the first to have; it has fallen to `floor` times that after `steps` steps in all, and stays

@@ -1,8 +1,10 @@
-"""A Hugging Face model, given or made of its config on meta; what can't be cut is refused."""
+"""Make Hugging Face models, and copies of them on meta; refuse models that can't be cut."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -10,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.configs import be_quiet
-from schedir.training.pretrained.copies import on_meta
 
 
 @attrs.frozen(eq=False)
 class Model:
-    """A model: as an instance of it has been given (`real`), and on meta, as an outline of it."""
+    """A model on meta (`skeleton`), and the instance that was given (`real`), if any."""
 
     skeleton: Any
     real: nn.Module | None
@@ -28,7 +28,7 @@ class Model:
 
 
 def model_of(model_or_config: Any, model_class: Any) -> Model:
-    """The model that the user means.
+    """Find the model that the user means.
 
     Raises ExecutionError for what is none, and for the kinds of models that can't be cut.
     """
@@ -63,9 +63,86 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
             "stages_of takes a model of transformers or its config, not "
             f"{type(model_or_config).__name__}; partition cuts other models"
         )
-    _refuse(found)
-    be_quiet(found.skeleton)
+    config = found.skeleton.config
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder's stages take more than the hidden states of the one before"
+    elif getattr(config, "output_router_logits", False):
+        reason = (
+            "output_router_logits adds the balance of all blocks' experts to the loss, and no "
+            "stage has them all; set it to False, to train without that loss"
+        )
+    elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
+        reason = "layerdrop leaves out blocks at random; set it to 0"
+    if reason is not None:
+        raise ExecutionError(f"{found.kind} can't be cut: {reason}")
+    # What it returns is to be its output alone, by name: no key-value cache, no hidden states.
+    for config in _configs_of(found.skeleton):
+        config.use_cache = config.output_attentions = config.output_hidden_states = False
+        config.return_dict = True
     return found
+
+
+def small_inputs(model: Model) -> dict[str, Tensor]:
+    """Make inputs of a small microbatch of the model, without values.
+
+    Raises ExecutionError for a model of other inputs than tokens or images.
+    """
+    config, name = model.skeleton.config, model.skeleton.main_input_name
+    meta = torch.device("meta")
+    rows = 5  # unlike any pair that the model's code may take apart
+    if name == "input_ids":
+        return {name: torch.empty(rows, 8, dtype=torch.long, device=meta)}
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        return {name: torch.empty(rows, channels, height, width, device=meta)}
+    raise ExecutionError(
+        f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
+        "images (pixel_values) can be"
+    )
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Copy a model without memory for its tensors, and without hooks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    like = copy.deepcopy(model, {id(t): empty_like(t, torch.device("meta")) for t in tensors})
+    for module in like.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            getattr(module, name).clear()
+    return like
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Make a tensor or parameter like another, unset, with the attributes put on that."""
+    like = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        like = nn.Parameter(like, tensor.requires_grad)
+    like.__dict__.update(tensor.__dict__)
+    return like
+
+
+def within(name: str, parts: Iterable[str]) -> bool:
+    """Whether a name is that of some parts of a model, or lies in one of them."""
+    return f"{name}.".startswith(tuple(f"{part}." for part in parts))
+
+
+@contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Let a mixture of experts run on fake tensors meanwhile.
+
+    Which expert takes which token is a value; in this way of transformers' no shape depends on it.
+    """
+    found = [(one, getattr(one, "_experts_implementation", None)) for one in _configs_of(model)]
+    before = [(config, way) for config, way in found if way is not None]
+    try:
+        for config, _ in before:
+            config._experts_implementation = "batched_mm"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation = implementation
 
 
 def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
@@ -86,38 +163,7 @@ def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
     )
 
 
-def _refuse(model: Model) -> None:
-    config = model.skeleton.config
-    reason = None
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "an encoder-decoder's stages take more than the hidden states of the one before"
-    elif getattr(config, "output_router_logits", False):
-        reason = (
-            "output_router_logits adds the balance of all blocks' experts to the loss, and no "
-            "stage has them all; set it to False, to train without that loss"
-        )
-    elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
-        reason = "layerdrop leaves out blocks at random; set it to 0"
-    if reason is not None:
-        raise ExecutionError(f"{model.kind} can't be cut: {reason}")
-
-
-def small_inputs(model: Model) -> dict[str, Tensor]:
-    """What a small microbatch of the model looks like, without values.
-
-    Raises ExecutionError for a model of other inputs than tokens or images.
-    """
-    config, name = model.skeleton.config, model.skeleton.main_input_name
-    meta = torch.device("meta")
-    rows = 5  # unlike any pair that the model's code may take apart
-    if name == "input_ids":
-        return {name: torch.empty(rows, 8, dtype=torch.long, device=meta)}
-    if name == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        return {name: torch.empty(rows, channels, height, width, device=meta)}
-    raise ExecutionError(
-        f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
-        "images (pixel_values) can be"
-    )
+def _configs_of(model: nn.Module) -> list[Any]:
+    """The configs that a model and its parts go by."""
+    held = [module.config for module in model.modules() if hasattr(module, "config")]
+    return list({id(config): config for config in held}.values())

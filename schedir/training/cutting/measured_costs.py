@@ -1,9 +1,9 @@
-"""What each layer of a model costs, by the clock."""
+"""Measure what each layer of a model costs, by the clock."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
+from schedir.ir import is_number
 from schedir.runtime import rng
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.processes import clocks
+from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.groups import init_process_group
 from schedir.training.cutting.deferred import Making
-from schedir.training.cutting.layers import Layer, Layers, layers_of
-from schedir.training.cutting.partitioning import chain_of
-from schedir.training.cutting.sharing import Copier
-from schedir.training.cutting.skips import kept_before
+from schedir.training.cutting.layers import Layers, kept_before, layers_of
+from schedir.training.cutting.partition import stage_module
 
 
 def measured_costs(
@@ -36,7 +36,7 @@ def measured_costs(
     device: torch.device | str | None = None,
     repeats: int = 5,
 ) -> list[float]:
-    """The seconds that each layer takes, forward and backward: `costs=` of `partition`.
+    """Measure the seconds that each layer takes, forward and backward: `costs=` of `partition`.
 
     `inputs` is a microbatch of the size that will be trained. Layers run one after the other on
     what the one before gives, each once to warm up and then `repeats` times, of which the median
@@ -49,49 +49,56 @@ def measured_costs(
 
     Raises ExecutionError, on all, where a layer fails.
     """
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+    if not (is_number(repeats) and repeats):
         raise ExecutionError(f"repeats must be an int of at least 1, not {repeats!r}")
     listed = layers_of(layers)
+    kept = kept_before([layer.given for layer in listed])
     making = Making(seed, torch.device(device) if device is not None else None)
 
-    def measure() -> list[float]:
-        return _measured(listed, inputs, loss_fn, target, making, repeats)
-
-    return _of_the_first(measure)
-
-
-def _measured(
-    listed: Sequence[Layer],
-    inputs: Any,
-    loss_fn: LossFunction | None,
-    target: Any,
-    making: Making,
-    repeats: int,
-) -> list[float]:
-    # A model whose stages have one layer each.
-    spans = [(number, number + 1) for number in range(len(listed))]
-    kept = kept_before([layer.given for layer in listed])
-
     def timed(number: int, given: Any) -> tuple[float, Any]:
-        layer = chain_of(listed, number, spans, kept, making, Copier())
+        # As a stage of one layer, of which there is but one at a time.
+        layer = stage_module(listed, (number, number + 1), kept, making)
         return _timed(partial(convention_of(layer, given, None), layer), layer, given, repeats)
 
-    costs = []
-    value = inputs
-    with rng(making.seed, 0, 0, 0):
-        for number in range(len(listed)):
-            cost, value = timed(number, value)
-            costs.append(cost)
-        if loss_fn is not None:
-            held = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
-            costs[-1] += _timed(lambda x: loss_fn(x, target), held, value, repeats)[0]
+    def measure() -> list[float]:
+        costs = []
+        value = inputs
+        with rng(seed, 0, 0, 0):
+            for number in range(len(listed)):
+                cost, value = timed(number, value)
+                costs.append(cost)
+            if loss_fn is not None:
+                held = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+                costs[-1] += _timed(lambda x: loss_fn(x, target), held, value, repeats)[0]
+        return costs
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return measure()
+    made = not dist.is_initialized()
+    if made:
+        init_process_group(None)
+    try:
+        # The costs, or why there are none: the others wait for either.
+        told: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                told[0] = measure()
+            except Exception as error:
+                told[1] = str(error) if isinstance(error, ExecutionError) else describe(error)
+        dist.broadcast_object_list(told)
+    finally:
+        if made:
+            dist.destroy_process_group()
+    if told[1] is not None:
+        raise ExecutionError(told[1])
+    costs: list[float] = told[0]
     return costs
 
 
 def _timed(
     run: Callable[[Any], Any], module: nn.Module, given: Any, repeats: int
 ) -> tuple[float, Any]:
-    """The median seconds of a forward and its backward, and what the forward returns."""
+    """Measure the median seconds of a forward and its backward; returns the output as well."""
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     parameters = [p for p in module.parameters() if p.requires_grad]
     times = []
@@ -124,32 +131,3 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _synchronize() -> None:
     if torch.accelerator.current_accelerator(check_available=True) is not None:
         torch.accelerator.synchronize()
-
-
-def _of_the_first(measure: Callable[[], list[float]]) -> list[float]:
-    """What the first process measures, on all of them."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return measure()
-    made = not dist.is_initialized()
-    if made:
-        init_process_group(None)
-    try:
-        sent: list[Any] = [_told(measure) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(sent)
-    finally:
-        if made:
-            dist.destroy_process_group()
-    if isinstance(sent[0], Mapping):
-        raise ExecutionError(sent[0]["failed"])
-    costs: list[float] = sent[0]
-    return costs
-
-
-def _told(measure: Callable[[], list[float]]) -> list[float] | dict[str, str]:
-    """What was measured, or why it could not be: the others wait for either."""
-    try:
-        return measure()
-    except ExecutionError as error:
-        return {"failed": str(error)}
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}

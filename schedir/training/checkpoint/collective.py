@@ -1,4 +1,4 @@
-"""What processes do together outside of a step: each its part, and all fail where one does."""
+"""Work that all processes do together outside of a step: all fail where one does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from schedir.runtime.processes.failure import describe
 T = TypeVar("T")
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
-"""From what one process gives to what all give, on each: `executor.gather`."""
+"""Takes what one process gives, and returns what all give, on each: `executor.gather`."""
 
 
 def alone(value: Any) -> list[Any]:
-    """The `Gather` of a process that is on its own."""
+    """Gather where one process is on its own."""
     return [value]
 
 
 def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
-    """What each process's `part` returns, on all of them.
+    """Call `part` on each process, and return what all of them return, on each.
 
     Raises ExecutionError on all where the part of any fails, so that nobody waits for it, and the
     subclass of it that the part of the first such process raised.
@@ -29,10 +29,9 @@ def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
     try:
         value = part()
     except Exception as error:
-        failure = error
-    if failure is not None:
-        kind = type(failure) if isinstance(failure, ExecutionError) else ExecutionError
-        told = kind, str(failure) if isinstance(failure, SchedirError) else describe(failure)
+        failed_as = type(error) if isinstance(error, ExecutionError) else ExecutionError
+        text = str(error) if isinstance(error, SchedirError) else describe(error)
+        failure, told = error, (failed_as, text)
     found = gather((value, told))
     failed = {number: told for number, (_, told) in enumerate(found) if told is not None}
     if not failed:

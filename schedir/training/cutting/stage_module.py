@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.boundaries.calling import CallingConvention, convention_of
-from schedir.training.cutting.skips import Pop, Stash
+from schedir.training.cutting.layers import Pop, Stash
 
 _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What layers raise of an input that they do not take."""
@@ -21,7 +21,7 @@ _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError
 
 @attrs.frozen(eq=False)
 class Link:
-    """How one layer of a chain is called.
+    """One layer of a stage, and how it is called.
 
     `label` is what it is called in messages. It is a `function`, or moves a `skip`, or is a module,
     which is found by `name` at every call, so that it may be exchanged; `use`, if any, is called
@@ -35,8 +35,8 @@ class Link:
     skip: Stash | Pop | None = None
 
 
-class Chain(nn.Module):
-    """Layers one after the other, their parameters named as in the whole model.
+class StageModule(nn.Module):
+    """Calls layers one after the other; their parameters have the names of the whole model.
 
     Each is called as the executor calls stages: a tuple goes in by position and a mapping by
     keyword where forward takes it so, else as one argument; so what is computed does not depend on
@@ -101,34 +101,27 @@ class Chain(nn.Module):
             return link.use(layer, value, **beside or {})
         if isinstance(value, Tensor) and not beside:
             return layer(value)
-        return self._convention(link, layer, value, beside)(layer, value, beside)
-
-    def _convention(
-        self, link: Link, layer: Callable[..., Any], value: Any, beside: Mapping[str, Any] | None
-    ) -> CallingConvention:
-        """What `convention_of` says, which takes 30 µs, of any value of this form."""
-        form: object = tuple(value) if isinstance(value, Mapping) else None
-        if isinstance(value, (tuple, list)):
-            form = len(value)
+        # To find how a layer takes a value takes 30 µs; it is the same for all of one form.
+        form: object = None
+        if isinstance(value, (Mapping, tuple, list)):
+            form = tuple(value) if isinstance(value, Mapping) else len(value)
         key = link, type(layer), type(value), form, tuple(beside or ())
         if key not in self._conventions:
             self._conventions[key] = convention_of(layer, value, beside)
-        return self._conventions[key]
+        return self._conventions[key](layer, value, beside)
 
     def _layer(self, link: Link) -> Callable[..., Any]:
         return self.get_submodule(link.name) if link.function is None else link.function
 
     def _takers(self, beside: Mapping[str, Any]) -> dict[Link, dict[str, Any]]:
-        """Which layers take what the stage is given beside its input."""
+        """Find which layers take what the stage is given beside its input."""
         found = {}
         for link in self._links:
             if link.skip is None:
                 layer = link.use or self._layer(link)
-                key = link, type(layer)
-                if key not in self._names:
+                if (key := (link, type(layer))) not in self._names:
                     self._names[key] = _parameters(layer)
-                names = self._names[key]
-                found[link] = {name: beside[name] for name in beside if name in names}
+                found[link] = {x: beside[x] for x in beside if x in self._names[key]}
         untaken = set(beside).difference(*found.values())
         if untaken:
             raise ExecutionError(
@@ -139,7 +132,7 @@ class Chain(nn.Module):
 
 
 def _parameters(layer: Callable[..., Any]) -> frozenset[str]:
-    """The names of what a layer can be given."""
+    """The names of a layer's parameters, as a function."""
     try:
         function = layer.forward if isinstance(layer, nn.Module) else layer
         return frozenset(inspect.signature(function).parameters)
@@ -163,7 +156,7 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _described(value: Any) -> str:
-    """The shapes of what a layer is given."""
+    """Describe a layer's input by its types and shapes."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

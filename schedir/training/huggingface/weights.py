@@ -1,8 +1,7 @@
-"""Weights for what this process owns of a model on meta: the same for a seed, however it is cut."""
+"""Make weights for what this process owns of a model on meta, the same however it is cut."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.copies import empty_like
+from schedir.training.cutting.deferred import number_of
+from schedir.training.huggingface.models import empty_like, within
 
 
 def materialise(
@@ -26,17 +26,17 @@ def materialise(
 
     Raises ExecutionError for a model whose code leaves some as they are.
     """
-    real: dict[int, Tensor] = {}
+    wanted = [b for b in model.buffers() if b.is_meta]
     for name, p in model.named_parameters(remove_duplicate=False):
-        if any(name == o or name.startswith(f"{o}.") for o in owned) and id(p) not in real:
-            real[id(p)] = _filled(p, device)
+        if within(name, owned):
+            wanted.append(p)
+    real = {id(tensor): empty_like(tensor, device) for tensor in wanted}
+    for tensor in real.values():
+        if tensor.is_floating_point():  # so that one sees whether it was written
+            torch.nn.init.constant_(tensor, torch.nan)
     for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None and id(p) in real:
-                module._parameters[key] = real[id(p)]
-        for key, b in module._buffers.items():
-            if b is not None and b.is_meta:
-                module._buffers[key] = _filled(b, device)
+        for held in (module._parameters, module._buffers):
+            held.update((key, real[id(x)]) for key, x in held.items() if id(x) in real)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), _Seeds(model, seed):
         model.initialize_weights()
@@ -46,14 +46,6 @@ def materialise(
                 f"{kind} can't be made stage by stage: its code does not initialise {name}; give "
                 "stages_of an instance of the model"
             )
-
-
-def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor, of which one sees whether it was written."""
-    like = empty_like(tensor, device)
-    if like.is_floating_point():
-        torch.nn.init.constant_(like, torch.nan)
-    return like
 
 
 class _Seeds(TorchDispatchMode):
@@ -73,7 +65,6 @@ class _Seeds(TorchDispatchMode):
             first = args[0] if args else None
             storage = first.untyped_storage()._cdata if isinstance(first, Tensor) else None
             name = self._names.get(storage, "")
-            text = f"{self._seed} {self._draws[name]} {name}"
+            torch.manual_seed(number_of(f"{self._seed} {self._draws[name]} {name}"))
             self._draws[name] += 1
-            torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
         return func(*args, **(kwargs or {}))

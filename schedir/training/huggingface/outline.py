@@ -1,4 +1,4 @@
-"""What of a model stands before its blocks and what behind them, found by one run without values.
+"""Find what a model runs before its blocks and what behind them, by one run without values.
 
 The model runs once on fake tensors, which have shapes and gradients but no memory. It can be cut
 between two blocks where nothing but the hidden states leads from one to the next; whether that is
@@ -8,8 +8,9 @@ so, the gradients tell.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,13 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.errors import ExecutionError
-from schedir.training.pretrained.configs import without_values
-from schedir.training.pretrained.copies import on_meta, tied
-from schedir.training.pretrained.derived import Derived
+from schedir.training.cutting.deferred import tied_names
+from schedir.training.huggingface.models import on_meta, within, without_values
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
+_OF_SHAPES = frozenset(
+    [
+        *(f"{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")),
+        *(f"new_{what}" for what in ("zeros", "ones", "full", "empty", "empty_strided")),
+    ]
+)  # operations that read no values
 
 
 @attrs.frozen
@@ -53,22 +61,16 @@ class Outline:
     @property
     def ancestors(self) -> tuple[str, ...]:
         """The modules that the list of blocks is in, from the model itself down."""
-        parts = self.blocks.split(".")[:-1]
-        return tuple(".".join(parts[:i]) for i in range(len(parts) + 1))
-
-
-def count(parameters: Iterable[Tensor]) -> int:
-    """How many numbers parameters hold."""
-    return sum(p.numel() for p in parameters)
+        return _ancestors(self.blocks)
 
 
 def joined(*names: str) -> str:
-    """The name of a module in another one."""
+    """Join the names of a module and of one inside it."""
     return ".".join(filter(None, names))
 
 
 def blocks_of(model: nn.Module, kind: str) -> str:
-    """The name of the list of a model's blocks: as transformers' pipeline plan says
+    """Find the name of the list of a model's blocks: as transformers' pipeline plan says
     (`base_model_pp_plan`), else the largest list of modules.
 
     Raises ExecutionError where there is none.
@@ -79,13 +81,17 @@ def blocks_of(model: nn.Module, kind: str) -> str:
     planned = [name for name in getattr(model, "pp_plan", None) or {} if name in lists]
     if not lists:
         raise ExecutionError(f"{kind} can't be cut: it has no list of repeated blocks")
+
+    def size(name: str) -> int:
+        return sum(p.numel() for p in lists[name].parameters())
+
     # Of lists as large as each other, one is in the other and alone there; the outer comes first.
-    found: str = max(planned or lists, key=lambda name: count(lists[name].parameters()))
+    found: str = max(planned or lists, key=size)
     return found
 
 
 def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
-    """The outline of a model on meta; `inputs` are those of a small microbatch, on meta too.
+    """Find the outline of a model on meta, from `inputs` of a small microbatch, on meta too.
 
     Raises ExecutionError, which names what stands in the way, for a model that can't be cut.
     """
@@ -121,7 +127,7 @@ def faking(model: nn.Module) -> Iterator[None]:
 
 
 def fake_values(model: nn.Module) -> dict[str, Tensor]:
-    """Fake tensors for all of a model's."""
+    """Make a fake tensor for each of a model's."""
     tensors = fakes_of(dict(model.named_parameters()))
     for p in tensors.values():
         p.requires_grad_(p.is_floating_point())
@@ -129,7 +135,7 @@ def fake_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fakes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fake tensors on the CPU, such as others."""
+    """Make fake tensors like others, on the CPU."""
     return {
         name: torch.empty_like(x, device="cpu", requires_grad=False) for name, x in tensors.items()
     }
@@ -141,55 +147,58 @@ class _Tracer:
     def __init__(self, model: nn.Module, blocks: str, kind: str) -> None:
         self._model, self._name, self._kind = model, blocks, kind
         self._blocks: Sequence[nn.Module] = list(model.get_submodule(blocks).children())
-        self._entered: list[int] = []
-        self._left = 0
-        self._keywords: list[str | None] = []
-        self._values: list[int | None] = []
+        self._entered = 0
+        self._calls: list[Call] = []  # of the blocks that have been left
+        self._keyword: str | None = None
         self._hidden: Tensor | None = None
-        self._units = dict(_units(model, blocks))
+        self._above = _ancestors(blocks)
+        self._units = {
+            name: module
+            for above in self._above
+            for child, module in model.get_submodule(above).named_children()
+            if (name := joined(above, child)) not in (*self._above, blocks)
+        }
         self._called: dict[str, set[str]] = {name: set() for name in self._units}
         self._carries: set[str] = set()
-        self._computed = Derived()
+        self._computed = _Derived()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for i, block in enumerate(self._blocks):
-                for handle in (
-                    block.register_forward_pre_hook(self._entering(i), with_kwargs=True),
-                    block.register_forward_hook(self._leaving(i)),
-                ):
-                    stack.callback(handle.remove)
-            for name, unit in self._units.items():
-                stack.callback(unit.register_forward_hook(self._calling(name)).remove)
-            stack.enter_context(self._computed)
-            yield
+        handles = []
+        for i, block in enumerate(self._blocks):
+            entering, leaving = partial(self._entering, i), partial(self._leaving, i)
+            handles.append(block.register_forward_pre_hook(entering, with_kwargs=True))
+            handles.append(block.register_forward_hook(leaving))
+        for name, unit in self._units.items():
+            handles.append(unit.register_forward_hook(partial(self._calling, name)))
+        try:
+            with self._computed:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _entering(self, i: int) -> Any:
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._entered != list(range(i)) or self._left != i:
-                raise self._refusal(
-                    f"the {len(self._blocks)} blocks of {self._name} do not run one after the "
-                    "other, each once"
-                )
-            self._entered.append(i)
-            name = self._hidden_of(i, args, kwargs)
-            self._keywords.append(name)
-            hidden = args[0] if name is None else kwargs[name]
-            if i and hidden is not self._hidden:
-                raise self._refusal(
-                    f"it works on the hidden states between blocks {i - 1} and {i} of {self._name}"
-                )
-            if i:
-                return None
-            # Behind a new leaf, whatever else of the beginning reaches the end is seen.
-            self._start = hidden
-            leaf = hidden.detach().requires_grad_()
-            if name is None:
-                return (leaf, *args[1:]), kwargs
-            return args, {**kwargs, name: leaf}
-
-        return entering
+    def _entering(
+        self, i: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._entered == len(self._calls) == i:
+            raise self._refusal(
+                f"the {len(self._blocks)} blocks of {self._name} do not run one after the other, "
+                "each once"
+            )
+        self._entered += 1
+        name = self._keyword = self._hidden_of(i, args, kwargs)
+        hidden = args[0] if name is None else kwargs[name]
+        if i and hidden is not self._hidden:
+            raise self._refusal(
+                f"it works on the hidden states between blocks {i - 1} and {i} of {self._name}"
+            )
+        if i:
+            return None
+        # Behind a new leaf, whatever else of the beginning reaches the end is seen.
+        self._start = hidden
+        leaf = hidden.detach().requires_grad_()
+        return ((leaf, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: leaf})
 
     def _hidden_of(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Under which name a block is given the hidden states, None for the first position; they
@@ -211,55 +220,37 @@ class _Tracer:
             raise self._refusal(f"block {i} of {self._name} is not given hidden states, one tensor")
         return hidden
 
-    def _leaving(self, i: int) -> Any:
-        def leaving(_: nn.Module, args: object, output: Any) -> None:
-            is_tuple = isinstance(output, tuple)
-            self._hidden = output[0] if is_tuple else output
+    def _leaving(self, i: int, _: nn.Module, args: object, output: Any) -> None:
+        is_tuple = isinstance(output, tuple)
+        self._hidden = output[0] if is_tuple else output
+        self._computed.add(output)
+        if not isinstance(self._hidden, Tensor):
+            raise self._refusal(
+                f"block {i} of {self._name} returns {type(output).__name__}, no hidden states"
+            )
+        beside = pytree.tree_leaves(output[1:]) if is_tuple else []
+        if not all(value is None or isinstance(value, Tensor) for value in beside):
+            raise self._refusal(
+                f"block {i} of {self._name} returns more than hidden states and attentions"
+            )
+        self._calls.append(Call(self._keyword, len(output) if is_tuple else None))
+
+    def _calling(self, name: str, _: nn.Module, args: object, output: Any) -> None:
+        after = len(self._calls) == len(self._blocks)
+        self._called[name].add("after" if after else "between" if self._entered else "before")
+        if any(x.requires_grad for x in _tensors_in(output)):
+            self._carries.add(name)
             self._computed.add(output)
-            if not isinstance(self._hidden, Tensor):
-                raise self._refusal(
-                    f"block {i} of {self._name} returns {type(output).__name__}, no hidden states"
-                )
-            beside = pytree.tree_leaves(output[1:]) if is_tuple else []
-            if not all(value is None or isinstance(value, Tensor) for value in beside):
-                raise self._refusal(
-                    f"block {i} of {self._name} returns more than hidden states and attentions"
-                )
-            self._values.append(len(output) if is_tuple else None)
-            self._left = i + 1
-
-        return leaving
-
-    def _calling(self, name: str) -> Any:
-        def calling(_: nn.Module, args: object, output: Any) -> None:
-            when = "between"
-            if not self._entered:
-                when = "before"
-            elif self._left == len(self._blocks):
-                when = "after"
-            self._called[name].add(when)
-            leaves = pytree.tree_leaves(output)
-            if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-                self._carries.add(name)
-                self._computed.add(output)
-
-        return calling
 
     def _refusal(self, reason: str) -> ExecutionError:
         return ExecutionError(f"{self._kind} can't be cut: {reason}")
 
     def outline(self, tensors: Mapping[str, Tensor], output: Any) -> Outline:
-        """What the run has shown. `tensors` are the model's, by name."""
-        if self._left != len(self._blocks):
-            raise self._refusal(f"it runs {self._left} of the {len(self._blocks)} {self._name}")
-        first, last = self._placed_units()
-        for name in _single_parameters(self._model, self._name):
-            (first if _reached({name: tensors[name]}, self._start) else last).add(name)
-        self._refuse_shortcuts(first, tensors, output)
-        calls = tuple(map(Call, self._keywords, self._values))
-        return Outline(self._name, frozenset(first), frozenset(last), calls)
-
-    def _placed_units(self) -> tuple[set[str], set[str]]:
+        """Tell the outline from the run. `tensors` are the model's, by name."""
+        if len(self._calls) != len(self._blocks):
+            raise self._refusal(
+                f"it runs {len(self._calls)} of the {len(self._blocks)} {self._name}"
+            )
         first: set[str] = set()
         last: set[str] = set()
         for name, unit in self._units.items():
@@ -270,25 +261,25 @@ class _Tracer:
                 first.add(name)
             elif called == {"after"} or holds:
                 last.add(name)
-        return first, last
-
-    def _refuse_shortcuts(
-        self, first: set[str], tensors: Mapping[str, Tensor], output: Any
-    ) -> None:
-        """Refuse a model whose end uses what its beginning computed, past the blocks."""
-        shared = {names[0] for names in tied(self._model)}
-        own = {
+        for above in self._above:
+            for own, _ in self._model.get_submodule(above).named_parameters(recurse=False):
+                name = joined(above, own)
+                (first if _reached({name: tensors[name]}, self._start) else last).add(name)
+        # What the beginning has computed may not be used behind the blocks.
+        shared = {names[0] for names in tied_names(self._model)}
+        begun = {
             name: tensors[name]
             for name, _ in self._model.named_parameters()
-            if name not in shared and any(name == f or name.startswith(f + ".") for f in first)
+            if name not in shared and within(name, first)
         }
-        for leaf in pytree.tree_leaves(dict(output)):
-            if isinstance(leaf, Tensor) and (found := _reached(own, leaf)):
+        for leaf in _tensors_in(dict(output)):
+            if found := _reached(begun, leaf):
                 raise self._refusal(f"what {found[0]} gives is used behind the blocks as well")
+        return Outline(self._name, frozenset(first), frozenset(last), tuple(self._calls))
 
 
 def _reached(parameters: Mapping[str, Tensor], result: Tensor) -> list[str]:
-    """Those of the parameters that a result has a gradient for."""
+    """The names of the parameters that a result has a gradient for."""
     own = {name: p for name, p in parameters.items() if p.requires_grad}
     if not own or not result.requires_grad:
         return []
@@ -298,18 +289,38 @@ def _reached(parameters: Mapping[str, Tensor], result: Tensor) -> list[str]:
     return [name for name, grad in zip(own, grads, strict=True) if grad is not None]
 
 
-def _units(model: nn.Module, blocks: str) -> Iterator[tuple[str, nn.Module]]:
-    parts = blocks.split(".")
-    for depth, child in enumerate(parts):
-        above = ".".join(parts[:depth])
-        for name, module in model.get_submodule(above).named_children():
-            if name != child:
-                yield joined(above, name), module
+def _ancestors(name: str) -> tuple[str, ...]:
+    """The names of the modules that one is in, from the whole down."""
+    parts = name.split(".")[:-1]
+    return tuple(".".join(parts[:depth]) for depth in range(len(parts) + 1))
 
 
-def _single_parameters(model: nn.Module, blocks: str) -> Iterator[str]:
-    parts = blocks.split(".")
-    for depth in range(len(parts)):
-        above = ".".join(parts[:depth])
-        for name, _ in model.get_submodule(above).named_parameters(recurse=False):
-            yield joined(above, name)
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class _Derived(TorchDispatchMode):
+    """Tracks, while it is entered, which tensors are computed from those that were added, by any
+    operation on their values, those that have no gradient among them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors: Any = WeakTensorKeyDictionary()
+
+    def add(self, value: Any) -> None:
+        """Count all tensors in `value`, however nested, among them."""
+        for tensor in _tensors_in(value):
+            self._tensors[tensor] = True
+
+    def any_in(self, value: Any) -> bool:
+        """Whether a tensor in `value` is one of them, or trained."""
+        return any(x.requires_grad or x in self._tensors for x in _tensors_in(value))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        reads_values = func.overloadpacket.__name__ not in _OF_SHAPES
+        if reads_values and any(x in self._tensors for x in _tensors_in((args, kwargs))):
+            self.add(result)
+        return result

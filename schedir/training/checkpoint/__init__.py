@@ -1,0 +1,1 @@
+"""Checkpoints: save a training under the whole model's names, and load it again."""

@@ -1,0 +1,396 @@
+"""Save and load a training, for any cut, number of ranks and schedule, or for a plain model.
+
+1f1b on 2 ranks ──save─┐     model.3.weight                      ┌─load──► pipedream on 3
+a plain model   ──save─┴──►  optimizer.state.3.weight.exp_avg ───┴─load──► a plain model
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from schedir.errors import ExecutionError
+from schedir.ir import is_number
+from schedir.runtime import Executor
+from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.processes.failure import describe
+from schedir.training.checkpoint.collective import Gather, alone, everywhere
+from schedir.training.checkpoint.optimizer_state import (
+    SECTION,
+    Kept,
+    Optimizers,
+    kept_of,
+    loads_of,
+    merged,
+)
+from schedir.training.checkpoint.storage import Stored, is_complete, packed, write
+from schedir.training.checkpoint.whole_names import LOSS, Held, Names, held_by, names_of
+
+_SHOWN = 5
+
+
+class Checkpoint:
+    """Saves all that a training needs to go on as if it had never stopped, in a folder.
+
+    `model` is an executor, or a plain model that one process trains without any: then `optimizer`
+    is its optimiser, over the loss's parameters too where `loss_fn` is a module. An executor knows
+    both (and takes `optimizer=` where the caller steps). What one has saved any other loads, under
+    another cut, schedule and number of ranks, as long as modules name what they hold as the whole
+    model does, which those of `partition` and `stages_of` do.
+
+    It holds weights and buffers; the optimisers' state and param groups, by the parameters' names;
+    the state of `scheduler`, of `batches`, and of `others`, by name; the number of the next step;
+    and the generators of torch, the device, Python and numpy. A training that goes on from it
+    equals one that was never interrupted, bit for bit and dropout included, if its executor has the
+    same `seed`. Gradients are not kept: save after a step that updates. To load drops those that
+    are there.
+
+    What several processes have is written once, by the first of them: replicas' weights and
+    statistics. A tied parameter has all its names, its optimiser state the first one. `scheduler`
+    and `others` are those of the first process, `batches` that of each pipeline's first stage; the
+    generators are those of every process, and where there are more now, the others go on as the
+    first of their pipeline does.
+
+    The files are those of torch.distributed.checkpoint, whose tools read them, in a folder that all
+    processes see. To load them runs no code that they may hold. Each has its SHA-256 saved with it,
+    in `.metadata`, so that what is not what was saved does not load.
+
+    Raises ExecutionError for what has no state to keep.
+    """
+
+    def __init__(
+        self,
+        model: Executor | nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Stateful | None = None,
+        batches: Stateful | None = None,
+        others: Mapping[str, Stateful] | None = None,
+        loss_fn: object = None,
+    ) -> None:
+        others = others or {}
+        for what, one in {"scheduler": scheduler, "batches": batches, **others}.items():
+            if one is not None and not hasattr(one, "load_state_dict"):
+                raise ExecutionError(
+                    f"{what} must have state_dict and load_state_dict, which {type(one).__name__} "
+                    "has not"
+                )
+        self._model, self._step = model, 0
+        self._scheduler, self._batches, self._others = scheduler, batches, others
+        self._optimizers: Optimizers
+        self._gather: Gather
+        if isinstance(model, Executor):
+            self._optimizers = _optimizers_of(model, optimizer, loss_fn)
+            self._gather, self._device = model.gather, model.device
+            self._place, self._feeds = (model.pipeline, model.rank), 0 in model.stages
+        elif isinstance(model, nn.Module):
+            self._optimizers = {} if optimizer is None else {"the model": optimizer}
+            devices = (tensor.device for tensor in model.parameters())
+            self._gather, self._device = alone, next(devices, torch.device("cpu"))
+            self._place, self._feeds = (0, 0), True
+        else:
+            raise ExecutionError(
+                "a checkpoint is of an Executor or a model, an nn.Module, not "
+                f"{type(model).__name__}"
+            )
+        self._held = held_by(model, loss_fn)
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, which seeds its forwards: `executor.steps`. Of a plain
+        model it is for the caller to count."""
+        return self._model.steps if isinstance(self._model, Executor) else self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if isinstance(self._model, Executor):
+            self._model.steps = number
+        elif is_number(number):
+            self._step = number
+        else:
+            raise ExecutionError(f"step must be an int of at least 0, not {number!r}")
+
+    @staticmethod
+    def is_at(path: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint was saved there whole; `load` says whether it is damaged since."""
+        return is_complete(Path(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all to a folder, which is made if need be; every rank calls it, between two steps.
+
+        A checkpoint that is there is replaced at the very end and at once: whenever this is
+        interrupted, the folder has the old one or the new one.
+
+        Raises ExecutionError, on all ranks, where it fails on any, and the old one stays: where a
+        name stands for different things in two stages, say, a state can't be kept, gradients of
+        `step(…, update=False)` wait for an update, or the folder is a file or can't be made.
+        """
+        accelerator_of(self._device).synchronize()
+        names = names_of(self._model, self._held, self._gather)
+        state: dict[str, Any] = {}
+        parts = dict(everywhere(self._gather, lambda: (self._place, self._put(state, names))))
+        number = list(parts).index(self._place)
+
+        def complete() -> None:
+            groups = set().union(*(part.groups for part in parts.values()))
+            if self._scheduler is not None and len(groups) > 1:
+                raise ExecutionError(
+                    f"the stages' optimizers have {' and '.join(map(str, sorted(groups)))} param "
+                    "groups, so a scheduler's state would depend on the cut; make as many for "
+                    "every stage, though one may be empty"
+                )
+            if number:
+                return
+            beside = {"step": self.step, "optimizer": merged(parts.values())}
+            if self._scheduler is not None:
+                beside["scheduler"] = type(self._scheduler).__name__
+                state["scheduler"] = _state(self._scheduler, "scheduler")
+            state["training"] = packed(beside, "the optimizer's state")
+            state["others"] = {name: _state(one, name) for name, one in self._others.items()}
+
+        everywhere(self._gather, complete)
+        write(Path(path), state, self._gather, number)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take all from a folder, in place; every rank calls it, and reads what it needs alone.
+
+        First all files are compared with their hashes, each by one of the ranks.
+
+        What the checkpoint has beyond that, such as an optimiser's state where there is no
+        optimiser here, is left alone.
+
+        Raises ExecutionError, on all ranks, where there is no complete checkpoint, a file of it is
+        missing, damaged, of another checkpoint or without a hash, or the checkpoint is of another
+        model, naming what is missing, unexpected and of another shape, of another optimiser
+        or other param groups, or without what is to be loaded; nothing has changed then.
+        """
+        self.step = self._load(Path(path), weights_only=False).training["step"]
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take the parameters and buffers alone: to evaluate, or to begin another training with.
+
+        Raises ExecutionError as `load`.
+        """
+        self._load(Path(path), weights_only=True)
+
+    def _put(self, state: dict[str, Any], names: Names) -> Kept:
+        """Put what this process is to write into `state`."""
+        if isinstance(self._model, Executor):
+            _check_updated(self._model)
+        for held in self._held:
+            if held.saves:
+                section = state.setdefault(held.section, {})
+                for name, value in held.state().items():
+                    section[name] = value if isinstance(value, Tensor) else packed(value, name)
+        saved = {p for held in self._held if held.saves for _, p in held.parameters()}
+        tensors, kept = kept_of(self._optimizers, names.aliases, saved)
+        state[SECTION] = {"state": tensors}
+        process = ".".join(map(str, self._place))
+        state["rng"] = {process: packed(_rng_state(self._device), "the RNG state")}
+        if self._feeds and self._batches is not None:
+            state["batches"] = {str(self._place[0]): _state(self._batches, "batches")}
+        packed(merged([kept]), "the optimizer's state")  # else it would fail on its way
+        return kept
+
+    def _load(self, folder: Path, weights_only: bool) -> Stored:
+        stored: Stored
+
+        def opened() -> tuple[tuple[int, int], bytes]:
+            nonlocal stored
+            stored = Stored(folder)
+            return self._place, stored.mark
+
+        marks = dict(everywhere(self._gather, opened))
+        first, *others = marks.values()
+        for process, mark in enumerate(others, 1):
+            if mark != first:
+                raise ExecutionError(
+                    f"the checkpoint in {folder} is another one for process {process} than for "
+                    "process 0: give a folder that all ranks see"
+                )
+        number = list(marks).index(self._place)
+        everywhere(self._gather, lambda: stored.check(number, len(marks)))
+        names = names_of(self._model, self._held, self._gather)
+        loads: list[Callable[[], object]] = []
+        everywhere(self._gather, lambda: loads.extend(self._loads(stored, names, weights_only)))
+
+        def load() -> None:
+            try:
+                for one in loads:
+                    one()
+            except Exception as error:
+                raise ExecutionError(
+                    f"{folder} could be loaded in part only, {describe(error)}; load a whole "
+                    "checkpoint before you go on",
+                    cause=error,
+                ) from error
+
+        everywhere(self._gather, load)
+        return stored
+
+    def _loads(
+        self, stored: Stored, names: Names, weights_only: bool
+    ) -> Iterator[Callable[[], object]]:
+        """Yield functions that load all, once it fits. Raises ExecutionError for what does not."""
+        _check_model(names, stored)
+        for held in self._held:
+            yield partial(_load_module, held, stored)
+        if weights_only:
+            return
+        optimizers = dict(self._optimizers)
+        if (
+            isinstance(self._model, Executor)
+            and not optimizers
+            and "optimizer" in vars(self._model)
+        ):
+            # A scheduler on a rank without parameters works on a stand-in.
+            optimizers["this rank"] = self._model.optimizer
+
+        def lacks(what: str) -> ExecutionError:
+            return ExecutionError(
+                f"the checkpoint in {stored.folder} was saved without {what}; leave that out here, "
+                "or load_weights alone"
+            )
+
+        kept = stored.training["optimizer"]
+        if self._optimizers and not kept["records"]:
+            raise lacks("an optimizer")
+        yield from loads_of(stored, kept, optimizers, names.aliases)
+        pipeline, rank = self._place
+        stateful = [
+            (self._scheduler, "a scheduler", ["scheduler"]),
+            (self._batches, "batches", [f"batches.{pipeline}", "batches.0"]),
+            *((one, name, [f"others.{name}"]) for name, one in self._others.items()),
+        ]
+        for one, what, places in stateful:
+            if one is None:
+                continue
+            state = stored.value(*places)
+            if state is None:
+                raise lacks(what)
+            found, own = stored.training.get("scheduler"), type(one).__name__
+            if one is self._scheduler and found != own:
+                raise ExecutionError(
+                    f"the checkpoint in {stored.folder} was saved with the scheduler {found}, but "
+                    f"here that is {own}; make the same, or load_weights alone"
+                )
+            yield partial(one.load_state_dict, state)
+        rng = stored.value(f"rng.{pipeline}.{rank}", f"rng.{pipeline}.0", "rng.0.0")
+        if rng is not None:
+            yield partial(_set_rng_state, rng, self._device)
+
+
+def _optimizers_of(model: Executor, optimizer: Optimizer | None, loss_fn: object) -> Optimizers:
+    if loss_fn is not None:
+        raise ExecutionError("the executor has its loss_fn already; leave out loss_fn=")
+    if optimizer is None:
+        return {f"stage {stage}": one for stage, one in model.optimizers.items()}
+    if model.optimizers:
+        raise ExecutionError("the executor has its optimizers already; leave out optimizer=")
+    return {"this process": optimizer}
+
+
+class Stateful(Protocol):
+    """An object with a state: a learning-rate scheduler, `Batches`, or another loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: tensors, numbers, strings, and lists, tuples and dicts of them."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Go on from a state."""
+
+
+def _check_updated(executor: Executor) -> None:
+    """Raise ExecutionError where a step was left without its update; an OPTIM_STEP drops what it
+    has applied."""
+    for stage, optimizer in executor.optimizers.items():
+        for group in optimizer.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                raise ExecutionError(
+                    f"gradients of stage {stage} wait for an update, and a checkpoint keeps none: "
+                    "save after a step with update=True"
+                )
+
+
+def _state(one: Stateful, what: str) -> Tensor:
+    return packed(one.state_dict(), f"the state of {what}")
+
+
+def _load_module(held: Held, stored: Stored) -> None:
+    state = held.state()
+    stored.read_into({held.key(name): x for name, x in state.items() if isinstance(x, Tensor)})
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            state[name] = stored.value(held.key(name))
+    held.take(state)
+    for parameter in held.module.parameters():
+        parameter.grad = None  # of other weights, as a step that failed leaves them
+
+
+def _check_model(names: Names, stored: Stored) -> None:
+    """Raise ExecutionError where the checkpoint is of another model."""
+    saved = {
+        name: tuple(size)
+        for name, size in stored.sizes.items()
+        if name.startswith(("model.", f"{LOSS}."))
+    }
+    wanted = names.sizes
+    unexpected = [name for name in saved if name not in wanted]
+    findings = {
+        "it lacks {}": [_shown(name) for name in wanted if name not in saved],
+        "it has {}, which the model has not": [_shown(name) for name in unexpected],
+        "{}": [
+            f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+            for name, size in wanted.items()
+            if size is not None and name in saved and saved[name] != size
+        ],
+    }
+    said = []
+    for text, found in findings.items():
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            said.append(text.format(", ".join(found[:_SHOWN]) + more))
+    if said:
+        loss = any(name.startswith(f"{LOSS}.") for name in unexpected)
+        hint = "; its loss has parameters: pass loss_fn=" if loss else ""
+        raise ExecutionError(
+            f"the checkpoint in {stored.folder} is of another model: {'; '.join(said)}{hint}"
+        )
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of the generators of torch, the device, Python and numpy."""
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    key = numpy_state["state"].pop("key")
+    numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "device": [one.get_state() for one in accelerator_of(device).generators()],
+        "python": random.getstate(),
+        "numpy": numpy_state,
+    }
+
+
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set all generators to a state; that of another kind of device is left alone."""
+    torch.set_rng_state(state["torch"])
+    for one, found in zip(accelerator_of(device).generators(), state["device"], strict=False):
+        one.set_state(found)
+    random.setstate(state["python"])
+    numpy_state = dict(state["numpy"])
+    key = numpy_state.pop("key").numpy().astype(np.uint32)
+    numpy_state["state"] = {**numpy_state["state"], "key": key}
+    np.random.set_state(numpy_state)

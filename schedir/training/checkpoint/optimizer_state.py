@@ -1,0 +1,213 @@
+"""An optimiser's state and param groups under the names that parameters have in the whole model.
+
+So they don't depend on which stage holds a parameter, nor on how it is numbered there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from schedir.errors import ExecutionError
+from schedir.training.checkpoint.storage import Stored
+from schedir.training.checkpoint.whole_names import Aliases
+
+T = TypeVar("T")
+
+SECTION = "optimizer"
+
+Optimizers: TypeAlias = Mapping[str, Optimizer]
+"""The optimisers of this process, by whose they are, as messages say it."""
+
+_MEMBERS = ("params", "param_names")
+
+
+@attrs.frozen
+class Record:
+    """A param group, or the part of one that a stage has, as a checkpoint keeps it.
+
+    `optimizer` is its class, `number` that of the group there, `options` its hyperparameters and
+    `names` its parameters.
+    """
+
+    optimizer: str
+    number: int
+    options: dict[str, Any]
+    names: tuple[str, ...]
+
+
+@attrs.frozen(eq=False)
+class Kept:
+    """What a process keeps of its optimisers beside tensors: param groups, how many of them an
+    optimiser has, and by a parameter's first name what in its state is no tensor."""
+
+    records: list[Record]
+    groups: set[int]
+    values: dict[str, dict[str, Any]]
+
+
+def kept_of(
+    optimizers: Optimizers, aliases: Aliases, saved: Collection[nn.Parameter]
+) -> tuple[dict[str, dict[str, Tensor]], Kept]:
+    """Take from the optimisers the tensors of each of the `saved` parameters, and all the rest."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    kept = Kept([], {len(optimizer.param_groups) for optimizer in optimizers.values()}, {})
+    for place, optimizer in optimizers.items():
+        for parameter, state in optimizer.state.items():
+            if parameter in saved:
+                name = _names(parameter, aliases, place)[0]
+                tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+                kept.values[name] = {k: v for k, v in state.items() if k not in tensors[name]}
+        for number, group in enumerate(optimizer.param_groups):
+            names = tuple(_names(parameter, aliases, place)[0] for parameter in group["params"])
+            options = {
+                # Another process may have no such device.
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in _options(group).items()
+            }
+            kept.records.append(Record(type(optimizer).__name__, number, options, names))
+    return tensors, kept
+
+
+def merged(parts: Iterable[Kept]) -> dict[str, Any]:
+    """Put together what processes keep, with one record of groups that differ in names alone."""
+    records: list[Record] = []
+    values = {}
+    for part in parts:
+        values.update({name: own for name, own in part.values.items() if own})
+        for record in part.records:
+            for at, other in enumerate(records):
+                same = (other.number, other.optimizer) == (record.number, record.optimizer)
+                if same and not _difference(other.options, record.options):
+                    names = dict.fromkeys(other.names + record.names)
+                    records[at] = attrs.evolve(other, names=tuple(names))
+                    break
+            else:
+                records.append(record)
+    found = [attrs.asdict(record, recurse=False) for record in records]
+    return {"records": found, "values": values}
+
+
+def loads_of(
+    stored: Stored, kept: Mapping[str, Any], optimizers: Optimizers, aliases: Aliases
+) -> list[Callable[[], None]]:
+    """Make a function for each optimiser here that loads it, as its own `load_state_dict` does.
+
+    `kept` is what the checkpoint has of optimisers that is no tensor. Raises ExecutionError where
+    it is of an optimiser of another class, does not have a parameter, or has those of one group in
+    groups that differ.
+    """
+    records = [Record(**record) for record in kept["records"]]
+    flat_names: dict[str, dict[str, str]] = {}
+    for flat, path in stored.paths.items():
+        if path[:2] == (SECTION, "state"):
+            flat_names.setdefault(path[2], {})[path[3]] = flat
+
+    def load(optimizer: Optimizer, place: str, options: Sequence[Mapping[str, Any]]) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {parameter: number for number, parameter in enumerate(held)}
+        state = {}
+        for parameter, number in numbers.items():
+            names = _names(parameter, aliases, place)
+            flat = _first(flat_names, names) or {}
+            # Numbers, as the steps of Adam, are kept on the CPU.
+            tensors = {
+                key: stored.empty(name, parameter.device if stored.sizes[name] else "cpu")
+                for key, name in flat.items()
+            }
+            stored.read_into({flat[key]: tensor for key, tensor in tensors.items()})
+            if found := {**(_first(kept["values"], names) or {}), **tensors}:
+                state[number] = found
+        groups = [
+            {**_loaded(group, new), "params": [numbers[own] for own in group["params"]]}
+            for group, new in zip(optimizer.param_groups, options, strict=True)
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    return [
+        partial(load, optimizer, place, _options_for(optimizer, place, records, aliases))
+        for place, optimizer in optimizers.items()
+    ]
+
+
+def _options_for(
+    optimizer: Optimizer, place: str, records: Sequence[Record], aliases: Aliases
+) -> list[Mapping[str, Any]]:
+    """Find the hyperparameters that a checkpoint has for each param group of an optimiser."""
+    by_name = {name: record for record in records for name in record.names}
+    options: list[Mapping[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        whose = f"param group {number} of {place}"
+        found: tuple[str, Record] | None = None
+        for parameter in group["params"]:
+            names = _names(parameter, aliases, place)
+            record = _first(by_name, names)
+            if record is None:
+                raise ExecutionError(
+                    f"the checkpoint's optimizer does not have {names[0]}, which is in {whose}: it "
+                    "was not trained there; leave it out here too, or load_weights alone"
+                )
+            if record.optimizer != type(optimizer).__name__:
+                raise ExecutionError(
+                    f"the checkpoint was saved with {record.optimizer}, but that of {place} is "
+                    f"{type(optimizer).__name__}; make the same optimizer, or load_weights alone"
+                )
+            if found and (unlike := _difference(found[1].options, record.options)):
+                raise ExecutionError(
+                    f"{found[0]} and {names[0]} are in {whose}, but in param groups of the "
+                    f"checkpoint that differ: {unlike}; make the same groups"
+                )
+            found = names[0], record
+        # Of a group without parameters here other stages have some.
+        alike = [found[1]] if found else [one for one in records if one.number == number]
+        options.append(alike[0].options if alike else {})
+    return options
+
+
+def _first(found: Mapping[str, T], names: Iterable[str]) -> T | None:
+    """The value of the first name that has one; None without any."""
+    return next((found[name] for name in names if name in found), None)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _MEMBERS}
+
+
+def _loaded(group: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with `new` ones in their place; a tensor stays on its device."""
+    found = _options(group)
+    for key, value in new.items():
+        old = found.get(key)
+        if isinstance(value, Tensor) and isinstance(old, Tensor):
+            value = value.to(old.device)
+        found[key] = value
+    return found
+
+
+def _names(parameter: Any, aliases: Aliases, place: str) -> tuple[str, ...]:
+    if parameter not in aliases:
+        raise ExecutionError(
+            f"the optimizer of {place} has a parameter, of shape {list(parameter.shape)}, that is "
+            "in no state dict of the model, so it has no name to be kept by"
+        )
+    return aliases[parameter]
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {one.get(key)} and {other.get(key)}"
+        for key in {**one, **other}
+        if not _same(one.get(key), other.get(key))
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)

@@ -1,0 +1,401 @@
+"""Write and read the files of a checkpoint through torch.distributed.checkpoint (DCP).
+
+    folder/.metadata              what there is, in which file, and each file's hash: valid at once
+           __0_5f3a0c1e_0.distcp  what process 0 has saved: every save has files of its own,
+           __1_5f3a0c1e_0.distcp  and those of the one before go when the new .metadata stands
+
+So a folder has either no `.metadata`, and is no checkpoint, or is a complete one. No tensor is read
+before all hashes have been found right. Behind what DCP pickles into `.metadata`, which reads no
+further, stand the size and the SHA-256 of every other file; one rename makes both valid:
+
+    {"schedir checkpoint": 2, "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}
+    the SHA-256 of all above
+
+Plain values are kept as bytes in a tensor: DCP itself would pickle them, and run what the pickle
+asks for when it reads them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pickle
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import EnumType
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from schedir.errors import ExecutionError
+from schedir.training.checkpoint.collective import Gather, everywhere
+
+VERSION = 2
+"""The version of a checkpoint's content and of the hashes behind its metadata."""
+
+Entry: TypeAlias = dict[str, Any]
+"""A file's `size` in bytes, and its `sha256` in hexadecimal."""
+
+_METADATA = ".metadata"
+_FILE = "it is a file, not a folder"
+_KEY = "schedir checkpoint"
+_OTHER = "it does not have the hash that was saved with it"
+_SEAL = 64  # characters of a SHA-256
+
+
+class DamagedError(ExecutionError):
+    """A checkpoint is not what was saved; the one before it may be."""
+
+
+def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
+    """Write what each process holds of a nested dict of tensors; what several hold is written once.
+
+    `number` is this process's among those that `gather` asks. What the folder held before stays
+    good until all is written. Raises ExecutionError, on all processes, where one fails.
+    """
+    writer, planner = _Writer(folder), DefaultSavePlanner()
+    first = number == 0
+
+    def planned() -> SavePlan:
+        if first:
+            make_folder(folder)
+        planner.set_up_planner(dict(state), is_coordinator=first)
+        return planner.create_local_plan()
+
+    def divided() -> tuple[list[SavePlan], Metadata] | None:
+        if not first:
+            return None
+        plans, metadata = planner.create_global_plan(found)
+        return writer.prepare_global_plan(plans), metadata
+
+    def written() -> tuple[list[WriteResult], dict[str, Entry]]:
+        results = writer.write_data(planner.finish_plan(plans[number]), planner).wait()
+        names = {one.storage_data.relative_path for one in results}
+        return results, {name: writer.files.streams[name].entry for name in names}
+
+    found = everywhere(gather, planned)
+    ((plans, metadata),) = filter(None, everywhere(gather, divided))
+    try:
+        results, entries = zip(*everywhere(gather, written), strict=True)
+        files = {name: entry for own in entries for name, entry in own.items()}
+        everywhere(gather, lambda: writer.publish(metadata, results, files) if first else None)
+    except ExecutionError:
+        if first:
+            _remove(folder, f"*{writer.mark}*")
+        raise
+    if first:  # what earlier saves have left, whole or not
+        kept = {info.relative_path for info in metadata.storage_data.values()}
+        _remove(folder, "*.distcp", f"{_METADATA}.*", but=kept)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint, if need be.
+
+    Raises ExecutionError where it can't be made, or nothing can be written in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = _FILE if folder.is_file() else f"the folder can't be made: {error.strerror}"
+    else:
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        why = "the folder can't be written in"
+    raise ExecutionError(f"no checkpoint can be saved in {folder}: {why}")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint is there."""
+    return (folder / _METADATA).is_file()
+
+
+class Stored:
+    """A complete checkpoint in a folder, of which nothing but the metadata has been read.
+
+    `sizes` are the shapes of all its tensors, `paths` where each is in the nested dict, by name;
+    `mark` tells checkpoints apart. What tensors hold may be read after `check` alone.
+
+    Raises ExecutionError where there is none, DamagedError where files are missing or cut off, or
+    the metadata are not what was saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / _METADATA
+        if not is_complete(folder):
+            what = f"there is no complete checkpoint in {folder}: "
+            if not folder.is_dir():
+                what += _FILE if folder.exists() else "there is no such folder"
+                raise ExecutionError(what)
+            if any(folder.glob("*.distcp")):
+                what += "it has data, but no .metadata, as after a save that was interrupted"
+            else:
+                what += "it has no .metadata"
+            raise _damaged(what)
+        with _reading(file):
+            content = file.read_bytes()
+        pickled, self._files = unsealed(content, file)
+        self.mark = content[-_SEAL:]
+        for name, entry in self._files.items():
+            if Path(name).name != name:
+                raise _elsewhere(file, name)
+            with _reading(folder / name):
+                size = (folder / name).stat().st_size
+            if size != entry["size"]:
+                raise _damaged(
+                    f"{folder / name} is damaged: it has {size} bytes, and had {entry['size']}"
+                )
+        try:
+            self._metadata = _Unpickler(io.BytesIO(pickled)).load()
+            if not isinstance(self._metadata, Metadata):
+                raise TypeError(f"it holds a {type(self._metadata).__name__}")
+        except Exception as error:  # a pickle may raise anything
+            raise ExecutionError(f"{file} is of no checkpoint: {error}", cause=error) from error
+        for info in self._metadata.storage_data.values():
+            if info.relative_path not in self._files:
+                raise _elsewhere(file, info.relative_path)
+        listed = self._metadata.state_dict_metadata.items()
+        self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
+        self.sizes = {name: one.size for name, one in self._tensors.items()}
+        self.paths: Mapping[str, tuple[str, ...]] = self._metadata.planner_data or {}
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def check(self, number: int, processes: int) -> None:
+        """Compare a process's share of the files with their hashes: each file is read by one.
+
+        Raises DamagedError where one is not what was saved.
+        """
+        for name in sorted(self._files, key=lambda name: self._files[name]["size"])[
+            number::processes
+        ]:
+            file = self.folder / name
+            with _reading(file), file.open("rb") as opened:
+                found = hashlib.file_digest(opened, "sha256").hexdigest()  # piece by piece
+            if found != self._files[name]["sha256"]:
+                raise _damaged(f"{file} is damaged: {_OTHER}")
+
+    def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """Make a tensor to read one into."""
+        one = self._tensors[name]
+        return torch.empty(one.size, dtype=one.properties.dtype, device=device)
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors, by name; nothing else is read."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=True)
+        plan = planner.finish_plan(planner.create_local_plan())
+        self._reader.read_data(plan, planner).wait()
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        """The plain values of the whole training: its step and its optimisers' options, say."""
+        found: dict[str, Any] = self.value("training")
+        return found
+
+    def value(self, *names: str) -> Any:
+        """Read the plain value of the first name that is there; None if none is."""
+        for name in names:
+            if name in self._tensors:
+                content = self.empty(name)
+                self.read_into({name: content})
+                return _unpacked(content, f"{name} of {self.folder}")
+        return None
+
+
+def packed(value: Any, what: str) -> Tensor:
+    """Turn numbers, strings, tensors, and lists, tuples and dicts of them into a vector of bytes.
+
+    Raises ExecutionError where the value has something else in it, which could not be read back
+    without running code from a file.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        _unpacked(
+            content := torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8), what
+        )
+    except (pickle.PicklingError, AttributeError, TypeError, ExecutionError) as error:
+        raise ExecutionError(
+            f"{what} can't be kept in a checkpoint, which holds tensors, numbers, strings, and "
+            f"lists, tuples and dicts of them: {error}",
+            cause=error,
+        ) from error
+    return content
+
+
+def sealed(metadata: bytes, files: dict[str, Entry]) -> bytes:
+    """Write the manifest of the other files behind the metadata."""
+    body = metadata + f"\n{json.dumps({_KEY: VERSION, 'files': files})}\n".encode()
+    return body + hashlib.sha256(body).hexdigest().encode()
+
+
+def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
+    """Take apart the metadata and the manifest that `file` holds.
+
+    Raises DamagedError where they are not what was written, ExecutionError where another version of
+    schedir wrote them.
+    """
+    body, seal = content[:-_SEAL], content[-_SEAL:]
+    if hashlib.sha256(body).hexdigest().encode() != seal:
+        if f'\n{{"{_KEY}"'.encode() in content:
+            raise _damaged(f"{file} is damaged: {_OTHER}")
+        raise _damaged(
+            f"{file} is damaged, or from before checkpoints had hashes, or not schedir's: there is "
+            "no hash in it (torch.distributed.checkpoint reads such a folder unchecked)"
+        )
+    metadata, manifest = body[:-1].rsplit(b"\n", 1)
+    held = json.loads(manifest)
+    if held[_KEY] != VERSION:
+        raise ExecutionError(
+            f"{file} is of format {held[_KEY]}, and this version of schedir knows format {VERSION}"
+        )
+    return metadata, held["files"]
+
+
+def _unpacked(content: Tensor, what: str) -> Any:
+    """Read what was packed, on the CPU. Raises ExecutionError where that is something else."""
+    try:
+        return torch.load(
+            io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True
+        )
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ExecutionError(f"{what} can't be read: {reason}", cause=error) from error
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise DamagedError where a file is missing, or the disk does not give it back."""
+    try:
+        yield
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "is missing" if missing else f"can't be read: {error.strerror}"
+        raise _damaged(f"{file} {why}", error) from error
+
+
+def _damaged(what: str, cause: BaseException | None = None) -> DamagedError:
+    """The error for a checkpoint that can't be loaded, with the way on."""
+    return DamagedError(f"{what}; load the checkpoint before this one", cause=cause)
+
+
+class _Writer(FileSystemWriter):
+    """Gives every save files of its own, and exchanges the metadata in one go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=False)
+        self.fs = self.files = _HashingFiles()  # which sync themselves
+
+    @property
+    def mark(self) -> str:
+        """The part that the names of all this save's files have in common."""
+        return self.save_id[:8]
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the processes' files."""
+        return [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_{self.mark}_"))
+            for number, plan in enumerate(plans)
+        ]
+
+    def _get_metadata_path(self, rank: int | None = None) -> os.PathLike[str]:
+        return Path(self.path, f"{_METADATA}.{self.mark}")
+
+    def publish(
+        self,
+        metadata: Metadata,
+        results: Sequence[list[WriteResult]],
+        files: dict[str, Entry],
+    ) -> None:
+        """Rename the new metadata into place. DCP itself would remove the old ones before."""
+        self.finish(metadata, list(results))
+        file = Path(self._get_metadata_path())
+        content = sealed(file.read_bytes(), files)
+        with self.files.create_stream(file, "wb") as stream:
+            stream.write(content)
+        file.replace(Path(self.path, _METADATA))
+
+
+def _remove(folder: Path, *patterns: str, but: Container[str] = ()) -> None:
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            if file.name not in but:
+                file.unlink(missing_ok=True)
+
+
+class _HashingFiles(FileSystem):
+    """Writes files, hashing what is written, and has them on the disk when they are closed."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, _Hashing] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file to write it anew, whatever the mode."""
+        with _Hashing(path) as stream:
+            self.streams[Path(path).name] = stream
+            yield cast(io.IOBase, stream)
+
+
+class _Hashing(io.BufferedWriter):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._size, self._hash = 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview, /) -> int:  # type: ignore[override]
+        self._hash.update(data)
+        self._size += len(data)
+        return super().write(data)
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    @property
+    def entry(self) -> Entry:
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
+
+
+def _elsewhere(file: Path, name: str) -> ExecutionError:
+    return ExecutionError(f"{file} names a file elsewhere: {name!r}")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what DCP has pickled without running what a pickle may ask for."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find only what describes tensors, and where they are."""
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return lambda *parts: os.path.join(*parts)  # where it was saved
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        found = super().find_class(module, name) if module in ("torch", *self._MODULES) else None
+        if isinstance(found, torch.dtype) or found is torch.Size:
+            return found
+        is_data = dataclasses.is_dataclass(found) or isinstance(found, EnumType)
+        if is_data and getattr(found, "__module__", "") in self._MODULES:
+            return found
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")

@@ -1,0 +1,191 @@
+"""The names that a process's modules, parameters and buffers have in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import attrs
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.runtime import Executor
+from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.session import digest
+from schedir.training.checkpoint.collective import Gather, everywhere
+from schedir.training.cutting.stages import whole_name
+
+LOSS = "loss_fn"
+"""What precedes the names of a loss's parameters, where it is a module."""
+
+Aliases: TypeAlias = Mapping[nn.Parameter, tuple[str, ...]]
+"""All names in the whole model of each parameter here, those of its tied copies too."""
+
+
+@attrs.frozen
+class _Entry:
+    """One name of a state dict, as a process tells other processes.
+
+    `content` tells buffers with different values apart; parameters have none. `size` is None for
+    what is no tensor.
+    """
+
+    key: str
+    place: str
+    stage: int
+    size: tuple[int, ...] | None
+    content: int | None
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """A module of this process: a stage, a whole model, or a loss.
+
+    `place` is what to call it in messages, `stage` its number. `section` is the key that its
+    tensors are under in a checkpoint. `saves` is whether this process writes it: of replicas one
+    does.
+    """
+
+    place: str
+    stage: int
+    section: str
+    module: nn.Module
+    saves: bool = True
+
+    def state(self) -> dict[str, Any]:
+        """The module's state dict, under whole names."""
+        return {whole_name(name): value for name, value in self.module.state_dict().items()}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Load a state dict under whole names, which may be the module's own, changed in place."""
+        found = self.module.state_dict()
+        for name in found:
+            found[name] = state[whole_name(name)]
+        self.module.load_state_dict(found)
+
+    def key(self, name: str) -> str:
+        """The name of one of the module's tensors in a checkpoint, with its section."""
+        return f"{self.section}.{name}"
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under all their names, by which an optimiser's state is kept."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter):
+                whole = whole_name(name)
+                yield (self.key(whole) if self.section == LOSS else whole), value
+
+    def entries(self) -> Iterator[_Entry]:
+        """Yield the names of the state dict, for other processes."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            size = tuple(value.shape) if isinstance(value, Tensor) else None
+            is_buffer = size is not None and not isinstance(value, nn.Parameter)
+            content = digest(value) if is_buffer else None
+            yield _Entry(self.key(whole_name(name)), self.place, self.stage, size, content)
+
+
+def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
+    """List this process's modules: an executor's stages and loss, or a plain model and its loss."""
+    if not isinstance(model, Executor):
+        plain = [Held("the model", 0, "model", model)]
+        return plain + ([Held(LOSS, 1, LOSS, loss_fn)] if isinstance(loss_fn, nn.Module) else [])
+    placement = model.schedule.placement
+
+    def saves(stage: int) -> bool:
+        holders = placement[stage]
+        # In one process other ranks' stages are here as well.
+        return model.pipeline == 0 and (model.rank == holders[0] or model.rank not in holders)
+
+    found = [
+        Held(f"stage {stage}", stage, "model", module, saves(stage))
+        for stage, module in sorted(model.stages.items())
+    ]
+    last = len(placement) - 1
+    if last in model.stages and isinstance(model.loss_fn, nn.Module):
+        found.append(Held(LOSS, last + 1, LOSS, model.loss_fn, saves(last)))
+    return found
+
+
+@attrs.frozen(eq=False)
+class Names:
+    """The names of the whole model's tensors.
+
+    `sizes` are the shapes of its parameters and buffers, None for what is no tensor; `aliases` the
+    names of the parameters that are here.
+    """
+
+    sizes: Mapping[str, tuple[int, ...] | None]
+    aliases: Aliases
+
+
+def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) -> Names:
+    """Collect the names of everything that the processes hold.
+
+    Raises ExecutionError, on all, where a name stands for two things.
+    """
+    own: dict[nn.Parameter, list[str]] = {}
+    for one in held:
+        for name, parameter in one.parameters():
+            own.setdefault(parameter, []).append(name)
+    stages, given = (model.stages, model.ties) if isinstance(model, Executor) else ({}, ())
+    ties = [[(stage, name) for stage, name in tie] for tie in given]
+    here = {
+        (stage, name): stages[stage].get_parameter(name)
+        for stage, name in chain(*ties)
+        if stage in stages
+    }
+    told = everywhere(
+        gather,
+        lambda: (
+            [entry for one in held for entry in one.entries()],
+            {at: own.get(copy, []) for at, copy in here.items()},
+        ),
+    )
+    names_at = {at: names for _, theirs in told for at, names in theirs.items()}
+    aliases = {parameter: tuple(names) for parameter, names in own.items()}
+    shared: set[str] = set()
+    for tie in ties:
+        names = dict.fromkeys(name for at in sorted(tie) for name in names_at.get(at, ()))
+        aliases.update((here[at], tuple(names)) for at in tie if at in here)
+        shared.update(f"model.{name}" for name in names)
+    first: dict[str, _Entry] = {}
+    entries = [entry for theirs, _ in told for entry in theirs]
+    for entry in sorted(entries, key=lambda one: one.stage):
+        other = first.setdefault(entry.key, entry)
+        if other.stage == entry.stage or entry.key in shared:
+            continue
+        if entry.content is None or (entry.content, entry.size) != (other.content, other.size):
+            raise ExecutionError(
+                f"{entry.key.partition('.')[2]} is the name of two things, in {other.place} and "
+                f"{entry.place}; stages must name what they hold as the whole model does: make "
+                "them with partition or stages_of, or declare a shared parameter with ties="
+            )
+    return Names({key: entry.size for key, entry in first.items()}, aliases)
+
+
+def gathered_state(executor: Executor) -> dict[str, Any] | None:
+    """Collect the whole model's state dict on the first rank, on the CPU; None on the others.
+
+    For exports, and to compare: a plain model's `load_state_dict` takes it. Every rank calls it,
+    between two steps. It is sent stage by stage. A loss's parameters are not in it; of replicas the
+    first one's buffers are.
+
+    Raises ExecutionError, on all ranks, where a name stands for different things in two stages.
+    """
+    accelerator_of(executor.device).synchronize()
+    held = held_by(executor)
+    names_of(executor, held, executor.gather)
+    whole: dict[str, Any] = {}
+    is_first = False
+    for stage in range(executor.schedule.stages):
+        own = {
+            name: value.cpu().clone() if isinstance(value, Tensor) else value
+            for one in held
+            if one.stage == stage and one.saves and one.section == "model"
+            for name, value in one.state().items()
+        }
+        collected = executor.collect(own)
+        is_first = collected is not None
+        for found in collected or ():
+            whole.update(found)
+    return whole if is_first else None

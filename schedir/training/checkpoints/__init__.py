@@ -1,1 +1,0 @@
-"""A training kept under the whole model's names, and gone on with."""

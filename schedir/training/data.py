@@ -1,0 +1,380 @@
+"""Batches of a training, the same on every rank, epoch after epoch, and again when resumed.
+
+rank of the first stage      between             rank of the last stage
+───────────────────────      ───────             ──────────────────────
+reads inputs and target ──▶  None and None  ──▶  None and target         batch after batch
+comes to the end        ──▶  is told        ──▶  is told
+fails                   ──▶  fails as well  ──▶  fails as well
+
+That is `reader="first"`; otherwise every rank reads the loader. Either way the loader draws by
+seeds of its own, and what the training around it draws stays as it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedir.errors import ExecutionError
+from schedir.runtime import Executor
+from schedir.runtime.processes.failure import describe
+
+Pair: TypeAlias = tuple[Any, Any]
+"""The inputs and the target of one step."""
+
+Split: TypeAlias = Callable[[Any], Pair]
+"""Takes apart what a loader yields."""
+
+_OF_NUMPY = np.random.MT19937()  # put in the place of its global one: copying that takes 50 µs
+_32_BITS = (1 << 32) - 1
+
+
+class Batches:
+    """Gives what `step(inputs, target=target)` takes: `for inputs, target in batches`.
+
+    `loader` is a DataLoader or any other iterable. Every `iter()` is one epoch; with `repeat` it
+    goes on with the next epoch for ever. `split(batch)` gives (inputs, target) of what the loader
+    yields. By default that is a pair, or a mapping whose "labels" are the target and whose rest is
+    the inputs. All are whole batches: a list, as DataLoader makes of a sample's tuple, is a tuple
+    then.
+
+    With `reader="all"` every rank reads the loader, so each has to make it of the same data. The
+    executor compares what the ranks hold at every step. With `reader="first"` and the `executor`
+    that takes the batches, the rank of the first stage alone reads it, and sends the rank of the
+    last one its target; other ranks may pass None for the loader, and get None for what they don't
+    use. All ranks then make it, load its state and iterate together, as they call the executor, and
+    fail together where reading fails.
+
+    The order is the same on every rank by itself: while the loader is read, the generators of
+    torch, numpy and random are seeded by (seed, epoch, batch), and the caller's state is put back
+    after. A generator that the loader or its sampler has of its own must be seeded alike on every
+    rank. `set_epoch` is called where the loader, its sampler or its data set has one, as
+    DistributedSampler: with several pipelines each one reads its part by such a sampler, with the
+    mesh's dimension dp for its replicas.
+
+    `epoch` and `batch` say where it is: the number of the epoch, and how many of its batches have
+    been handed out. `state_dict()` keeps that, and the state of the loader's generators when the
+    epoch began; after `load_state_dict` the next `iter()` reads the epoch again without handing
+    these out, and goes on with the batch after them. (What persistent workers draw goes on from
+    epoch to epoch, and is not kept.)
+
+    Raises ExecutionError where the loader yields no batch at all, or none that can be split.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any] | None,
+        *,
+        repeat: bool = False,
+        reader: str = "all",
+        split: Split | None = None,
+        seed: int = 0,
+        executor: Executor | None = None,
+    ) -> None:
+        if reader not in ("all", "first"):
+            raise ExecutionError(f'reader must be "all" or "first", not {reader!r}')
+        if reader == "first" and executor is None:
+            raise ExecutionError(
+                'reader="first" needs the executor that takes the batches: executor='
+            )
+        self._source: _Reader | _HandedOut
+        # Where one process runs all ranks, there is nobody to hand batches out to.
+        if (
+            reader == "all"
+            or executor is None
+            or executor.schedule.ranks == 1
+            or len(executor.gather(None)) == 1
+        ):
+            self._source = _Reader(loader, split)
+        else:
+            self._source = _HandedOut(executor, loader, split)
+        self._repeat, self._seed = repeat, seed
+        self._began = self._source.drawn()
+        self._resumed = False
+        self.epoch = self.batch = 0
+
+    @property
+    def endless(self) -> bool:
+        """Whether one epoch follows the other, so that iterating it never ends."""
+        return self._repeat
+
+    def __len__(self) -> int:
+        """The batches of an epoch. Raises TypeError where the loader has no length, or repeats."""
+        if self._repeat:
+            raise TypeError("batches that repeat have no end, and so no length")
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Pair]:
+        if self.batch and not self._resumed:  # the epoch before has been left early
+            self.epoch, self.batch = self.epoch + 1, 0
+        self._resumed = False
+        while True:
+            self._began = self._source.begin()
+            for pair in self._source.epoch(self._seed, self.epoch, self.batch):
+                self.batch += 1
+                yield pair
+            self.epoch, self.batch = self.epoch + 1, 0
+            if not self._repeat:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, for `load_state_dict`: the next batch follows those handed out."""
+        drawn = self._began if self.batch else self._source.drawn()
+        return {"epoch": self.epoch, "batch": self.batch, "seed": self._seed, "generators": drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where a state was taken. Raises ExecutionError where the loader is another."""
+        generators = list(state["generators"])
+        if len(generators) != len(self._began):
+            raise ExecutionError(
+                f"the loader has {len(self._began)} generators of its own, but the state that is "
+                f"loaded is of one with {len(generators)}"
+            )
+        self._source.restore(generators)
+        self.epoch, self.batch, self._seed = state["epoch"], state["batch"], state["seed"]
+        self._began, self._resumed = generators, True
+
+
+class _Reader:
+    """Reads a loader in this process. Raises ExecutionError for what is none."""
+
+    def __init__(self, loader: Iterable[Any] | None, split: Split | None) -> None:
+        if isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+            raise ExecutionError(
+                "a loader is an iterable of batches, such as a DataLoader, not "
+                f"{type(loader).__name__}"
+            )
+        self._loader, self._split = loader, split or _parts
+        parts = _drawing_parts(loader)
+        found = [getattr(part, "generator", None) for part in parts]
+        self._generators = {one: None for one in found if isinstance(one, torch.Generator)}
+        self._of_epochs: list[Any] = [part for part in parts if hasattr(part, "set_epoch")]
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # or the TypeError that names its type
+
+    def drawn(self) -> list[Tensor]:
+        """The state of the loader's own generators."""
+        return [generator.get_state() for generator in self._generators]
+
+    begin = drawn
+    """The same, as an epoch begins."""
+
+    def restore(self, drawn: Sequence[Tensor]) -> None:
+        """Put the loader's own generators to where they were."""
+        for generator, state in zip(self._generators, drawn, strict=True):
+            generator.set_state(state)
+
+    def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
+        """Yield the pairs of an epoch but for the first ones, of which `after` are only read.
+
+        Raises ExecutionError where the loader yields nothing, or has no such number.
+        """
+        for part in self._of_epochs:
+            part.set_epoch(epoch)
+        number = 0
+        for number, batch in enumerate(_read(self._loader, seed, epoch), 1):
+            if number > after:
+                pair: Any = self._split(batch)
+                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                    raise ExecutionError(
+                        f"split must return (inputs, target), not {_described(pair)}"
+                    )
+                inputs, target = (tuple(part) if isinstance(part, list) else part for part in pair)
+                yield inputs, target
+        if not number:
+            raise ExecutionError(
+                f"the loader yields no batch in epoch {epoch}: {_why_empty(self._loader)}"
+            )
+        if number < after:
+            raise ExecutionError(
+                f"the loader ends after batch {number} of epoch {epoch}, but the state that was "
+                f"loaded has come to batch {after}: it is of other data"
+            )
+
+
+class _HandedOut:
+    """A loader that the first stage's rank reads for all ranks of a pipeline.
+
+    All of them call it together, and all raise ExecutionError where that one fails.
+    """
+
+    def __init__(
+        self, executor: Executor, loader: Iterable[Any] | None, split: Split | None
+    ) -> None:
+        self._executor = executor
+        placement = executor.schedule.placement
+        self._takers = placement[0], placement[-1]  # of the inputs, and of the target
+        self._speaker = placement[0][0]
+        # None elsewhere.
+        self._reader: _Reader | None = self._told(lambda: _Reader(loader, split), lambda *_: None)
+        self._length: int | None
+        self._drawn: list[Tensor]
+        self.begin()
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the loader of the first stage's rank has no length")
+        return self._length
+
+    def drawn(self) -> list[Tensor]:
+        """The state of the loader's own generators."""
+        return self._drawn if self._reader is None else self._reader.drawn()
+
+    def begin(self) -> list[Tensor]:
+        """Tell all ranks how long the loader is, and the state of its generators."""
+        self._length, self._drawn = self._told(self._facts)
+        return self._drawn
+
+    def restore(self, drawn: Sequence[Tensor]) -> None:
+        """Put the loader's own generators to where they were."""
+        self._drawn = list(drawn)
+        if self._reader is not None:
+            self._reader.restore(drawn)
+
+    def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
+        """Yield the pairs of an epoch but for the first ones, of which `after` are only read."""
+        pairs = iter(()) if self._reader is None else self._reader.epoch(seed, epoch, after)
+        while (found := self._told(lambda: next(pairs, None), self._share)) is not None:
+            yield found
+        self.begin()
+
+    def _facts(self) -> tuple[int | None, list[Tensor]]:
+        assert self._reader is not None  # called where it reads
+        try:
+            length = len(self._reader)
+        except TypeError:
+            length = None
+        return length, self._reader.drawn()
+
+    def _share(self, pair: Pair | None, rank: int) -> Pair | None:
+        """A rank's share of a pair; None is the end."""
+        if pair is None:
+            return None
+        inputs, target = (
+            _compact(part) if rank in takers else None
+            for part, takers in zip(pair, self._takers, strict=True)
+        )
+        return inputs, target
+
+    def _told(
+        self, make: Callable[[], Any], share: Callable[[Any, int], Any] = lambda found, _: found
+    ) -> Any:
+        """Return what `make` gives on the rank that reads; elsewhere, the share of it."""
+        if self._executor.rank != self._speaker:
+            found = self._executor.hand_out()
+            if isinstance(found, ExecutionError):
+                raise found
+            return found
+        ranks = range(self._executor.schedule.ranks)
+        try:
+            found = make()
+            shares = [share(found, rank) for rank in ranks]
+        except Exception as error:
+            failure = ExecutionError(
+                f"rank {self._speaker}, which reads the batches, has failed: {describe(error)}"
+            )
+            self._executor.hand_out([failure for _ in ranks])
+            raise
+        self._executor.hand_out(shares)
+        return found
+
+
+def _compact(batch: Any) -> Any:
+    """A batch as it is sent: on the CPU, and without what else its storage holds."""
+
+    def compact(tensor: Tensor) -> Tensor:
+        held = tensor.detach().cpu()
+        whole = held.untyped_storage().nbytes() == held.numel() * held.itemsize
+        return held if whole else held.clone(memory_format=torch.contiguous_format)
+
+    return pytree.tree_map_only(Tensor, compact, batch)
+
+
+def _read(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """Yield what a loader does in an epoch; it draws from torch, numpy and random as seeded.
+
+    It begins and gives its first batch under one seed: a sampler is asked in the one if DataLoader
+    has workers, in the other if it has none, and draws the same order.
+    """
+    for number in count():
+        with _drawing(seed, epoch, number):
+            try:
+                if number == 0:
+                    source = iter(loader)
+                found = next(source)
+            except StopIteration:
+                return
+        yield found
+
+
+@contextmanager
+def _drawing(seed: int, epoch: int, number: int) -> Iterator[None]:
+    """Seed this process's generators by (seed, epoch, batch); on leaving, restore their state."""
+    mixed = hash((seed, epoch, number)) & _32_BITS  # of integers: the same everywhere
+    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
+    of_numpy = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(_OF_NUMPY)
+    try:
+        np.random.seed(mixed)
+        random.seed(mixed)
+        torch.default_generator.manual_seed(mixed)  # torch.manual_seed costs a hundred times that
+        yield
+    finally:
+        mtrand.set_bit_generator(of_numpy)
+        random.setstate(of_python)
+        torch.default_generator.set_state(of_torch)
+
+
+def _drawing_parts(loader: object) -> list[object]:
+    """The loader and those of its parts that may draw or know of epochs, each once."""
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    parts = (
+        loader,
+        *samplers,
+        getattr(samplers[1], "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    return list({id(part): part for part in parts}.values())
+
+
+def _parts(batch: Any) -> Pair:
+    """Take a batch apart that is a pair, or has labels and the rest."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ExecutionError(
+        f"the loader yields {_described(batch)}, which is no pair (inputs, target) nor a mapping "
+        "with labels; say how to take it apart: Batches(loader, split=lambda batch: (…, …))"
+    )
+
+
+def _described(batch: object) -> str:
+    if isinstance(batch, Mapping):
+        return f"{type(batch).__name__} with {', '.join(map(str, batch)) or 'nothing'}"
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return f"{type(batch).__name__} of {len(batch)}"
+    return type(batch).__name__
+
+
+def _why_empty(loader: Any) -> str:
+    if iter(loader) is loader:
+        return (
+            "an iterator can be read once only: give what makes one, such as a list or DataLoader"
+        )
+    if getattr(loader, "drop_last", False) and hasattr(loader.dataset, "__len__"):
+        return (
+            f"its data set has {len(loader.dataset)} samples, fewer than the {loader.batch_size} "
+            "of a batch, and drop_last=True leaves them out; give smaller batches"
+        )
+    return "its data set is empty"

@@ -1,1 +1,0 @@
-"""From a loader to the batches of every step."""

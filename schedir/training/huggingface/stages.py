@@ -1,0 +1,182 @@
+"""Cut a Hugging Face model into stages: `stages_of` an instance, or of its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.runtime.arguments import TieOf
+from schedir.training.cutting.cuts import balanced, spans_of
+from schedir.training.cutting.deferred import tied_names
+from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages, ties_of
+from schedir.training.huggingface.models import model_of, on_meta, small_inputs, within
+from schedir.training.huggingface.outline import (
+    Outline,
+    fake_values,
+    fakes_of,
+    faking,
+    joined,
+    outline_of,
+)
+from schedir.training.huggingface.stage_module import assembled
+from schedir.training.huggingface.weights import materialise
+
+
+def stages_of(
+    model_or_config: Any,
+    schedule: Schedule | int,
+    *,
+    model_class: Any = None,
+    by: str = "parameters",
+    boundaries: Sequence[int] | None = None,
+    rank: int | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Stages:
+    """Make the stages of a model of Hugging Face's transformers, for `schedule`.
+
+    `model_or_config` is an instance, whose modules the stages take as they are, or a config: then
+    what this process owns, and nothing else, is made on `device` (the CPU by default), with weights
+    that depend on `seed` alone, drawn as the model's own code says. Of a config, `model_class`
+    says which model it is, such as `AutoModelForSequenceClassification`; by default the one of
+    `config.architectures`, or else a causal language model (of images, a classifier).
+
+    The blocks that repeat are cut into contiguous parts, none empty: `by` "parameters" gives each
+    stage about as many, the embedding counted with the first block and the head with the last,
+    "uniform" as many blocks; `boundaries` says the first block of each stage but the first. An int
+    for `schedule` gives all of so many stages, whoever asks: of 1 the model uncut. `rank` is this
+    process's in the schedule, by default the one that torchrun gave it.
+
+    A step's `inputs` are what the model takes, a tensor of input_ids, (rows, tokens), or of
+    pixel_values, (rows, channels, height, width), or a mapping: attention_mask and other inputs by
+    name go from stage to stage beside the hidden states. The last stage returns the logits,
+    (rows, …). The key-value cache is off. `Stages.ties` are for the executor's `ties=`; a stage's
+    state dict has the names of the uncut model's.
+
+    Raises ExecutionError without transformers, for more stages than blocks, and for a model that
+    can't be cut, with the reason: an encoder-decoder, say, or blocks that take more of other stages
+    than hidden states.
+    """
+    model = model_of(model_or_config, model_class)
+    inputs = small_inputs(model)
+    outline = outline_of(model.skeleton, inputs, model.kind)
+    number = schedule if isinstance(schedule, int) else schedule.stages
+    if number > len(outline.calls):
+        raise ExecutionError(
+            f"{number} stages can't be made of the {len(outline.calls)} blocks of {model.kind} "
+            f"({outline.blocks}); take fewer stages"
+        )
+    spans = _spans(model.skeleton, outline, number, by, boundaries)
+    parts = [_parts_of(model.skeleton, outline, span) for span in spans]
+    like = on_meta(model.skeleton)
+    tried = [assembled(like, like, outline, range(*span), {}) for span in spans]
+    _try_out(tried, inputs, model.kind)
+    held = range(number) if isinstance(schedule, int) else held_stages(schedule, rank)
+    real = model.real
+    if real is None:
+        real = on_meta(model.skeleton)
+        owned = {name for stage in held for name in parts[stage]}
+        materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
+    ties, copies = _ties(model.skeleton, real, parts, held)
+    stages = {
+        stage: assembled(model.skeleton, real, outline, range(*spans[stage]), copies.get(stage, {}))
+        for stage in held
+    }
+    if device is not None:
+        for one in stages.values():  # of an instance, what this process owns alone
+            one.to(device)
+    summaries = [StageSummary(tuple(own), _parameters(model.skeleton, own)) for own in parts]
+    return Stages(stages, ties, tuple(summaries))
+
+
+def _spans(
+    skeleton: nn.Module,
+    outline: Outline,
+    number: int,
+    by: str,
+    boundaries: Sequence[int] | None,
+) -> tuple[Span, ...]:
+    blocks = len(outline.calls)
+    if boundaries is not None:
+        starts = [0, *boundaries, blocks]
+        if len(starts) != number + 1 or any(a >= b for a, b in pairwise(starts)):
+            raise ExecutionError(
+                f"boundaries: the first blocks of {number} stages but the first rise from 1 to "
+                f"{blocks - 1} at most, unlike {list(boundaries)}"
+            )
+        return spans_of(boundaries, blocks)
+    if by == "uniform":
+        return balanced([1] * blocks, number)
+    if by != "parameters":
+        raise ExecutionError(f'by is "parameters" or "uniform", not {by!r}')
+    costs = [_parameters(skeleton, [joined(outline.blocks, str(i))]) for i in range(blocks)]
+    costs[0] += _parameters(skeleton, outline.first)
+    costs[-1] += _parameters(skeleton, outline.last)
+    return balanced(costs, number)
+
+
+def _parameters(model: nn.Module, parts: Collection[str]) -> int:
+    """Count the numbers that some parts of a model hold; of shared ones there is one copy."""
+    named = model.named_parameters(remove_duplicate=False)
+    return sum({id(p): p.numel() for name, p in named if within(name, parts)}.values())
+
+
+def _parts_of(model: nn.Module, outline: Outline, span: Span) -> list[str]:
+    """List the parts of a model that a stage owns, in the order in which they run."""
+    named = [*model.named_parameters(remove_duplicate=False)]
+    named += model.named_modules(remove_duplicate=False)
+    parts = [joined(outline.blocks, str(i)) for i in range(*span)]
+    if span[0] == 0:
+        parts = [*(name for name, _ in named if name in outline.first), *parts]
+    if span[1] == len(outline.calls):
+        parts += [name for name, _ in named if name in outline.last]
+    return parts
+
+
+def _ties(
+    skeleton: nn.Module, real: nn.Module, parts: Sequence[Collection[str]], held: Collection[int]
+) -> tuple[tuple[TieOf, ...], dict[int, dict[str, nn.Parameter]]]:
+    """Find the parameters that several stages share, and make the copies that `held` ones need."""
+    stage_of = {
+        name: stage
+        for stage, own in enumerate(parts)
+        for name, _ in skeleton.named_parameters(remove_duplicate=False)
+        if within(name, own)
+    }
+    tied = tied_names(skeleton)
+    copies: dict[int, dict[str, nn.Parameter]] = {}
+    for names in tied:
+        home = stage_of[names[0]]
+        own: dict[int, nn.Parameter] = {}
+        for name in names:
+            if (stage := stage_of[name]) != home and stage in held:
+                p = real.get_parameter(name)
+                if stage not in own:
+                    own[stage] = nn.Parameter(p.detach().clone(), p.requires_grad)
+                copies.setdefault(stage, {})[name] = own[stage]
+    return ties_of((stage_of[x], names[0], x) for names in tied for x in names), copies
+
+
+def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: str) -> None:
+    """Run all stages of a model on fake tensors; `inputs` are those of a small microbatch.
+
+    Raises ExecutionError where one does not run: the model's code may do with what stands for a
+    module of the first stage what it can't do with hidden states.
+    """
+    whole = nn.ModuleList(stages).eval()
+    with faking(whole), torch.no_grad():
+        boundary: Any = fakes_of(inputs)
+        for number, stage in enumerate(stages):
+            try:
+                boundary = torch.func.functional_call(stage, fake_values(stage), (boundary,))
+            except Exception as error:  # of the model's own code
+                raise ExecutionError(
+                    f"{kind} can't be cut: stage {number} of {len(stages)} does not run without "
+                    f"the modules of the others: {error}"
+                ) from error
