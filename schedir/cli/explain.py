@@ -8,7 +8,7 @@ import sys
 from schedir.checker import RETIRED, RULES
 from schedir.cli.terminal import fail, write
 from schedir.render import explanation
-from schedir.render.styled import Table
+from schedir.render.text import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

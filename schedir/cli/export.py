@@ -20,7 +20,7 @@ from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
-from schedir.render.styled import Block, plain
+from schedir.render.text import Block, plain
 from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")

@@ -9,7 +9,7 @@ import sys
 from schedir.cli.terminal import write
 from schedir.ir import printable
 from schedir.library import Generator, installed
-from schedir.render.styled import Table
+from schedir.render.text import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import DEFAULT_CHANNEL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, outputs_of
-from schedir.render.found import found_text
+from schedir.render.tables import found_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

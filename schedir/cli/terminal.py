@@ -12,7 +12,7 @@ from schedir.checker import Report
 from schedir.errors import ParseError
 from schedir.ir import printable
 from schedir.render import Page, outputs_of
-from schedir.render.styled import Block, coloured, plain
+from schedir.render.text import Block, coloured, plain
 
 _MOST_OF_A_LINE = 76
 _PIECE = 1 << 16
@@ -45,7 +45,7 @@ def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
     if stream is None:
         return
     if is_terminal(stream):
-        from schedir.render.terminal import write_to_terminal  # with rich: a pipe needs none of it
+        from schedir.render.text import write_to_terminal  # with rich: a pipe needs none of it
 
         width = shutil.get_terminal_size().columns
         write_to_terminal(blocks, stream, width, has_colour(stream))
