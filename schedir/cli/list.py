@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "List the schedules that have a name, with their parameters and defaults. "
         "Those of installed packages (entry points, group schedir.schedules) are run to find them."
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

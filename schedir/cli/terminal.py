@@ -73,10 +73,19 @@ def say(level: str, message: str) -> None:
     print(f"{level}: {printable(message)}", file=sys.stderr)
 
 
-def refuse(report: Report, subject: str) -> int:
+class RefusedError(Exception):
+    """What `subject` names has errors, which are in the `report`: a command can't go on."""
+
+    def __init__(self, report: Report, subject: str) -> None:
+        super().__init__(subject)
+        self.report = report
+        self.subject = subject
+
+
+def refuse(refused: RefusedError) -> int:
     """Show why a schedule can't be used; returns the exit code."""
-    output = outputs_of("check")["full"]
-    write(output.write(report, page_for(sys.stderr, subject)).blocks, sys.stderr)
+    page = page_for(sys.stderr, refused.subject)
+    write(outputs_of("check")["full"].write(refused.report, page).blocks, sys.stderr)
     return 1
 
 
