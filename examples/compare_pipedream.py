@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.files import write_text
-from schedir.render.styled import table
+from schedir.render.text import table
 from schedir.runtime import Executor
 from schedir.training import gathered_state
 

@@ -13,8 +13,8 @@ import attrs
 from schedir.files import write_text
 from schedir.render.axis import round_step
 from schedir.render.palette import FAINT_INK, GRID, INK, PAPER
-from schedir.render.styled import Piece, number, plain
 from schedir.render.svg_text import px, text_at
+from schedir.render.text import Piece, number, plain
 
 COLOURS = ("#595959", "#0072b2", "#d55e00", "#009e73")  # Okabe and Ito's, dark enough for lines
 DASHES = ("2 3", "7 3", "", "9 3 2 3")  # and told apart without any colour

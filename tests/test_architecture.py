@@ -177,7 +177,7 @@ def test_a_check_starts_with_what_it_needs_alone() -> None:
     parts = {name.removeprefix("schedir.") for name in found if name.startswith("schedir.")}
     assert not parts & {"finder", "simulator", "runtime", "training"}
     assert not parts & {"library.compaction", "library.blocks", "library.bubble_filling"}
-    of_render = {"diagnostics", "explanation", "findings", "legible", "outputs", "styled"}
+    of_render = {"diagnostics", "outputs", "text"}
     assert {part for part in parts if part.startswith("render.")} == {
         f"render.{module}" for module in of_render
     }

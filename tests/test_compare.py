@@ -14,7 +14,7 @@ from schedir import CostModel, Kind, LoadError, SchedirError
 from schedir.checker import CHANNELS
 from schedir.finder import Comparison, Row
 from schedir.render import Page, outputs_of
-from schedir.render.styled import plain
+from schedir.render.text import plain
 from schedir.simulator import Measured, save_timelines, simulate
 from tests.command_line import DEADLOCK, Run, runner
 from tests.measured import even, measured_run

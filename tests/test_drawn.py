@@ -12,9 +12,9 @@ import pytest
 
 import schedir
 from schedir import CostModel, Timeline
-from schedir.cli.quantities import size
+from schedir.cli.costs import size
 from schedir.render import Page, outputs_of, timeline_text
-from schedir.render.styled import plain
+from schedir.render.text import plain
 from schedir.simulator import Measured, in_unit, median_step, save_timelines
 from tests.command_line import Run, runner
 

@@ -9,7 +9,7 @@ import pytest
 from schedir.cli import export
 from schedir.render import Output, Page
 from schedir.render.outputs import Written
-from schedir.render.styled import Piece
+from schedir.render.text import Piece
 from schedir.simulator import Timeline
 from tests.command_line import Run, runner
 

@@ -16,7 +16,7 @@ import schedir
 from schedir import files
 from schedir.cli import export
 from schedir.files import check_writable, replacing, write_text
-from schedir.render.styled import Block
+from schedir.render.text import Block
 from schedir.simulator import save_timelines
 from tests.command_line import runner
 

@@ -20,7 +20,7 @@ import schedir
 from schedir.checker import RULES, Rule
 from schedir.cli import main
 from schedir.render import outputs_of
-from schedir.render.explanation import command_options
+from schedir.render.diagnostics import command_options
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

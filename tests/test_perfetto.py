@@ -19,7 +19,7 @@ from schedir import CostModel, SchedirError, Timeline
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
 from schedir.render import Page, outputs_of
-from schedir.render.styled import plain
+from schedir.render.text import plain
 from schedir.simulator import Measured
 from tests.built_in import NAMES
 from tests.command_line import runner

@@ -25,10 +25,9 @@ from schedir.render import (
     timeline_text,
 )
 from schedir.render.overview import overview_blocks
-from schedir.render.steady import Repeat, repeats
-from schedir.render.styled import coloured, plain
-from schedir.render.terminal import write_to_terminal
-from schedir.render.timeline import drawing_of
+from schedir.render.steady_state import Repeat, repeats
+from schedir.render.terminal_timeline import drawing_of
+from schedir.render.text import coloured, plain, write_to_terminal
 from tests.built_in import NAMES
 from tests.findings import odd
 

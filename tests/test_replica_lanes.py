@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.ir import COMPUTE
-from schedir.render.lanes import has_replicas, lanes_of
 from schedir.render.overview import overview_blocks
-from schedir.render.styled import plain
+from schedir.render.rows import has_replicas, lanes_of
 from schedir.render.svg import svg_blocks
 from schedir.render.svg_lanes import cells_of
-from schedir.render.timeline import timeline_text
+from schedir.render.terminal_timeline import timeline_text
+from schedir.render.text import plain
 from tests.joined import joined
 from tests.literals import listed
 from tests.test_random import drawn
@@ -90,11 +90,11 @@ def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
     for rank, actions in enumerate(schedule.flat):
         lanes = lanes_of(line, [rank])
         assert lanes  # one that has no stage is idle
-        found = [span.action for lane in lanes for span in lane.row.spans]
+        found = [span.action for lane in lanes for span in lane.spans]
         assert Counter(found) == Counter(a for a in actions if a.kind in COMPUTE)
         for lane in lanes:
             if lane.stage is not None:
-                assert {span.action.stage for span in lane.row.spans} <= {lane.stage}
+                assert {span.action.stage for span in lane.spans} <= {lane.stage}
 
 
 def entries_of(schedule: schedir.Schedule, rank: int) -> list[list[schedir.Action]]:

@@ -17,7 +17,7 @@ import schedir
 from schedir import Action, CostModel, Kind, Timeline
 from schedir.graph.alive import weight_versions
 from schedir.ir import COMPUTE, columns_of
-from schedir.render.timeline import timeline_text
+from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import NAMES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,9 +24,9 @@ import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.ir import COMPUTE
 from schedir.render import Page, outputs_of
+from schedir.render.memory import thinned
 from schedir.render.palette import WORDS, picture_fill
-from schedir.render.styled import plain
-from schedir.render.svg_memory import thinned
+from schedir.render.text import plain
 from schedir.simulator import Measured, Unit
 from tests.built_in import NAMES
 from tests.command_line import runner

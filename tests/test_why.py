@@ -10,8 +10,8 @@ import schedir
 from schedir import CostModel, Timeline
 from schedir.cli import main
 from schedir.render import Page, outputs_of
-from schedir.render.path import CriticalPath
-from schedir.render.styled import plain
+from schedir.render.text import plain
+from schedir.render.why import CriticalPath
 from schedir.simulator import Measured
 from tests.literals import listed
 

@@ -16,9 +16,8 @@ import schedir
 from schedir import CostModel, Timeline
 from schedir.render import Page, outputs_of, timeline_text
 from schedir.render.overview import overview_blocks
-from schedir.render.styled import plain
-from schedir.render.terminal import write_to_terminal
-from schedir.render.timeline import timeline_blocks
+from schedir.render.terminal_timeline import timeline_blocks
+from schedir.render.text import plain, write_to_terminal
 from tests.command_line import runner
 
 MOST = 10_000 + len("rank 0  ")

@@ -18,8 +18,8 @@ from schedir import CostModel, Generator, Timeline
 from schedir.files import write_text
 from schedir.library import built_in
 from schedir.render.captions import bubble
-from schedir.render.styled import plain
 from schedir.render.svg import svg_blocks
+from schedir.render.text import plain
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RANKS, MICROBATCHES = 4, 8

@@ -19,8 +19,8 @@ from pathlib import Path
 import schedir
 from schedir import CostModel, Timeline
 from schedir.files import write_text
-from schedir.render.styled import plain
 from schedir.render.svg import svg_blocks
+from schedir.render.text import plain
 from schedir.simulator import load_timelines, save_timelines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -10,8 +10,7 @@ from pathlib import Path
 from schedir import check, loads
 from schedir.checker import RULES, Rule
 from schedir.files import write_text
-from schedir.render.diagnostics import finding
-from schedir.render.explanation import command_options
+from schedir.render.diagnostics import command_options, finding
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "rules.md"
 

@@ -15,8 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import schedir
-from schedir.cli.proving import RefusedError
-from schedir.cli.terminal import fail, refuse, say, show_parse_error
+from schedir.cli.terminal import RefusedError, fail, refuse, say, show_parse_error
 from schedir.errors import ParseError, SchedirError
 from schedir.render import legible
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             return code
         except RefusedError as refused:
-            return refuse(refused.report, refused.subject)
+            return refuse(refused)
         except ParseError as error:
             return show_parse_error(error)
         except SchedirError as error:
@@ -80,8 +79,9 @@ class _Command(_Parser):
     command is given."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        name = self.prog.split()[-1]
-        import_module(f"schedir.cli.{name}").add_arguments(self)
+        command = import_module(f"schedir.cli.{self.prog.split()[-1]}")
+        command.add_arguments(self)
+        self.set_defaults(run=command.run, parser=self)
         return super().parse_known_args(args, namespace)
 
 

@@ -6,14 +6,14 @@ import argparse
 import re
 import sys
 
-from schedir.checker import CHANNELS, check
+from schedir.checker import check
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.progress import progress
-from schedir.cli.target import add_target, at_least, load_target, subject_of
+from schedir.cli.target import add_channel, add_target, at_least, load_target, subject_of
 from schedir.cli.terminal import page_for, write
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, ties_of
+from schedir.ir import CHANNELS_IN_WORDS, ties_of
 from schedir.render import described, outputs_of
 
 
@@ -25,11 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "not be loaded."
     )
     add_target(parser)
-    parser.add_argument(
-        "--channel",
-        choices=CHANNELS,
-        default=DEFAULT_CHANNEL,
-        help="the transport that errors are judged under (default: %(default)s). Strictest first, "
+    add_channel(
+        parser,
+        "the transport that errors are judged under (default: %(default)s). Strictest first, "
         + "; ".join(f"{model}: {words}" for model, words in CHANNELS_IN_WORDS.items()),
     )
     for option, least, text in (
@@ -71,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 on warnings and notes as well, except for S213",
     )
     add_costs(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,15 +6,13 @@ import argparse
 import re
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
-from schedir.checker import CHANNELS
-from schedir.cli.costs import add_costs, costs_of
+from schedir.cli.costs import add_costs, costs_of, size
 from schedir.cli.progress import progress
-from schedir.cli.quantities import size
-from schedir.cli.target import TARGET_OR_RUN, add_shape, parameters_of
+from schedir.cli.target import TARGET_OR_RUN, add_channel, add_shape, parameters_of
 from schedir.cli.terminal import fail, page_for, write
 from schedir.finder import SWEPT, compare
-from schedir.ir import DEFAULT_CHANNEL
 from schedir.render import outputs_of
 
 _KEYS = (
@@ -24,6 +22,8 @@ _KEYS = (
     "the index of a row; what is not known is null, and so is the problem of a schedule that has "
     "none; unmeasured lists the fitted costs of it that no run has shown."
 )
+_OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
+"""Of the command, and of `schedir.compare`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,15 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="the most that a rank may keep, such as 40GiB; the costs have to say what is kept",
     )
-    parser.add_argument(
-        "--channel",
-        choices=CHANNELS,
-        default=DEFAULT_CHANNEL,
-        help="the transport that schedules have to run on (default: %(default)s); see `check`",
-    )
+    text = "the transport that schedules have to run on (default: %(default)s); see `check`"
+    add_channel(parser, text)
     parser.add_argument("--json", action="store_true", help="print JSON instead, as told below")
     add_costs(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,24 +71,12 @@ def run(args: argparse.Namespace) -> int:
         if name in sweep:
             args.parser.error(f"--sweep names {name} twice")
         sweep[name] = values
-    costs = costs_of(args)
-    parameters = parameters_of(args)
+    options: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS}
+    options.update(parameters_of(args), costs=costs_of(args), sweep=sweep)
     try:
         # What a user's generator prints is no part of the artefact.
         with redirect_stdout(sys.stderr), progress("comparing") as advance:
-            comparison = compare(
-                args.targets,
-                ranks=args.ranks,
-                microbatches=args.microbatches,
-                chunks=args.chunks,
-                costs=costs,
-                memory_limit=args.memory_limit,
-                channel=args.channel,
-                sweep=sweep,
-                add_steps=args.add_steps,
-                progress=advance,
-                **parameters,
-            )
+            comparison = compare(args.targets, **options, progress=advance)
     except ValueError as error:
         return fail(str(error))
     output = outputs_of("compare")["json" if args.json else "table"]

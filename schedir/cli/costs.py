@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -10,13 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
-from schedir.cli.quantities import quantity, size
 from schedir.errors import SchedirError
 from schedir.ir import Schedule
 
 if TYPE_CHECKING:
     from schedir.simulator import CostModel
 
+
+_BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp])(i?))?b?")
 _OPTIONAL = "PerStage | None"  # as CostModel annotates it
 
 
@@ -125,3 +128,30 @@ def _value(name: str, text: str) -> Any:
         return number(text)
     numbers = tuple(number(part) for part in text.split(","))
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def quantity(text: str) -> float:
+    """A number >= 0: whole ones stay whole. Raises ArgumentTypeError."""
+    if re.fullmatch("[0-9]{1,15}", text):
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0")
+    return value
+
+
+def size(text: str) -> float:
+    """A number of bytes: 1500, 40GiB, 16 GB, 1.5e9. Raises ArgumentTypeError."""
+    found = _BYTES.fullmatch(text.strip())
+    value = math.inf
+    if found is not None:
+        number, prefix, binary = found.groups()
+        value = float(number) * (1024 if binary else 1000) ** " KMGTP".index(
+            (prefix or " ").upper()
+        )
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 40GiB")
+    return int(value) if value == int(value) else value

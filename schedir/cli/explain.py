@@ -8,7 +8,7 @@ import sys
 from schedir.checker import RETIRED, RULES
 from schedir.cli.terminal import fail, write
 from schedir.render import explanation
-from schedir.render.styled import Table
+from schedir.render.text import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fix it. Without a code, list them all."
     )
     parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,15 +12,14 @@ from typing import TextIO
 
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.progress import progress
-from schedir.cli.proving import proved
-from schedir.cli.target import TARGET_OR_RUN, add_target, sees_costs, subject_of
+from schedir.cli.target import TARGET_OR_RUN, add_target, proved, sees_costs, subject_of
 from schedir.cli.terminal import fail
 from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import Output, Page, described, outputs_of
-from schedir.render.styled import Block, plain
+from schedir.render.text import Block, plain
 from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="draw what each rank keeps over time as well"
     )
     add_costs(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,9 +79,9 @@ def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
     with progress("simulating"):
-        lines = drawn(args)
-    page = Page(lines.subject, against=lines.against, memory=args.memory)
-    return write_out(output, lines.timeline, page, args.output)
+        timeline, against, subject = drawn(args)
+    page = Page(subject, against=against, memory=args.memory)
+    return write_out(output, timeline, page, args.output)
 
 
 def write_out(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:

@@ -9,7 +9,7 @@ import sys
 from schedir.cli.terminal import write
 from schedir.ir import printable
 from schedir.library import Generator, installed
-from schedir.render.styled import Table
+from schedir.render.text import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "List the schedules that have a name, with their parameters and defaults. "
         "Those of installed packages (entry points, group schedir.schedules) are run to find them."
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

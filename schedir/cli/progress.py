@@ -7,8 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from schedir.cli.terminal import has_colour, is_terminal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _PATIENCE = 1.0  # seconds
 
@@ -40,14 +44,14 @@ class _Shown:
     def __init__(self, doing: str) -> None:
         self._doing = doing
         self._far: tuple[int, int] | None = None
-        self._stop: Callable[[], None] | None = None
-        self._update: Callable[[], None] | None = None
+        self._bar: Progress | None = None
 
     def advance(self, done: int, total: int) -> None:
         """So many of the total are done."""
         self._far = done, total
-        if self._update is not None:
-            self._update()
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=done, total=total, far=f"{done}/{total}")
 
     def start(self) -> None:
         """Begin to show it."""
@@ -67,18 +71,13 @@ class _Shown:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        task = bar.add_task(self._doing, total=None, far="")
-
-        def update() -> None:
-            if self._far is not None:
-                done, total = self._far
-                bar.update(task, completed=done, total=total, far=f"{done}/{total}")
-
-        update()
+        bar.add_task(self._doing, total=None, far="")
         bar.start()
-        self._update, self._stop = update, bar.stop
+        self._bar = bar
+        if self._far is not None:
+            self.advance(*self._far)
 
     def stop(self) -> None:
         """Take it off the screen."""
-        if self._stop is not None:
-            self._stop()
+        if self._bar is not None:
+            self._bar.stop()

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from schedir.checker import CHANNELS
-from schedir.cli.costs import add_costs, costs_of, note_unmeasured
+import attrs
+
+from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
 from schedir.cli.export import write_out
 from schedir.cli.progress import progress
-from schedir.cli.quantities import quantity, size
-from schedir.cli.target import at_least
+from schedir.cli.target import add_channel, at_least
 from schedir.cli.terminal import fail
 from schedir.files import check_writable
 from schedir.finder import (
@@ -29,10 +29,9 @@ from schedir.finder import (
 )
 from schedir.finder.terms import Terms
 from schedir.graph.alive import HELD_UNTIL
-from schedir.ir import DEFAULT_CHANNEL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, outputs_of
-from schedir.render.found import found_text
+from schedir.render.tables import found_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,32 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="another one finds another way"
     )
-    parser.add_argument(
-        "--channel",
-        choices=CHANNELS,
-        default=DEFAULT_CHANNEL,
-        help="the transport that it has to run on (default: %(default)s); see `check`",
-    )
+    text = "the transport that it has to run on (default: %(default)s); see `check`"
+    add_channel(parser, text)
     add_costs(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that is found, and say what it is like."""
-    terms: dict[str, Any] = {
-        "ranks": args.ranks,
-        "microbatches": args.microbatches,
-        "chunks": args.chunks,
-        "costs": costs_of(args),
-        "placement": args.placement,
-        "memory_limit": args.memory_limit,
-        "max_activations": args.max_activations,
-        "held_until": args.held_until,
-        "objective": args.objective,
-        "split": args.split,
-        "recompute": args.recompute,
-        "channel": args.channel,
-    }
+    terms: dict[str, Any] = {field.name: getattr(args, field.name) for field in attrs.fields(Terms)}
+    terms["costs"] = costs_of(args)
     try:
         if args.output is not None:
             check_writable(args.output)

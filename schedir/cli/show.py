@@ -12,7 +12,6 @@ from schedir.cli.progress import progress
 from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
 from schedir.cli.terminal import is_terminal, page_for, write
 from schedir.cli.timelines import add_drawn, drawn
-from schedir.ir import Schedule
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
 
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_drawn(parser)
     add_costs(parser)
-    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,16 +70,18 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
     with progress("simulating"):
-        lines = drawn(args)
+        timeline, against, subject = drawn(args)
     output = outputs_of("show")[_form(args, args.full or lists)]
-    page = attrs.evolve(page_for(sys.stdout, lines.subject), against=lines.against)
+    page = attrs.evolve(page_for(sys.stdout, subject), against=against)
     if args.width is not None:
         page = attrs.evolve(page, width=args.width, fit=True)
-    write(output.write(lines.timeline, page).blocks, sys.stdout)
+    write(output.write(timeline, page).blocks, sys.stdout)
     if lists:
-        schedule = lines.timeline.schedule
+        schedule = timeline.schedule
         print()
-        _print_actions(strip_communication(schedule) if args.compute_only else schedule)
+        shown = strip_communication(schedule) if args.compute_only else schedule
+        for rank, entries in enumerate(shown.actions):
+            print(f"rank {rank}:", *entries)
     return 0
 
 
@@ -90,8 +90,3 @@ def _form(args: argparse.Namespace, full: bool) -> str:
     if args.json or args.why:
         return "json" if args.json else "why"
     return "overview" if is_terminal(sys.stdout) and not full else "full"
-
-
-def _print_actions(schedule: Schedule) -> None:
-    for rank, entries in enumerate(schedule.actions):
-        print(f"rank {rank}:", *entries)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
+from schedir.checker import CHANNELS, prove
+from schedir.cli.terminal import RefusedError
 from schedir.errors import LoadError
-from schedir.ir import Schedule
+from schedir.ir import DEFAULT_CHANNEL, Schedule
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, find, is_list, load
 from schedir.passes import append_steps
 
@@ -58,6 +60,11 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return shape
 
 
+def add_channel(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--channel`; `text` says what it decides, and where more is said of it."""
+    parser.add_argument("--channel", choices=CHANNELS, default=DEFAULT_CHANNEL, help=text)
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of an option that takes a whole number."""
 
@@ -94,6 +101,14 @@ def load_target(
             **parameters,
         )
     return append_steps(found) if args.add_steps else found
+
+
+def proved(schedule: Schedule, subject: str) -> Schedule:
+    """The complete form of a schedule that runs on some transport. Raises RefusedError."""
+    report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
+    if report.schedule is None:
+        raise RefusedError(report, subject)
+    return report.schedule
 
 
 def sees_costs(target: str) -> bool:

@@ -12,7 +12,7 @@ from schedir.checker import Report
 from schedir.errors import ParseError
 from schedir.ir import printable
 from schedir.render import Page, outputs_of
-from schedir.render.styled import Block, coloured, plain
+from schedir.render.text import Block, coloured, plain
 
 _MOST_OF_A_LINE = 76
 _PIECE = 1 << 16
@@ -45,7 +45,7 @@ def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
     if stream is None:
         return
     if is_terminal(stream):
-        from schedir.render.terminal import write_to_terminal  # with rich: a pipe needs none of it
+        from schedir.render.text import write_to_terminal  # with rich: a pipe needs none of it
 
         width = shutil.get_terminal_size().columns
         write_to_terminal(blocks, stream, width, has_colour(stream))
@@ -73,10 +73,19 @@ def say(level: str, message: str) -> None:
     print(f"{level}: {printable(message)}", file=sys.stderr)
 
 
-def refuse(report: Report, subject: str) -> int:
+class RefusedError(Exception):
+    """What `subject` names has errors, which are in the `report`: a command can't go on."""
+
+    def __init__(self, report: Report, subject: str) -> None:
+        super().__init__(subject)
+        self.report = report
+        self.subject = subject
+
+
+def refuse(refused: RefusedError) -> int:
     """Show why a schedule can't be used; returns the exit code."""
-    output = outputs_of("check")["full"]
-    write(output.write(report, page_for(sys.stderr, subject)).blocks, sys.stderr)
+    page = page_for(sys.stderr, refused.subject)
+    write(outputs_of("check")["full"].write(refused.report, page).blocks, sys.stderr)
     return 1
 
 

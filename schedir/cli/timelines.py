@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import attrs
-
 from schedir.cli.costs import costs_given, costs_of, note_unmeasured
-from schedir.cli.proving import proved
-from schedir.cli.target import at_least, load_target, subject_of
+from schedir.cli.target import at_least, load_target, proved, subject_of
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
 from schedir.library import is_list
@@ -34,22 +31,14 @@ def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
-@attrs.frozen
-class Drawn:
-    """A timeline, a second one for the same axis, and what to call the first."""
-
-    timeline: Timeline
-    against: Timeline | None
-    subject: str
-
-
 def is_measured(target: str) -> bool:
     """Whether a target is, by its extension, a file of timelines."""
     return target.endswith(".json")
 
 
-def drawn(args: argparse.Namespace) -> Drawn:
-    """The timelines that the arguments name, the predicted one first.
+def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
+    """The timeline that the arguments name, a second one for the same axis, and what to call the
+    first, which is the predicted one.
 
     Raises LoadError or ParseError for what can't be loaded, RefusedError for a schedule with
     errors, SchedirError for costs that do not fit it.
@@ -65,7 +54,7 @@ def drawn(args: argparse.Namespace) -> Drawn:
     # What is predicted stands above what is measured.
     (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
     against = others[0][0] if others else None
-    return Drawn(first, against, subject_of(target, first.schedule))
+    return first, against, subject_of(target, first.schedule)
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import attrs
 
-from schedir.finder.terms import Objective, StageCosts, by_stage
+from schedir.finder.terms import Objective, StageCosts, memory_in_activations, memory_in_bytes
 from schedir.simulator import CostModel
 
 
@@ -53,16 +53,19 @@ def lower_bound(
     """
     costs = CostModel() if costs is None else costs
     of = Work(StageCosts.of(placement, costs), microbatches, split, recompute)
+    memories = []
+    if max_activations is not None:
+        memories.append(memory_in_activations(placement, max_activations, held_until))
+    if memory_limit is not None:
+        reserved = [0.0] * len(of.costs.ranks)
+        memories.append(memory_in_bytes(placement, costs, memory_limit, reserved))
     found = [*of.bounds(objective)]
     for rank in of.costs.ranks:
         own = of.rank(rank)
         found += own.busy(objective)
-        if max_activations is not None:
-            ones, none = [1] * len(placement), [0] * len(placement)
-            counted = _Limit(ones, none, ones if held_until == "W" else none, max_activations)
-            found += own.held(counted, objective)
-        if memory_limit is not None:
-            found += own.held(_bytes_limit(costs, own, memory_limit), objective)
+        for memory in memories:
+            limit = _Limit(memory.full, memory.lean, memory.rest, memory.limit[rank])
+            found += own.held(limit, objective)
     return max(found)
 
 
@@ -75,24 +78,6 @@ class _Limit:
     inputs: Sequence[float]
     parts: Sequence[float]
     most: float
-
-
-def _bytes_limit(costs: CostModel, own: _Rank, limit: float) -> _Limit:
-    many = len(own.work.costs.stages)
-    kept = [
-        by_stage(name, value, many)
-        for name, value in (
-            ("weight_bytes", costs.weight_bytes),
-            ("optimizer_bytes", costs.optimizer_bytes),
-        )
-    ]
-    always = sum(sizes[s] for sizes in kept for s in own.stages)
-    sizes = by_stage("activation_bytes", costs.activation_bytes, many)
-    parts = sizes
-    if costs.deferred_bytes is not None:
-        parts = by_stage("deferred_bytes", costs.deferred_bytes, many)
-    inputs = by_stage("input_bytes", costs.input_bytes, many)
-    return _Limit(sizes, inputs, parts, limit - always)
 
 
 # Not slotted, so that what is derived can be cached beside the fields.

@@ -171,9 +171,11 @@ class _Job:
                     "a measured timeline has a unit of time, and the textbook's costs have none: "
                     "give the costs of the others"
                 )
-            unit = next(unit for unit in UNITS if unit in units)
-            rows = [_in_unit(row, unit) for row in rows]
-        return ranked(rows, self.channel, self.memory_limit)
+            largest = next(unit for unit in UNITS if unit in units)
+            rows = [_in_unit(row, largest) for row in rows]
+        unit = next((row.unit for row in rows if row.unit is not None), None)
+        found = Comparison(tuple(rows), self.channel, self.memory_limit, unit)
+        return attrs.evolve(found, rows=tuple(sorted(rows, key=partial(_order, found))))
 
     def _expect_one_model(self) -> None:
         """Raise SchedirError where a cost of each stage is one number, and ranks differ."""
@@ -211,6 +213,16 @@ def _with_steps(variant: Variant) -> Schedule | Timeline:
 
 def _schedule_of(made: Schedule | Timeline) -> Schedule:
     return made.schedule if isinstance(made, Timeline) else made
+
+
+def _order(comparison: Comparison, row: Row) -> tuple[float, ...]:
+    """What rows are sorted by."""
+    time = comparison.time(row)
+    if time is None:
+        return (math.inf,)
+    activations = (row.peak_activations or 0) * float(row.share)
+    # Sums of floats in another order are no reason to be before another.
+    return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
 
 
 def _in_unit(row: Row, unit: Unit) -> Row:
@@ -320,22 +332,6 @@ class Comparison:
         return time / least if time is not None and least else None
 
 
-def ranked(rows: list[Row], channel: str, memory_limit: float | None) -> Comparison:
-    """The comparison of these rows."""
-    per_microbatch = len({row.microbatches for row in rows}) > 1
-
-    def order(row: Row) -> tuple[float, ...]:
-        time = row.time_per_microbatch if per_microbatch else row.makespan
-        if time is None:
-            return (math.inf,)
-        activations = (row.peak_activations or 0) * float(row.share)
-        # Sums of floats in another order are no reason to be before another.
-        return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
-
-    unit = next((row.unit for row in rows if row.unit is not None), None)
-    return Comparison(tuple(sorted(rows, key=order)), channel, memory_limit, unit)
-
-
 Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
 """What names, or is, something to compare."""
 SWEPT = ("microbatches", "chunks")
@@ -396,23 +392,16 @@ def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
     found = [(target, _found(target)) for target in targets]
     if not found:
         raise LoadError("there is nothing to compare: name some schedules")
-    shapes = _completed(shapes, [_list_of(each) for _, each in found])
     generators = [each for _, each in found if isinstance(each, Generator)]
+    lists = [_schedule_of(each) for _, each in found if not isinstance(each, Generator)]
+    shapes = _completed(shapes, lists)
     for name in shapes.parameters:
         if not any(_has(generator, name) for generator in generators):
             raise LoadError(f"no schedule here has a parameter {name!r}")
     return [variant for target, each in found for variant in _shaped(target, each, shapes)]
 
 
-def _list_of(found: Generator | Schedule | Timeline) -> Schedule | None:
-    """The list that something is or has; None for what has yet to be given a shape."""
-    if isinstance(found, Timeline):
-        return found.schedule
-    return found if isinstance(found, Schedule) else None
-
-
-def _completed(shapes: Shapes, lists: Iterable[Schedule | None]) -> Shapes:
-    fixed = [each for each in lists if each is not None]
+def _completed(shapes: Shapes, fixed: Sequence[Schedule]) -> Shapes:
     for name in ("ranks", "microbatches"):
         had = {getattr(each, name) for each in fixed}
         if getattr(shapes, name) is None and name not in shapes.swept and len(had) == 1:
@@ -439,11 +428,14 @@ def _shaped(
 ) -> Iterator[Variant]:
     named = str(target) if isinstance(target, (str, Path)) else None
     if not isinstance(found, Generator):
-        schedule = found.schedule if isinstance(found, Timeline) else found
+        schedule = _schedule_of(found)
         name = named or schedule.name
         yield Variant(name, schedule.microbatches, None, partial(_as_it_is, name, found, shapes))
         return
     own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
+    seen = shapes.costs
+    if isinstance(seen, CostModel):  # of the same model, whatever the number of stages
+        seen = partial(recut, seen, of=shapes.ranks or DEFAULT_RANKS)
     for microbatches, chunks in product(*map(shapes.several, SWEPT)):
         make = partial(
             load,
@@ -451,26 +443,16 @@ def _shaped(
             ranks=shapes.ranks,
             microbatches=microbatches,
             chunks=chunks,
-            costs=_seen(shapes),
+            costs=seen,
             **own,
         )
         many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
         yield Variant(named or found.name, many, chunks or found.chunks, make)
 
 
-def _seen(shapes: Shapes) -> Costs:
-    """The costs that generators see which are made for given ones: of the same model."""
-    if isinstance(shapes.costs, CostModel):
-        return partial(recut, shapes.costs, of=shapes.ranks or DEFAULT_RANKS)
-    return shapes.costs
-
-
 def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:
-    schedule = found.schedule if isinstance(found, Timeline) else found
-    for what, asked, has in (
-        ("ranks", shapes.ranks, schedule.ranks),
-        ("microbatches", shapes.microbatches, schedule.microbatches),
-    ):
+    for what in ("ranks", "microbatches"):
+        asked, has = getattr(shapes, what), getattr(_schedule_of(found), what)
         if asked not in (None, has):
             raise LoadError(f"{name} has {has} {what}, not {asked}")
     return found

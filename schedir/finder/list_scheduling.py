@@ -198,10 +198,7 @@ class _Ruled:
 
 
 _FIRST = 1000.0  # periods: before all others of its rank
-
-
 _PATIENCE = ("patience", "eager", "late")
-_VARIED = (*_PATIENCE, "noise", "stretch", "lag", "deep", "urgent", "lazy", "cap")
 
 
 @attrs.frozen(kw_only=True)
@@ -235,48 +232,32 @@ def styles(task: Task) -> Iterator[Style]:
     splits = [True, False] if task.split else [False]
     agains = [NEVER, NEEDED, ALWAYS] if task.recompute else [NEVER]
     caps = [0.0] if task.memory.limited else [0.0, 2.0 * task.ranks, 1.0 * task.ranks]
-    plain = Style()
     ways = [
-        plain,
-        attrs.evolve(plain, eager=0.6),
-        attrs.evolve(plain, patience=0.0, eager=0.0, late=0.0),
-        attrs.evolve(plain, lazy=0.0, urgent=0.0, lag=2.0),
-        attrs.evolve(plain, patience=0.0, eager=0.3, late=1.0),
-        attrs.evolve(plain, patience=0.6, late=1.0),
-        attrs.evolve(plain, urgent=0.0, late=1.0),
-        attrs.evolve(plain, urgent=0.0, lazy=0.0),
-        attrs.evolve(plain, patience=1.0, late=1.0),
-        attrs.evolve(plain, urgent=-_FIRST),
+        Style(),
+        Style(eager=0.6),
+        Style(patience=0.0, eager=0.0, late=0.0),
+        Style(lazy=0.0, urgent=0.0, lag=2.0),
+        Style(patience=0.0, eager=0.3, late=1.0),
+        Style(patience=0.6, late=1.0),
+        Style(urgent=0.0, late=1.0),
+        Style(urgent=0.0, lazy=0.0),
+        Style(patience=1.0, late=1.0),
+        Style(urgent=-_FIRST),
     ]
     deeps = [0.0, 1.0, _FIRST, -_FIRST] if len(task.stages_of[0]) > 1 else [0.0]
-    turns = product(*(range(len(each)) for each in (ways, deeps, caps, agains, splits)))
+    aspects: dict[str, list[Any]] = {"deep": deeps, "cap": caps, "again": agains, "split": splits}
+    turns = product(*map(range, map(len, (ways, *aspects.values()))))
     # Those that are likely in all respects come before those that are so in one alone.
-    for way, deep, cap, again, split in sorted(turns, key=sum):
-        if splits[split] or ways[way].lazy:
-            yield attrs.evolve(
-                ways[way],
-                deep=deeps[deep],
-                cap=caps[cap],
-                again=agains[again],
-                split=splits[split],
-            )
+    for way, *others in sorted(turns, key=sum):
+        chosen = {name: aspects[name][turn] for name, turn in zip(aspects, others, strict=True)}
+        if chosen["split"] or ways[way].lazy:
+            yield attrs.evolve(ways[way], **chosen)
 
 
 def varied(style: Style, random: Random) -> Style:
     """Another style that is like this one."""
     changes: dict[str, Any] = {"seed": random.randrange(1 << 30)}
-    for name in (
-        "noise",
-        "patience",
-        "eager",
-        "late",
-        "stretch",
-        "lag",
-        "deep",
-        "urgent",
-        "lazy",
-        "cap",
-    ):
+    for name in ("noise", *_PATIENCE, "stretch", "lag", "deep", "urgent", "lazy", "cap"):
         if random.random() < 0.35:
             changes[name] = _varied(name, getattr(style, name), random)
     return attrs.evolve(style, **changes)

@@ -67,20 +67,8 @@ def exact(
     costs nothing, whose order no time tells, and for a limit in bytes where boundaries have some,
     which it can't count; ValueError or TypeError for a bad argument.
     """
-    terms = Terms(
-        ranks=ranks,
-        microbatches=microbatches,
-        chunks=chunks,
-        costs=CostModel() if costs is None else costs,
-        placement=placement,
-        memory_limit=memory_limit,
-        max_activations=max_activations,
-        held_until=held_until,
-        objective=objective,
-        split=split,
-        recompute=recompute,
-        channel=channel,
-    )
+    given = locals()
+    terms = Terms(**{field.name: given[field.name] for field in attrs.fields(Terms)})
     return exactly(terms, seconds, seed).schedule
 
 

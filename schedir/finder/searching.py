@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import attrs
 
@@ -67,23 +68,7 @@ def search(
     Raises SchedirError where no schedule keeps so little, with the least limit that works, and
     where the costs lack a stage or a link; ValueError or TypeError for a bad argument.
     """
-    return find(
-        ranks,
-        microbatches,
-        chunks,
-        costs=costs,
-        placement=placement,
-        memory_limit=memory_limit,
-        max_activations=max_activations,
-        held_until=held_until,
-        objective=objective,
-        split=split,
-        recompute=recompute,
-        seconds=seconds,
-        seed=seed,
-        channel=channel,
-        progress=progress,
-    ).schedule
+    return find(**locals()).schedule  # all that it was called with
 
 
 def find(
@@ -91,43 +76,19 @@ def find(
     microbatches: int,
     chunks: int = 1,
     *,
-    costs: CostModel | None = None,
-    placement: str | None = None,
-    memory_limit: float | None = None,
-    max_activations: int | None = None,
-    held_until: HeldUntil = "W",
-    objective: Objective = "makespan",
-    split: bool = True,
-    recompute: bool | None = None,
     seconds: float | None = None,
     seed: int = 0,
-    channel: str = DEFAULT_CHANNEL,
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    **limits: Any,
 ) -> Found:
     """`search`, and all that there is to say of what it has found.
 
-    `stop` is asked now and then: once it says True, what is best so far is taken. Raises as
-    `search` does.
+    `limits` are its other arguments. `stop` is asked now and then: once it says True, what is best
+    so far is taken. Raises as `search` does.
     """
-    terms = Terms(
-        ranks=ranks,
-        microbatches=microbatches,
-        chunks=chunks,
-        costs=CostModel() if costs is None else costs,
-        placement=placement,
-        memory_limit=memory_limit,
-        max_activations=max_activations,
-        held_until=held_until,
-        objective=objective,
-        split=split,
-        recompute=recompute,
-        channel=channel,
-    )
-    return _find(terms, Budget(seconds, stop, progress), seed)
-
-
-def _find(terms: Terms, budget: Budget, seed: int) -> Found:
+    terms = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **limits)
+    budget = Budget(seconds, stop, progress)
     least = [Candidate.serial(terms.task(named)) for named in terms.placements]
     bound = min(_lower_bound(terms, each.task) for each in least)
     best = None

@@ -19,7 +19,7 @@ import attrs
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
-from schedir.ir import Kind, Placement, expect_channel
+from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, expect_channel
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel
 from schedir.simulator.values import PerLink, PerStage
@@ -85,17 +85,23 @@ class Terms:
     ranks: int = attrs.field(validator=_at_least(1))
     microbatches: int = attrs.field(validator=_at_least(1))
     chunks: int = attrs.field(validator=_at_least(1))
-    costs: CostModel = attrs.field(validator=_a(CostModel))
-    placement: str | None = attrs.field(
-        validator=attrs.validators.optional(_one_of(*PLACEMENT_NAMES))
+    costs: CostModel = attrs.field(
+        default=None,
+        converter=attrs.converters.default_if_none(factory=CostModel),  # type: ignore[misc]
+        validator=_a(CostModel),
     )
-    memory_limit: float | None = attrs.field(validator=_a(Real, type(None)))
-    max_activations: int | None = attrs.field(validator=_at_least(0))
-    held_until: HeldUntil = attrs.field(validator=_one_of(*HELD_UNTIL))
-    objective: Objective = attrs.field(validator=_one_of(*OBJECTIVES))
-    split: bool = attrs.field(validator=_a(bool))
-    recompute: bool | None = attrs.field(validator=_a(bool, type(None)))
-    channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
+    placement: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_one_of(*PLACEMENT_NAMES))
+    )
+    memory_limit: float | None = attrs.field(default=None, validator=_a(Real, type(None)))
+    max_activations: int | None = attrs.field(default=None, validator=_at_least(0))
+    held_until: HeldUntil = attrs.field(default="W", validator=_one_of(*HELD_UNTIL))
+    objective: Objective = attrs.field(default="makespan", validator=_one_of(*OBJECTIVES))
+    split: bool = attrs.field(default=True, validator=_a(bool))
+    recompute: bool | None = attrs.field(default=None, validator=_a(bool, type(None)))
+    channel: str = attrs.field(
+        default=DEFAULT_CHANNEL, validator=lambda _, __, value: expect_channel(value)
+    )
 
     def __attrs_post_init__(self) -> None:
         expect_fewer(self.ranks, self.chunks, self.microbatches)
@@ -150,12 +156,9 @@ class Terms:
 
     def _memory(self, placement: tuple[int, ...], reserved: tuple[float, ...]) -> Memory:
         if self.memory_limit is not None:
-            return _memory_in_bytes(placement, self.costs, self.memory_limit, reserved)
-        # An activation is held until its W or I; one that is run again is none before.
-        one, none = (1,) * len(placement), (0,) * len(placement)
+            return memory_in_bytes(placement, self.costs, self.memory_limit, reserved)
         most = math.inf if self.max_activations is None else self.max_activations
-        rest = one if self.held_until == "W" else none
-        return Memory(one, none, rest, none, (most,) * self.ranks)
+        return memory_in_activations(placement, most, self.held_until)
 
     def _saves(self, memory: Memory) -> bool:
         """Whether forwards may be run again."""
@@ -266,14 +269,21 @@ class Task:
         return [[self.costs.optim_step[s] for s in held] for held in self.stages_of]
 
 
-def _memory_in_bytes(
-    placement: tuple[int, ...], costs: CostModel, limit: float, reserved: tuple[float, ...]
+def memory_in_activations(placement: Sequence[int], most: float, held_until: str) -> Memory:
+    """The memory that counts activations, each until its W or I; one that is run again is none
+    before."""
+    one, none = (1,) * len(placement), (0,) * len(placement)
+    rest = one if held_until == "W" else none
+    return Memory(one, none, rest, none, (most,) * (1 + max(placement)))
+
+
+def memory_in_bytes(
+    placement: Sequence[int], costs: CostModel, limit: float, reserved: Sequence[float]
 ) -> Memory:
     """The memory that counts bytes; of what a rank may keep, so much is `reserved`."""
-    stages, ranks = len(placement), 1 + max(placement)
 
     def each(name: str) -> tuple[float, ...]:
-        return by_stage(name, getattr(costs, name), stages)
+        return by_stage(name, getattr(costs, name), len(placement))
 
     base = list(reserved)
     for stage, rank in enumerate(placement):
@@ -284,8 +294,11 @@ def _memory_in_bytes(
         each("input_bytes"),
         full if costs.deferred_bytes is None else each("deferred_bytes"),
         each("gradient_bytes"),
-        tuple(limit - base[rank] for rank in range(ranks)),
+        tuple(limit - always for always in base),
     )
+
+
+_COSTS = (*("forward", "backward", "backward_input", "backward_weight", "recompute", "optim_step"),)
 
 
 @attrs.frozen
@@ -322,16 +335,11 @@ class StageCosts:
             up.append(_way(costs, b, a, size))
         up.append((0, 0))
         again = costs.forward if costs.recompute is None else costs.recompute
+        whole = {name: getattr(costs, name) for name in _COSTS} | {"recompute": again}
         return cls(
             tuple(placement),
-            by_stage("forward", costs.forward, stages),
-            by_stage("backward", costs.backward, stages),
-            by_stage("backward_input", costs.backward_input, stages),
-            by_stage("backward_weight", costs.backward_weight, stages),
-            by_stage("recompute", again, stages),
-            by_stage("optim_step", costs.optim_step, stages),
-            *(tuple(way[0] for way in ways) for ways in (down, up)),
-            *(tuple(way[1] for way in ways) for ways in (down, up)),
+            *(by_stage(name, value, stages) for name, value in whole.items()),
+            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
         )
 
     @property

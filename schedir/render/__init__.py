@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
-from schedir.render.explanation import explanation
-from schedir.render.legible import legible
+from schedir.render.diagnostics import explanation
 from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
+from schedir.render.text import legible
 
 if TYPE_CHECKING:
-    from schedir.render.found import found_text
-    from schedir.render.timeline import timeline_json, timeline_text
+    from schedir.render.tables import found_text
+    from schedir.render.terminal_timeline import timeline_json, timeline_text
 
 __all__ = [
     "OUTPUTS",
@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 _ON_DEMAND = {
-    "schedir.render.found": ("found_text",),
-    "schedir.render.timeline": ("timeline_json", "timeline_text"),
+    "schedir.render.tables": ("found_text",),
+    "schedir.render.terminal_timeline": ("timeline_json", "timeline_text"),
 }
 
 if not TYPE_CHECKING:  # to which a misspelt name is an error

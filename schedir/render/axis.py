@@ -9,7 +9,7 @@ from functools import cached_property
 import attrs
 
 from schedir.render.palette import LEFT_OUT
-from schedir.render.styled import number
+from schedir.render.text import number
 
 _BETWEEN_TICKS = 8
 _LARGEST = 1e280

@@ -1,36 +1,119 @@
-"""What timelines are called, so that nobody takes one for the other, and what their bubbles are."""
+"""What timelines are called, so that nobody takes one for the other, what they cost in a few words,
+and the unit of time in which one timeline, or two on one axis, are shown."""
 
 from __future__ import annotations
 
-from schedir.simulator import Timeline
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from schedir.ir import Schedule
+from schedir.render.text import count, number
+from schedir.simulator import Timeline, Unit, factor, in_unit
+from schedir.simulator.values import UNITS
+
+UNIT_NAMES: dict[Unit | None, str] = {None: "", "s": "s", "ms": "ms", "us": "µs"}
 
 
-def captions(timeline: Timeline, against: Timeline | None) -> tuple[str, ...]:
-    """A caption for each timeline: predicted or measured, its schedule, or which of the two."""
-    if against is None:
-        return (caption(timeline),)
-    both = timeline, against
-    origins = [caption(one) for one in both]
-    if len(set(origins)) == 2:
-        return tuple(origins)
-    named = [f"{origin}, {one.schedule.name}" for origin, one in zip(origins, both, strict=True)]
-    if len(set(named)) == 2:
-        return tuple(named)
-    return tuple(
-        f"{origin}, {turn}" for origin, turn in zip(origins, ("first", "second"), strict=True)
+def title(schedule: Schedule) -> str:
+    """The name of a schedule, and its shape."""
+    return (
+        f"{schedule.name}: {count(schedule.ranks, 'rank')}, {count(schedule.stages, 'stage')}, "
+        f"{count(schedule.microbatches, 'microbatch', 'es')}"
     )
 
 
 def caption(timeline: Timeline) -> str:
     """Predicted, or measured in which step."""
-    if timeline.measured is None:
-        return "predicted"
-    return f"measured, step {timeline.measured.step}"
+    measured = timeline.measured
+    return "predicted" if measured is None else f"measured, step {measured.step}"
+
+
+def captions(lines: Sequence[Timeline]) -> list[str]:
+    """A caption for each of one or two timelines: predicted or measured, and where that is the same
+    of both its schedule, or which of the two."""
+    origins = [caption(line) for line in lines]
+    for more in ([line.schedule.name for line in lines], ["first", "second"]):
+        if len(set(origins)) < len(lines):
+            origins = [f"{caption(line)}, {own}" for line, own in zip(lines, more, strict=True)]
+    return origins
+
+
+def names(lines: Sequence[Timeline]) -> list[str]:
+    """What sets several timelines of a terminal apart; nothing for a single one."""
+    if len(lines) == 1:
+        return [""]
+    measured = any(line.measured for line in lines)
+    found = [caption(line) if measured else line.schedule.name for line in lines]
+    if len(set(found)) < len(found):
+        found = [f"{name} ({turn})" for turn, name in enumerate(found, 1)]
+    return found
 
 
 def bubble(timeline: Timeline) -> str:
     """The bubble of the makespan, and that of the longest span where it is another."""
-    whole, span = (
-        f"{fraction:.1%}" for fraction in (timeline.bubble_fraction, timeline.span_bubble_fraction)
-    )
+    whole, span = f"{timeline.bubble_fraction:.1%}", f"{timeline.span_bubble_fraction:.1%}"
     return whole if whole == span else f"{whole} ({span} of the longest span)"
+
+
+def with_unit(time: float, unit: Unit | None) -> str:
+    """A time with its unit, if it has one."""
+    return f"{number(time)} {UNIT_NAMES[unit]}".rstrip()
+
+
+def costs(timeline: Timeline) -> str:
+    """What a schedule costs, in two numbers."""
+    makespan = with_unit(timeline.makespan, timeline.unit)
+    return f"makespan {makespan}, bubble {bubble(timeline)}"
+
+
+def verdict(timeline: Timeline) -> str:
+    """What it costs, and at which step where that was measured."""
+    measured = timeline.measured
+    return costs(timeline) + (f", measured at step {measured.step}" if measured else "")
+
+
+@attrs.frozen
+class Clock:
+    """`unit` is None where a unit may be any; a time of the i-th timeline is `factors[i]` times
+    as many of them."""
+
+    unit: Unit | None
+    factors: tuple[float, ...]
+
+    @property
+    def title(self) -> str:
+        """The title of a time axis."""
+        return f"time ({UNIT_NAMES[self.unit]})" if self.unit else "time"
+
+    def duration(self, shown: float) -> str:
+        """A time in this unit, with it, in four digits, or in whole units where these are more."""
+        digits = 3 - math.floor(math.log10(shown)) if shown else 0
+        return with_unit(round(shown, max(0, digits)), self.unit)
+
+
+def clock_of(lines: Sequence[Timeline]) -> Clock:
+    """The unit that suits the longest of the timelines.
+
+    A timeline without a unit is taken to have that of the others.
+    """
+    known = next((line.unit for line in lines if line.unit), None)
+    if known is None:
+        return Clock(None, (1.0,) * len(lines))
+    units = [line.unit or known for line in lines]
+    shown = unit_for(
+        max(line.makespan * factor(unit, "s") for line, unit in zip(lines, units, strict=True))
+    )
+    return Clock(shown, tuple(factor(unit, shown) for unit in units))
+
+
+def unit_for(seconds: float) -> Unit:
+    """The largest unit of which a time takes at least one."""
+    return next((unit for unit in UNITS if seconds >= factor(unit, "s")), "us")
+
+
+def readable(lines: Sequence[Timeline]) -> list[Timeline]:
+    """The timelines in the unit of their clock, as they are where it may be any."""
+    shown = clock_of(lines).unit
+    return [line if shown is None else in_unit(line, shown) for line in lines]

@@ -1,29 +1,36 @@
 """A report for a person (`full`, `concise`), for a program (`json`) and for GitHub's annotations.
 
-Each takes the report and its subject: the name or file of the schedule, as the user gave it.
+Each takes the report and its subject: the name or file of the schedule, as the user gave it. And
+what a rule means (`explanation`).
 """
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import zip_longest
 
-from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report
-from schedir.ir import printable
-from schedir.render.findings import shown, source_of
-from schedir.render.styled import Piece, plain, table
+from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report, Rule, check
+from schedir.ir import Source, loads, printable
+from schedir.render.text import Piece, plain, table
 
+# Of findings alike, since one wrong line can make thousands; more where no generator wrote the
+# list, for then each is another mistake.
+_MOST_ALIKE, _MOST_WITHOUT_SOURCE = 3, 1000
 # A finding may concern every gradient of a stage; more places than these explain nothing.
 _MOST_PLACES = 8
 # The style of each severity, the gravest first.
 _SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
+_WIDTH = 80
 
 
 def full(report: Report, subject: str) -> Iterator[Piece]:
     """Every finding with its places, its trace and its help, then a line that sums them up."""
-    for each in shown(report.diagnostics):
-        yield from _finding(each.diagnostic)
-        yield Piece(f"   … {each.others}\n\n" if each.others else "\n")
+    for diagnostic, others in _shown(report):
+        yield from _finding(diagnostic)
+        yield Piece(f"   … {others}\n\n" if others else "\n")
     yield Piece(f"{printable(subject)}: {_summary(report)}\n")
 
 
@@ -52,13 +59,10 @@ def _places(diagnostic: Diagnostic) -> Iterator[str]:
     """The places, each with its line of Python and its label."""
     places = diagnostic.listed[:_MOST_PLACES]
     width = max(len(_place(location)) for location in places)
-    for number, location in enumerate(places):
-        source = location.source
-        line = "" if source is None else f"      {source}"
-        label = diagnostic.labels[number] if number < len(diagnostic.labels) else ""
-        after = line + (f"   {label}" if label else "")
-        place = _place(location).ljust(width) if after else _place(location)
-        yield f"  {':::' if number else '-->'} {place}{after}"
+    for location, label, mark in zip_longest(places, diagnostic.labels[: len(places)], ["-->"]):
+        after = f"      {location.source}" if location.source else ""
+        after += f"   {label}" if label else ""
+        yield f"  {mark or ':::'} {_place(location):{width if after else 0}}{after}"
     if len(diagnostic.listed) > _MOST_PLACES:
         yield f"  ::: and {len(diagnostic.listed) - _MOST_PLACES} more"
 
@@ -75,17 +79,48 @@ def _list(excerpt: Excerpt) -> str:
     return " ".join([f"#{excerpt.first}", *before, *tokens, *after])
 
 
+def _shown(report: Report) -> Iterator[tuple[Diagnostic, str]]:
+    """The findings that a person is shown, in order: the first ones of the same code and line of
+    Python, the last of them with how many like it are not shown."""
+    alike: dict[tuple[str, Source | None], list[Diagnostic]] = defaultdict(list)
+    for diagnostic in report.diagnostics:
+        alike[diagnostic.code, _source_of(diagnostic)].append(diagnostic)
+    lines = Counter(code for code, _ in alike)
+    turns: Counter[tuple[str, Source | None]] = Counter()
+    for diagnostic in report.diagnostics:
+        likeness = code, source = diagnostic.code, _source_of(diagnostic)
+        most = _MOST_WITHOUT_SOURCE if source is None else _MOST_ALIKE
+        hidden = alike[likeness][most:]
+        turns[likeness] += 1
+        if turns[likeness] == most and hidden:
+            yield diagnostic, _others(hidden, only_line=lines[code] == 1)
+        elif turns[likeness] <= most:
+            yield diagnostic, ""
+
+
+def _source_of(diagnostic: Diagnostic) -> Source | None:
+    """The line of Python to look at: what is missing has none, so it may be another location's."""
+    return next((place.source for place in diagnostic.locations if place.source is not None), None)
+
+
+def _others(hidden: list[Diagnostic], only_line: bool) -> str:
+    """How many are not shown; those that the report itself leaves out are counted by code."""
+    beyond = sum(diagnostic.more for diagnostic in hidden)
+    if only_line or not beyond:
+        return f"and {len(hidden) + beyond:,} more like it"
+    return f"and {len(hidden):,} more like it, and {beyond:,} more of {hidden[0].code}"
+
+
 def concise(report: Report, subject: str) -> Iterator[Piece]:
     """One line for each finding."""
-    for each in shown(report.diagnostics):
-        diagnostic = each.diagnostic
-        source = source_of(diagnostic)
+    for diagnostic, others in _shown(report):
+        source = _source_of(diagnostic)
         where = printable(subject) if source is None else str(source)
         what = f"{diagnostic.code} {diagnostic.name}"
         place = "".join(f": {_place(location)}" for location in diagnostic.locations[:1])
         yield Piece(f"{where}{place}: {what}: {diagnostic.headline}\n")
-        if each.others:
-            yield Piece(f"{where}: {what}: … {each.others}\n")
+        if others:
+            yield Piece(f"{where}: {what}: … {others}\n")
 
 
 def as_json(report: Report) -> str:
@@ -115,22 +150,28 @@ def github(report: Report, subject: str) -> str:
     It shows few of them, so of those alike there are three.
     """
     lines = []
-    for each in shown(report.diagnostics):
-        diagnostic = each.diagnostic
-        properties = []
-        source = source_of(diagnostic)
+    for diagnostic, others in _shown(report):
+        properties = {}
+        source = _source_of(diagnostic)
         if source is not None:
-            properties += [("file", source.file), ("line", str(source.line))]
-        place = "".join(f"{_place(location)}: " for location in diagnostic.locations[:1])
+            properties = {"file": source.file, "line": str(source.line)}
         # A list of actions, unlike a generator, gives them no line, but it is a file.
-        if not properties and subject.endswith((".sched", ".csv")):
-            properties.append(("file", subject))
-        properties.append(("title", f"{diagnostic.code} {diagnostic.name}"))
-        written = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties)
+        elif subject.endswith((".sched", ".csv")):
+            properties = {"file": subject}
+        properties["title"] = f"{diagnostic.code} {diagnostic.name}"
+        written = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties.items())
+        place = "".join(f"{_place(location)}: " for location in diagnostic.locations[:1])
+        message = f"{place}{diagnostic.headline}" + (f"; {others}" if others else "")
         level = _GITHUB_LEVELS[diagnostic.severity]
-        message = f"{place}{diagnostic.headline}" + (f"; {each.others}" if each.others else "")
         lines.append(f"::{level} {written}::{_escaped(message)}\n")
     return "".join(lines)
+
+
+def _escaped(text: str, more: str = "") -> str:
+    """As GitHub's workflow commands want it; `more` are the characters special in a property."""
+    for character in "%\r\n" + more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return printable(text)
 
 
 def _place(location: Location) -> str:
@@ -139,34 +180,50 @@ def _place(location: Location) -> str:
 
 
 def _summary(report: Report) -> str:
-    counts = list(_counts(report))
+    """How many findings there are, and under which channel models the schedule is clean."""
+    many: Counter[str] = Counter()
+    for each in report.diagnostics:
+        many[each.severity] += 1 + each.more
+    found = [f"{many[s]:,} {s}{'s' * (many[s] > 1)}" for s in _SEVERITIES if many[s]]
     clean = report.clean_channels
     if not report.ok or report.channel not in clean:
-        return f"{', '.join(counts)} under {report.channel}"
-    return ", ".join([f"clean under {report.channel}{_elsewhere(report)}", *counts])
-
-
-def _elsewhere(report: Report) -> str:
-    """Under which other models it is clean."""
-    clean = report.clean_channels
+        return f"{', '.join(found)} under {report.channel}"
     unclean = [channel for channel in CHANNELS if channel not in clean]
-    if not unclean:
-        return " and every other channel model"
     also = [channel for channel in clean if channel != report.channel]
-    more = [("also", also), ("not", unclean)]
-    parts = [f"{word}: {', '.join(channels)}" for word, channels in more if channels]
-    return f" ({'; '.join(parts)})"
+    parts = [
+        f"{word}: {', '.join(some)}" for word, some in (("also", also), ("not", unclean)) if some
+    ]
+    elsewhere = f" ({'; '.join(parts)})" if unclean else " and every other channel model"
+    return ", ".join([f"clean under {report.channel}{elsewhere}", *found])
 
 
-def _counts(report: Report) -> Iterator[str]:
-    for severity in _SEVERITIES:
-        many = sum(1 + d.more for d in report.diagnostics if d.severity == severity)
-        if many:
-            yield f"{many:,} {severity}{'s' if many > 1 else ''}"
+def explanation(rule: Rule) -> str:
+    """What a rule means, why it matters, an example that breaks it, and how to fix that: in full,
+    the example checked as it is printed."""
+    report = check(loads(rule.example), **dict(rule.options))
+    found = "\n".join(map(finding, report.diagnostics))
+    paragraphs = (
+        f"{rule.severity}[{rule.code}]: {rule.name}",
+        _fill(rule.meaning),
+        _fill(f"Why: {rule.why}"),
+        _fill(f"Fix: {rule.fix}"),
+        "Example:",
+        textwrap.indent(rule.example, "    ") + f"\n`schedir check{command_options(rule)}` says:",
+        textwrap.indent(found, "    "),
+    )
+    return "\n\n".join(paragraphs).rstrip("\n") + "\n"
 
 
-def _escaped(text: str, more: str = "") -> str:
-    """As GitHub's workflow commands want it; `more` are the characters special in a property."""
-    for character in "%\r\n" + more:
-        text = text.replace(character, f"%{ord(character):02X}")
-    return printable(text)
+def _fill(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # options stay whole
+
+
+def command_options(rule: Rule) -> str:
+    """The options of `schedir check` that the rule's example needs."""
+    found = ""
+    for name, value in rule.options:
+        if name == "ties":
+            found += "".join(f" --tie {','.join(map(str, tie))}" for tie in value)
+        else:
+            found += f" --{name.replace('_', '-')} {value}"
+    return found

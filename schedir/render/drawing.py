@@ -1,16 +1,37 @@
-"""Rows of cells under a ruler, split into pages where a terminal is too narrow for all columns."""
+"""Rows of cells under a ruler, in more or less detail, split into pages where a terminal is too
+narrow for all columns."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
 
 import attrs
 
-from schedir.render.axis import Axis
-from schedir.render.cells import Cell
-from schedir.render.palette import FAINT
-from schedir.render.styled import Piece
+from schedir.render.axis import CUT_WIDTH, Axis, Cut
+from schedir.render.cells import (
+    Cell,
+    coarse_cells,
+    coarse_scale,
+    cut_out,
+    label_scale,
+    labelled_cells,
+    labels_legend,
+    letters_legend,
+    per_column,
+    too_wide,
+)
+from schedir.render.palette import FAINT, LEFT_OUT
+from schedir.render.rows import Lane, labels_say_stages
+from schedir.render.steady_state import Repeat
+from schedir.render.text import Piece, count, number
+from schedir.simulator import Timeline
+
+_FEWEST_COLUMNS = 6  # that a cut has to save
+_LEFT = attrgetter("left")
 
 
 @attrs.frozen
@@ -68,7 +89,7 @@ class Drawing:
         following = end
         for cells in self.rows:
             # By index, as is the row below: a slice would copy all that comes after the page.
-            for index in range(bisect_left(cells, left, key=_left), len(cells)):
+            for index in range(bisect_left(cells, left, key=_LEFT), len(cells)):
                 cell = cells[index]
                 if cell.left >= end:
                     break
@@ -96,7 +117,7 @@ class Drawing:
         """The columns of a row from `left` up to `end`, and the labels there as a whole."""
         drawn: list[tuple[int, str, str]] = []  # the first column, text and style of each piece
         # The cell before may reach into this page.
-        for index in range(max(0, bisect_left(cells, left, key=_left) - 1), len(cells)):
+        for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
             cell = cells[index]
             if cell.left >= end:
                 break
@@ -118,30 +139,113 @@ class Drawing:
 
 
 @attrs.frozen
-class Group:
-    """The rows of one timeline after their `heads`, all of one width."""
+class Part:
+    """A timeline in a drawing: what it is called, its lanes and what stands before each of them.
 
+    Ranks in the middle may be left out, `hidden` ones.
+    """
+
+    timeline: Timeline
     name: str
+    lanes: Sequence[Lane]
     heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    hidden: int = 0
 
 
-def stacked(corner: str, groups: Sequence[Group], axis: Axis, legend: str) -> Drawing:
-    """One drawing of several timelines, below each other on one axis, each under its name."""
-    if len(groups) == 1:
-        return Drawing(corner, groups[0].heads, groups[0].rows, axis, legend)
-    heads: list[str] = []
-    rows: list[Sequence[Cell]] = []
-    for group in groups:
-        heads += [group.name, *group.heads]
-        rows += [(), *group.rows]
-    return Drawing(corner, heads, rows, axis, legend)
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(slots=False)
+class Sketch:
+    """Draws timelines, below each other on one axis, in more or less detail.
 
+    `corner` stands above the heads of the rows. Where something is left out, or letters stand in
+    place of labels, `note` ends the legend.
+    """
 
-def gap(head: str, note: str) -> tuple[str, list[Cell]]:
-    """A row that stands for ranks that are left out: its head, and a note for cells."""
-    return head, [Cell(0, len(note), note, FAINT, " ")]
+    parts: Sequence[Part]
+    corner: str
+    note: str = ""
 
+    @cached_property
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes of all timelines."""
+        return [lane for part in self.parts for lane in part.lanes]
 
-def _left(cell: Cell) -> int:
-    return cell.left
+    @cached_property
+    def several(self) -> bool:
+        """Whether labels say their stage."""
+        return labels_say_stages(part.timeline for part in self.parts)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last of the timelines ends."""
+        return max(part.timeline.makespan for part in self.parts)
+
+    @cached_property
+    def scale(self) -> float:
+        """The columns per unit of time that leave room for all labels."""
+        return label_scale(self.lanes, self.several)
+
+    @property
+    def too_wide(self) -> bool:
+        """Whether all labels are not worth their columns."""
+        return too_wide(self.scale, self.lanes, self.makespan)
+
+    def labelled(self, repeated: Sequence[Repeat] = ()) -> Drawing:
+        """Every action with its label, but for what is `repeated`."""
+        axis = self._axis(self.scale, repeated)
+        cells = [labelled_cells(lane, axis, self.several) for lane in self.lanes]
+        words = labels_legend(self.lanes, cells, self.several)
+        return self._drawing(axis, cells, words, complete=not axis.cuts)
+
+    def coarse(self, repeated: Sequence[Repeat] = ()) -> Drawing:
+        """Every action as letters, but for what is `repeated`."""
+        return self._letters(self._axis(coarse_scale(self.lanes), repeated))
+
+    def squeezed(self, columns: int, repeated: Sequence[Repeat] = ()) -> Drawing:
+        """As letters in so many columns, each for as many actions as it must be."""
+        drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
+        scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
+        return self._letters(self._axis(scale, repeated), per_column(scale))
+
+    def _letters(self, axis: Axis, about: str = "") -> Drawing:
+        cells = [coarse_cells(lane, axis) for lane in self.lanes]
+        words = letters_legend(self.lanes, cells) + about
+        return self._drawing(axis, cells, words, complete=False)
+
+    def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
+        axis = Axis(scale, self.makespan)
+        cuts = []
+        for repeat in repeated:
+            left, right = axis.column(repeat.start + repeat.period), axis.column(repeat.end)
+            if right - left >= CUT_WIDTH + _FEWEST_COLUMNS:
+                again = f"{repeat.times - 1:,} × the same"
+                until = number(repeat.start + repeat.period)
+                later = count(repeat.microbatches, "microbatch", "es")
+                meaning = f"time {number(repeat.start)}..{until} again, each time {later} later"
+                cuts.append(Cut(left, right, again, f"{again}: {meaning}"))
+        return attrs.evolve(axis, cuts=tuple(cuts))
+
+    def _drawing(
+        self, axis: Axis, cells: Sequence[Sequence[Cell]], words: str, complete: bool
+    ) -> Drawing:
+        if axis.cuts:
+            cells = [cut_out(row, axis) for row in cells]
+            words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
+        if not complete or any(part.hidden for part in self.parts):
+            words += self.note
+        drawn, wide = iter(cells), len(self.corner)
+        heads: list[str] = []
+        rows: list[Sequence[Cell]] = []
+        for part in self.parts:
+            if len(self.parts) > 1:
+                heads.append(part.name)
+                rows.append(())
+            heads += [head.ljust(wide) for head in part.heads]
+            rows += islice(drawn, len(part.lanes))
+            if part.hidden:
+                ranks = [lane.rank for lane in part.lanes]
+                after = next(n for n in range(1, len(ranks)) if ranks[n] > ranks[n - 1] + 1)
+                note = f"{count(part.hidden, 'rank')} left out"
+                heads.insert(after - len(ranks), f"{LEFT_OUT:>4}".ljust(wide))
+                rows.insert(after - len(ranks), [Cell(0, len(note), note, FAINT, " ")])
+        return Drawing(self.corner, heads, rows, axis, words)

@@ -1,7 +1,9 @@
 """A timeline as one HTML file to look around in: nothing is fetched from anywhere.
 
-The file holds the timeline's numbers (`page_data`), and the script and the style of `page/`, which
-are written by hand. Pixels are filled in the browser, so the file is as large as its timeline is.
+The file holds the timeline's numbers, and the script and the style of `page/`, which are written by
+hand. Data go one way, from the timeline to columns (`packed`) to the page, and nothing is worked
+out twice: the script draws, and looks up what stands here. Pixels are filled in the browser, so the
+file is as large as its timeline is.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 
-from schedir.ir import COMPUTE, KINDS, Kind, Schedule
+from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
 from schedir.render import palette
-from schedir.render.lanes import has_replicas
-from schedir.render.page_data import Part, page_data, parts_of, shown_at_first
-from schedir.render.palette import CAUSE_WORDS, WORDS, letter, picture_fill
-from schedir.render.timeline import title
+from schedir.render.captions import captions, costs, readable, title
+from schedir.render.memory import Curve, kept_by, most_of
+from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
+from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
+from schedir.render.rows import has_copies, has_replicas, labels_say_stages
 from schedir.simulator import CAUSES, Timeline
 
 SCRIPTS = ("data", "words", "view", "layout", "raster", "draw", "hover", "start")
@@ -44,6 +48,16 @@ _HELP = (
     ("← → ↑ ↓", "from action to action"),
     ("Esc", "let go"),
 )
+_LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
+"""The lanes of a rank below that of its compute: these can go on at once. Copies, where there are
+any, have one more, above them."""
+_PAYLOAD_OF = {
+    Kind.SEND_ACT: Kind.FORWARD,
+    Kind.RECV_ACT: Kind.FORWARD,
+    Kind.SEND_GRAD: Kind.BACKWARD,
+    Kind.RECV_GRAD: Kind.BACKWARD,
+}
+"""A transfer has the colour of what makes its payload."""
 
 
 def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bool = False) -> str:
@@ -52,16 +66,22 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     What was simulated stands above what was measured. `memory` opens the page with its curves.
     Raises UnsoundError where the lists are too wrong to tell what waits for what.
     """
-    parts = parts_of(timeline, against)
-    shown = shown_at_first(parts, memory)
-    schedules = [part.timeline.schedule for part in parts]
-    data = json.dumps(page_data(parts, shown), ensure_ascii=False, separators=(",", ":"))
+    lines = [timeline] if against is None else [timeline, against]
+    lines.sort(key=lambda line: line.measured is not None)
+    labels = captions(lines)
+    lines = readable(lines)
+    shown = _shown_at_first(lines, memory)
+    schedules = [line.schedule for line in lines]
+    says = [costs(line) for line in lines]
+    if len(lines) > 1 or timeline.measured is not None:
+        says = [f"{label}: {own}" for label, own in zip(labels, says, strict=True)]
+    data = json.dumps(_page_data(lines, labels, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
         style=_style(),
-        says="".join(f"<p>{html.escape(_says(part, len(parts)))}</p>" for part in parts),
+        says="".join(f"<p>{html.escape(own)}</p>" for own in says),
         legend="".join(_legend(schedules)),
-        causes="".join(_causes([part.timeline for part in parts])),
+        causes="".join(_causes(lines)),
         toggles="".join(
             f'<label><input type="checkbox" data-shows="{key}">{words}</label>'
             for key, words in _TOGGLES.items()
@@ -73,11 +93,6 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
         data=data.replace("<", "\\u003c"),
         script=script(),
     )
-
-
-def _says(part: Part, parts: int) -> str:
-    named = parts > 1 or part.timeline.measured is not None
-    return f"{part.label}: {part.says}" if named else part.says
 
 
 # Strings are kept as they are (a template must not hold another one), comments are left out, and
@@ -100,15 +115,9 @@ def _file(name: str) -> str:
 
 def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
     """A swatch and a word for each kind that occurs, a shade for each of a rank's stages."""
-    occurring = {kind for s in schedules for kind in s.columns.kind.tolist()}
-    chunks = max(len(s.stages_of(rank)) for s in schedules for rank in range(s.ranks))
-    for kind in (KINDS[number] for number in sorted(occurring)):
-        if kind in WORDS:
-            shades = [picture_fill(kind, chunk).area for chunk in range(min(chunks, 4))]
-            yield _swatch(shades, f"{letter(kind)} {WORDS[kind]}")
-    if any(KINDS[number] is Kind.OPTIM_STEP for number in occurring):
-        yield _swatch([palette.STEP_FILL], Kind.OPTIM_STEP.meaning.word)
-    if any(_draws_pairs(s) for s in schedules):
+    for fills, word in swatches(schedules):
+        yield _swatch(fills, word)
+    if any(map(_draws_pairs, schedules)):
         yield _swatch([palette.PAIR_FILL.area], "two as one")
 
 
@@ -148,6 +157,96 @@ def _style() -> str:
     }
     named = "".join(f"--{name}:{colour};" for name, colour in colours.items())
     return f":root{{{named}}}\n{_file('page.css')}"
+
+
+def _shown_at_first(lines: Sequence[Timeline], memory: bool) -> dict[str, bool]:
+    """What there is to be ticked on a page, and whether it is when the page opens."""
+    shown = {"dependencies": True, "critical": False, "causes": False, "memory": memory}
+    moving = [(line.ends - line.starts)[~line.schedule.columns.is_kind(*COMPUTE)] for line in lines]
+    if any(map(len, moving)):
+        # Transfers that take no time are but marks.
+        shown["transfers"] = any((durations > 0).any().item() for durations in moving)
+    if len(lines) > 1:
+        shown["paired"] = False
+    return shown
+
+
+def _page_data(
+    lines: Sequence[Timeline], labels: Sequence[str], shown: Mapping[str, bool]
+) -> dict[str, Any]:
+    """All that the script needs, for JSON."""
+    ticks, kept, stream = ticks_for(lines), kept_by(lines), Stream()
+    copies, several = any(has_copies(line.schedule) for line in lines), labels_say_stages(lines)
+    timelines = [
+        {"label": label, "says": costs(line), **_put(stream, line, ticks, several, curves)}
+        for line, label, curves in zip(lines, labels, kept.curves, strict=True)
+    ]
+    return {
+        "tick": ticks.size,
+        "unit": lines[0].unit,
+        "longest": max(1, *(line["ticks"] for line in timelines)),
+        "alike": len({line.schedule.columns for line in lines}) == 1,
+        "lanes": list(range(1 + copies + len(_LANES))),
+        "kinds": [_kind(kind, copies) for kind in KINDS],
+        "pair": tuple(palette.PAIR_FILL),
+        "causes": [
+            {"word": CAUSE_WORDS[cause], "fill": palette.CAUSE_FILLS[cause]} for cause in CAUSES
+        ],
+        "ink": {
+            "paper": palette.PAPER,
+            "ink": palette.INK,
+            "faint": palette.FAINT_INK,
+            "idle": palette.IDLE_FILL,
+            "critical": palette.CRITICAL_LINE,
+            "memory": palette.MEMORY_LINE,
+            "memoryFill": palette.MEMORY_FILL,
+        },
+        "kept": {"bytes": kept.sized, "most": max(1.0, kept.most)},
+        "shown": shown,
+        "timelines": timelines,
+        "columns": stream.text(),
+    }
+
+
+def _kind(kind: Kind, copies: bool) -> dict[str, Any]:
+    fills = [picture_fill(_PAYLOAD_OF.get(kind, kind), chunk) for chunk in range(4)]
+    below = _LANES.index(kind) if kind in _LANES else 0
+    if kind is Kind.OPTIM_STEP:
+        fills = [palette.Fill(palette.STEP_FILL, palette.PAPER)] * 4
+    return {
+        "token": kind.value,
+        "word": kind.meaning.word,
+        "lane": 0 if kind in COMPUTE else 1 + (kind not in COPIES and copies + below),
+        "fills": [tuple(fill) for fill in fills],
+    }
+
+
+def _put(
+    stream: Stream, timeline: Timeline, ticks: Ticks, several: bool, curves: Sequence[Curve]
+) -> dict[str, Any]:
+    """Write a timeline's columns to the stream; what the script reads them by."""
+    schedule = timeline.schedule
+    put_timeline(stream, timeline, ticks)
+    put_idle(stream, timeline.idle_columns, ticks)
+    path = np.array(timeline.critical_path, np.int64)
+    stream.put(np.diff(path, prepend=0))
+    for curve in curves:
+        put_curve(stream, *curve, ticks)
+    sources = schedule.sources
+    return {
+        "starts": schedule.columns.starts.tolist(),
+        "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
+        "several": several,
+        "replicas": has_replicas(schedule),
+        "ticks": int(ticks.of(np.array(timeline.makespan))),
+        "sources": [str(line) for line in sources.lines] if sources else [],
+        "idle": timeline.idle_columns.bounds.tolist(),
+        "path": len(path),
+        "memory": {
+            "lengths": [len(times) for times, _ in curves],
+            "most": [most_of(curve) for curve in curves],
+        },
+    }
 
 
 # The policy lets the page fetch nothing, whatever stands in it.

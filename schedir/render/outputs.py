@@ -6,16 +6,16 @@ command starts with its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
+import numpy as np
 
-from schedir.checker import Report
-from schedir.ir import COMPUTE, Kind, Schedule, dumps, dumps_torch_csv
+from schedir.ir import COMPUTE, Kind, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions
 from schedir.render.diagnostics import as_json, concise, full, github
-from schedir.render.styled import Block, Piece
+from schedir.render.text import Block, Piece
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison
@@ -48,7 +48,7 @@ class Written:
     left_out: Iterable[str] = ()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Output:
     """A form in which a command writes a schedule, a timeline, a report or a comparison.
 
@@ -62,18 +62,22 @@ class Output:
     of: Literal["schedule", "timeline", "report", "comparison"]
     about: str
     write: Callable[[Any, Page], Written]
-    cannot_hold: str = ""
     extension: str = ""
+    cannot_hold: str = ""
     communication: Literal["with", "without", "either"] = "either"
+
+
+def _text(text: str, left_out: Iterable[str] = ()) -> Written:
+    return Written([Piece(text)], left_out)
 
 
 def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None]:
     """A timeline and what it stands against, both in the unit that they are read in."""
-    from schedir.render.clock import readable
+    from schedir.render.captions import readable
 
     if page.against is None:
-        return readable(timeline)[0], None
-    first, second = readable(timeline, page.against)
+        return readable([timeline])[0], None
+    first, second = readable([timeline, page.against])
     return first, second
 
 
@@ -85,7 +89,7 @@ def _overview(timeline: Timeline, page: Page) -> Written:
 
 
 def _timeline(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.timeline import timeline_blocks
+    from schedir.render.terminal_timeline import timeline_blocks
 
     first, second = _readable(timeline, page)
     return Written(timeline_blocks(first, page.width, second, page.fit))
@@ -99,202 +103,159 @@ def _why(timeline: Timeline, page: Page) -> Written:
 
 
 def _timeline_json(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.timeline import timeline_json
+    from schedir.render.terminal_timeline import timeline_json
 
-    return Written([Piece(timeline_json(timeline))])
-
-
-def _full(report: Report, page: Page) -> Written:
-    return Written(full(report, page.subject))
-
-
-def _concise(report: Report, page: Page) -> Written:
-    return Written(concise(report, page.subject))
-
-
-def _report_json(report: Report, page: Page) -> Written:
-    return Written([Piece(as_json(report))])
-
-
-def _github(report: Report, page: Page) -> Written:
-    return Written([Piece(github(report, page.subject))])
+    return _text(timeline_json(timeline))
 
 
 def _comparison(comparison: Comparison, page: Page) -> Written:
-    from schedir.render.comparison import comparison_blocks
+    from schedir.render.tables import comparison_blocks
 
     return Written(comparison_blocks(comparison, page.width))
 
 
 def _comparison_json(comparison: Comparison, page: Page) -> Written:
-    from schedir.render.comparison import comparison_json
+    from schedir.render.tables import comparison_json
 
-    return Written([Piece(comparison_json(comparison))])
-
-
-def _sched(schedule: Schedule, page: Page) -> Written:
-    return Written([Piece(dumps(schedule))])
-
-
-def _torch_csv(schedule: Schedule, page: Page) -> Written:
-    text, left_out = dumps_torch_csv(schedule, compute_only=True)
-    return Written([Piece(text)], left_out)
-
-
-def _torch_csv_comms(schedule: Schedule, page: Page) -> Written:
-    # Torch divides a stage's gradients by the number of microbatches where it sums them.
-    text, left_out = dumps_torch_csv(insert_reductions(schedule))
-    return Written([Piece(text)], left_out)
+    return _text(comparison_json(comparison))
 
 
 def _svg(timeline: Timeline, page: Page) -> Written:
     from schedir.render.svg import svg_blocks
-    from schedir.render.unknown import left_out
 
     blocks = svg_blocks(timeline, page.against, page.memory)
-    return Written(blocks, left_out((timeline, page.against), COMPUTE))
+    return Written(blocks, _left_out(timeline, page, COMPUTE))
 
 
 def _perfetto(timeline: Timeline, page: Page) -> Written:
     from schedir.render.perfetto import trace_events
-    from schedir.render.unknown import left_out
 
     pieces = trace_events(timeline, page.against)
-    return Written(pieces, left_out((timeline, page.against), Kind))
+    return Written(pieces, _left_out(timeline, page, Kind))
 
 
 def _html(timeline: Timeline, page: Page) -> Written:
     from schedir.render.html import html_page
 
-    return Written([Piece(html_page(timeline, page.against, memory=page.memory))])
+    return _text(html_page(timeline, page.against, memory=page.memory))
+
+
+def _left_out(timeline: Timeline, page: Page, kinds: Iterable[Kind]) -> Iterator[str]:
+    """A sentence for each timeline that has actions of these kinds and does not know when they
+    ran: pictures leave them out."""
+    for line in filter(None, (timeline, page.against)):
+        columns = line.schedule.columns
+        asked = columns.is_kind(*kinds)
+        without = np.flatnonzero(asked & ~line.known)
+        if len(without):
+            rank, index = columns.position(int(without[0]))
+            yield (
+                f"{len(without)} of {asked.sum()} actions are left out, as it is not known when "
+                f"they ran: rank {rank} #{index} {columns.action(int(without[0]))}"
+                + (" is the first" if len(without) > 1 else "")
+            )
 
 
 _NOT_IN_TORCH = "R, OPTIM_STEP and weight versions"
+_NOT_IN_PICTURES = "what is not known when"
 
 OUTPUTS = (
     Output(
-        command="show",
-        name="overview",
-        of="timeline",
-        about="what it costs and how it runs, on one screen",
-        write=_overview,
+        "show", "overview", "timeline", "what it costs and how it runs, on one screen", _overview
+    ),
+    Output("show", "full", "timeline", "every action of every rank", _timeline),
+    Output("show", "json", "timeline", "makespan, bubble and peaks", _timeline_json),
+    Output("show", "why", "timeline", "why ranks are idle, and the critical path", _why),
+    Output(
+        "check",
+        "full",
+        "report",
+        "each finding with its places and what to do",
+        lambda report, page: Written(full(report, page.subject)),
     ),
     Output(
-        command="show",
-        name="full",
-        of="timeline",
-        about="every action of every rank",
-        write=_timeline,
+        "check",
+        "concise",
+        "report",
+        "a line for each finding",
+        lambda report, page: Written(concise(report, page.subject)),
     ),
     Output(
-        command="show",
-        name="json",
-        of="timeline",
-        about="makespan, bubble and peaks",
-        write=_timeline_json,
+        "check",
+        "json",
+        "report",
+        "all findings, for a program",
+        lambda report, page: _text(as_json(report)),
     ),
     Output(
-        command="show",
-        name="why",
-        of="timeline",
-        about="why ranks are idle, and the critical path",
-        write=_why,
+        "check",
+        "github",
+        "report",
+        "annotations for a pull request",
+        lambda report, page: _text(github(report, page.subject)),
     ),
     Output(
-        command="check",
-        name="full",
-        of="report",
-        about="each finding with its places and what to do",
-        write=_full,
+        "compare",
+        "table",
+        "comparison",
+        "a row for each schedule, the quickest first",
+        _comparison,
+    ),
+    Output("compare", "json", "comparison", "the same for a program", _comparison_json),
+    Output(
+        "export",
+        "sched",
+        "schedule",
+        "schedir's own text",
+        lambda schedule, page: _text(dumps(schedule)),
+        ".sched",
     ),
     Output(
-        command="check",
-        name="concise",
-        of="report",
-        about="a line for each finding",
-        write=_concise,
-    ),
-    Output(
-        command="check",
-        name="json",
-        of="report",
-        about="all findings, for a program",
-        write=_report_json,
-    ),
-    Output(
-        command="check",
-        name="github",
-        of="report",
-        about="annotations for a pull request",
-        write=_github,
-    ),
-    Output(
-        command="compare",
-        name="table",
-        of="comparison",
-        about="a row for each schedule, the quickest first",
-        write=_comparison,
-    ),
-    Output(
-        command="compare",
-        name="json",
-        of="comparison",
-        about="the same for a program",
-        write=_comparison_json,
-    ),
-    Output(
-        command="export",
-        name="sched",
-        of="schedule",
-        about="schedir's own text",
-        write=_sched,
-        extension=".sched",
-    ),
-    Output(
-        command="export",
-        name="torch-csv",
-        of="schedule",
-        about="the CSV of torch.distributed.pipelining, compute only",
-        write=_torch_csv,
-        cannot_hold=_NOT_IN_TORCH,
-        extension=".csv",
+        "export",
+        "torch-csv",
+        "schedule",
+        "the CSV of torch.distributed.pipelining, compute only",
+        lambda schedule, page: _text(*dumps_torch_csv(schedule, compute_only=True)),
+        ".csv",
+        _NOT_IN_TORCH,
         communication="without",
     ),
     Output(
-        command="export",
-        name="torch-csv-comms",
-        of="schedule",
-        about="that CSV with its sends, receives and REDUCE_GRADs",
-        write=_torch_csv_comms,
-        cannot_hold=f"{_NOT_IN_TORCH}, nor batches as such",
-        extension=".csv",
+        "export",
+        "torch-csv-comms",
+        "schedule",
+        "that CSV with its sends, receives and REDUCE_GRADs",
+        # Torch divides a stage's gradients by the number of microbatches where it sums them.
+        lambda schedule, page: _text(*dumps_torch_csv(insert_reductions(schedule))),
+        ".csv",
+        f"{_NOT_IN_TORCH}, nor batches as such",
         communication="with",
     ),
     Output(
-        command="export",
-        name="svg",
-        of="timeline",
-        about="a picture, for papers and READMEs",
-        write=_svg,
-        cannot_hold="what is not known when",
-        extension=".svg",
+        "export",
+        "svg",
+        "timeline",
+        "a picture, for papers and READMEs",
+        _svg,
+        ".svg",
+        _NOT_IN_PICTURES,
     ),
     Output(
-        command="export",
-        name="perfetto",
-        of="timeline",
-        about="a trace for ui.perfetto.dev and chrome://tracing",
-        write=_perfetto,
-        cannot_hold="what is not known when",
-        extension=".json",
+        "export",
+        "perfetto",
+        "timeline",
+        "a trace for ui.perfetto.dev and chrome://tracing",
+        _perfetto,
+        ".json",
+        _NOT_IN_PICTURES,
     ),
     Output(
-        command="export",
-        name="html",
-        of="timeline",
-        about="one file to look around in with a browser, which needs no network",
-        write=_html,
-        extension=".html",
+        "export",
+        "html",
+        "timeline",
+        "one file to look around in with a browser, which needs no network",
+        _html,
+        ".html",
     ),
 )
 

@@ -55,7 +55,9 @@ def varints(values: Ints | Bools) -> bytes:
     of a byte says that more follow."""
     whole = np.asarray(values, np.int64)
     rest = ((whole << 1) ^ (whole >> 63)).view(np.uint64)
-    groups = np.maximum(1, -(-_bits(rest) // 7))
+    groups = np.ones(len(rest), np.int64)
+    for bits in range(7, 64, 7):
+        groups += rest >> np.uint64(bits) > 0
     most = int(groups.max(initial=1))
     table = np.empty((len(rest), most), np.uint8)
     for group in range(most):
@@ -64,16 +66,6 @@ def varints(values: Ints | Bools) -> bytes:
         rest = rest >> np.uint64(7)
     written: bytes = table[np.arange(most) < groups[:, None]].tobytes()
     return written
-
-
-def _bits(values: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Ints:
-    """How many bits each of the values takes."""
-    bits = np.zeros(len(values), np.int64)
-    for shift in (32, 16, 8, 4, 2, 1):
-        large = values >> np.uint64(shift) > 0
-        bits += np.where(large, shift, 0)
-        values = np.where(large, values >> np.uint64(shift), values)
-    return bits + (values > 0)
 
 
 @attrs.frozen
@@ -113,7 +105,7 @@ def put_timeline(stream: Stream, timeline: Timeline, ticks: Ticks) -> None:
     kinds = columns.rank * len(Kind) + columns.kind
     places = np.arange(len(columns))
     before = data_before(timeline.schedule)
-    known = ~np.isnan(timeline.starts + timeline.ends)
+    known = timeline.known
     for column in (
         columns.kind,
         columns.joined,

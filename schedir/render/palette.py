@@ -6,9 +6,13 @@ own: a terminal may make few colours of many, and paper is white.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from schedir.ir import COMPUTE, COPIES, Kind
+import numpy as np
+
+from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
+from schedir.render.rows import most_stages
 from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
@@ -78,17 +82,17 @@ IDLE_FILL = "#f4f4f4"
 STEP_FILL = "#1a1a1a"
 """The mark of an OPTIM_STEP."""
 CAUSE_WORDS: dict[Cause, str] = {
-    Cause.SLOWER: "slower stage",
     Cause.WARMUP: "warm-up",
-    Cause.DRAIN: "drain",
+    Cause.SLOWER: "slower stage",
     Cause.DATA: "waiting for data",
     Cause.COMMUNICATION: "communication",
     Cause.COLLECTIVE: "sum of gradients",
     Cause.OVERHEAD: "overhead",
+    Cause.DRAIN: "drain",
     Cause.UNKNOWN: "not known why",
     Cause.DONE: "nothing left to do",
 }
-"""The causes of idle time in words."""
+"""The causes of idle time in words, about in the order in which a rank meets them."""
 # Pale, so that a rank's idle time still looks idle; in grey, what ends a wait is the darker.
 CAUSE_FILLS: dict[Cause, str] = {
     Cause.SLOWER: "#f3c3ad",
@@ -113,3 +117,17 @@ def picture_fill(kind: Kind, chunk: int = 0) -> Fill:
     """The colours of a kind's cells, for the `chunk`-th stage of its rank."""
     fills = _FILLS.get(kind, _OTHER_FILLS)
     return Fill(fills[chunk % len(fills)], "#ffffff" if kind in _WHITE_LABELS else "#000000")
+
+
+def swatches(schedules: Sequence[Schedule]) -> Iterator[tuple[list[str], str]]:
+    """The areas and the words of the kinds that occur, each in the shades that occur."""
+    kinds = {KINDS[kind] for each in schedules for kind in np.unique(each.columns.kind)}
+    shades = min(4, max(map(most_stages, schedules)))
+    for kind, word in WORDS.items():
+        if kind in kinds:
+            yield (
+                [picture_fill(kind, turn).area for turn in range(shades)],
+                f"{letter(kind)} {word}",
+            )
+    if Kind.OPTIM_STEP in kinds:
+        yield [STEP_FILL], Kind.OPTIM_STEP.meaning.word

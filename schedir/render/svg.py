@@ -24,38 +24,39 @@ import numpy as np
 
 from schedir.ir import COPIES
 from schedir.render.axis import finite, round_step
-from schedir.render.captions import bubble, captions
-from schedir.render.clock import clock_of
-from schedir.render.lanes import has_copies, lanes_per_rank
+from schedir.render.captions import bubble, captions, clock_of, title
+from schedir.render.memory import Curve, Kept, kept_by
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
     IDLE_FILL,
     INK,
+    MEMORY_FILL,
     PAPER,
+    STEP_FILL,
     WORDS,
     letter,
+    swatches,
 )
-from schedir.render.styled import Piece, number
+from schedir.render.rows import has_copies, lanes_per_rank, most_stages
 from schedir.render.svg_lanes import (
     THINNEST,
     Cells,
     cells_of,
     draw_lane,
-    merged,
     stage_names,
     stages_room,
 )
-from schedir.render.svg_legend import LINE, legend
-from schedir.render.svg_memory import Curves, curves_of
-from schedir.render.svg_text import LABEL, px, text_at, text_width
-from schedir.render.timeline import title
+from schedir.render.svg_text import LABEL, SMALL_LABEL, px, text_at, text_width
+from schedir.render.text import Piece, number
 from schedir.simulator import Timeline
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _MARGIN = 14.0
+_LINE = 18.0
+"""The height of a line of text, in pixels, as all lengths here."""
 _NARROWEST, _WIDEST = 420.0, 1100.0
-"""How wide the time axis is, in pixels, as all lengths here."""
+"""How wide the time axis is."""
 _HIGHEST_LANE, _LOWEST_LANE, _REPLICAS_LANE = 24.0, 3.0, 18.0
 _ALL_LANES = 900.0
 """Lanes get lower, as there are more of them than this holds."""
@@ -76,16 +77,20 @@ class _Panel:
     caption: str
     scale: float
     top: float
-    pitch: float
     lane: float
     engine: float
     curve: float
+    pitch: float
+
+    @property
+    def ranks(self) -> range:
+        """The ranks, from the top."""
+        return range(self.timeline.schedule.ranks)
 
     @property
     def bottom(self) -> float:
         """Where its last lane ends, or the curve below it."""
-        last = self.lane_top(self.timeline.schedule.ranks - 1)
-        return last + self.lane + self.engine + self.curve
+        return self.lane_top(self.ranks[-1]) + self.lane + self.engine + self.curve
 
     @property
     def end(self) -> float:
@@ -107,78 +112,107 @@ def svg_blocks(
     their sizes are not known. Raises ValueError where the sizes are those of other stages.
     """
     both = [timeline] if against is None else [timeline, against]
-    curves = curves_of(both) if memory else None
-    clock = clock_of(*both)
+    schedules = [line.schedule for line in both]
+    kept = kept_by(both) if memory else None
+    clock = clock_of(both)
     spans = [line.makespan * factor for line, factor in zip(both, clock.factors, strict=True)]
     width = _width(both, clock.factors, max(spans))
     per_unit = finite(width / (max(spans) or 1))
-    headings = list(dict.fromkeys(title(line.schedule) for line in both))
-    entries = list(legend(both, width, curves.what if curves else ""))
-    within = max(lanes_per_rank(line.schedule) for line in both)
-    copies = any(has_copies(line.schedule) for line in both)
-    ranks = sum(line.schedule.ranks for line in both)
-    lane, engine, curve, pitch = _heights(ranks, within, copies, memory)
-    left = _MARGIN + 22 + 7 * len(str(max(line.schedule.ranks for line in both) - 1))
-    left += max(stages_room(line.schedule) for line in both)
-    top = _MARGIN + LINE * len(headings) + 4
-    legend_top, top = top, top + LINE * (1 + entries[-1].row)
+    headings = list(dict.fromkeys(map(title, schedules)))
+    left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
+    left += max(map(stages_room, schedules))
+    top = _MARGIN + _LINE * len(headings) + 4
+    legend, rows = _legend(both, width, kept, left, top + 12)
+    top += _LINE * rows
+    heights = _heights(both, memory)
     panels = []
-    for line, name, factor in zip(both, captions(timeline, against), clock.factors, strict=True):
-        caption = f"makespan {clock.duration(line.makespan * factor)}, "
-        caption += f"bubble {bubble(line)}"
+    for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
+        caption = f"makespan {clock.duration(line.makespan * factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
-        scale = per_unit * factor
-        panels.append(_Panel(line, caption, scale, top + LINE + 6, pitch, lane, engine, curve))
+        panels.append(_Panel(line, caption, per_unit * factor, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     ticks = _ticks(max(spans), per_unit)
-    beside = max(curves.room if curves else _MARGIN, _reach(ticks) - width)
-    size = px(left + width + beside), px(top + 44)
+    reach = max(x + _tick_width(text) / 2 for text, x in ticks)
+    wide = px(left + width + max(kept.room if kept else _MARGIN, reach - width))
+    high = px(top + 44)
     yield Piece(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
-        f'viewBox="0 0 {size[0]} {size[1]}" role="img" font-family="{_FONT}" font-size="12">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
+        f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
         f"<title>{escape('; '.join(headings))}</title>\n"
     )
-    lanes = [
-        [cells_of(p.timeline, r, p.scale) for r in range(p.timeline.schedule.ranks)] for p in panels
-    ]
+    lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
     yield Piece(f'<rect width="100%" height="100%" rx="4" fill="{PAPER}"/>\n')
     for turn, heading in enumerate(headings):
-        yield text_at(left, _MARGIN + 12 + turn * LINE, heading, size=14, weight="bold")
-    for entry in entries:
-        yield from entry.draw(left, legend_top + 12)
-    for turn, (panel, cells) in enumerate(zip(panels, lanes, strict=True)):
-        yield from _panel(panel, left, cells, [x for _, x in ticks])
-        if curves is not None:
-            yield from _curves(curves, turn, panel, left, width)
+        yield text_at(left, _MARGIN + 12 + turn * _LINE, heading, size=14, weight="bold")
+    yield from legend
+    for turn, panel in enumerate(panels):
+        yield from _panel(panel, left, lanes[turn], [x for _, x in ticks])
+        if kept is not None:
+            yield from _curves(kept, kept.curves[turn], panel, left, width)
     yield from _axis(ticks, clock.title, left, width, panels[-1].bottom)
     yield Piece("</svg>\n")
 
 
-def _heights(
-    ranks: int, within: int, copies: bool, memory: bool
-) -> tuple[float, float, float, float]:
-    """The height of a rank's lane, with so many `within`, those of its copies and of a curve below,
-    and how far it is from lane to lane."""
+def _legend(
+    timelines: Sequence[Timeline], width: float, kept: Kept | None, left: float, top: float
+) -> tuple[list[Piece], int]:
+    """What the colours and marks mean, the first line standing on `top`; and how many lines."""
+    schedules = [line.schedule for line in timelines]
+    shown = [*swatches(schedules), ([IDLE_FILL], "idle")]
+    if kept is not None:
+        shown.append(([MEMORY_FILL], f"{kept.what}, and the most of each rank"))
+    chunks = max(map(most_stages, schedules))
+    if chunks > 1:
+        shown.append(([], f"a shade for each of a rank's {chunks} stages"))
+    pieces = []
+    x, row = 0.0, 0
+    for fills, text in shown:
+        wide = 2.5 if fills == [STEP_FILL] else 14.0
+        before = len(fills) * wide + 5
+        takes = before + 6.4 * len(text) + 16
+        if x and x + takes > width:
+            x, row = 0.0, row + 1
+        y = top + row * _LINE
+        for turn, fill in enumerate(fills):
+            pieces.append(
+                Piece(
+                    f'<rect x="{px(left + x + turn * wide)}" y="{px(y - 10)}" width="{px(wide)}" '
+                    f'height="12" fill="{fill}"/>\n'
+                )
+            )
+        pieces.append(text_at(left + x + before, y, text))
+        x += takes
+    return pieces, row + 1
+
+
+def _heights(timelines: Sequence[Timeline], memory: bool) -> tuple[float, float, float, float]:
+    """The height of a rank's lane, those of its copies and of a curve below, and how far it is from
+    lane to lane."""
+    schedules = [line.schedule for line in timelines]
+    ranks, within = sum(each.ranks for each in schedules), max(map(lanes_per_rank, schedules))
     lane = min(_HIGHEST_LANE, max(_LOWEST_LANE, _ALL_LANES / ranks - 1))
     if within > 1:
         lane = within * min(_REPLICAS_LANE, max(_LOWEST_LANE, _ALL_LANES / (ranks * within) - 1))
-    engine = 0.6 * lane / within if copies else 0.0
+    engine = 0.6 * lane / within if any(map(has_copies, schedules)) else 0.0
     curve = 0.8 * lane / within if memory else 0.0
     pitch = lane + engine + curve + min(8.0 if memory else 4.0, 0.2 * lane)
     return lane, engine, curve, pitch
 
 
-def _curves(curves: Curves, turn: int, panel: _Panel, left: float, width: float) -> Iterator[Piece]:
+def _curves(
+    kept: Kept, curves: Sequence[Curve], panel: _Panel, left: float, width: float
+) -> Iterator[Piece]:
     """The curves under the lanes, and beside them the most of each, as there is room."""
-    for rank in range(panel.timeline.schedule.ranks):
+    for rank, curve in enumerate(curves):
         top = panel.lane_top(rank) + panel.lane + panel.engine + 1
         yield Piece(f'<g transform="translate({px(left)} {px(top)})">\n')
-        yield from curves.draw(turn, rank, panel.scale, panel.end, panel.curve)
+        yield kept.draw(curve, panel.scale, panel.end, panel.curve)
         yield Piece("</g>\n")
         if panel.curve >= 8:
-            yield curves.label(turn, rank, left + width + 5, top + panel.curve - 2)
+            x, y = left + width + 5, top + panel.curve - 2
+            yield text_at(x, y, kept.peak(curve), size=SMALL_LABEL, fill=FAINT_INK)
 
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
@@ -204,7 +238,7 @@ def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> 
     text += ", one below it what it copies to its host and back. " if copies else ". "
     text += " ".join(f"{panel.caption[0].upper()}{panel.caption[1:]}." for panel in panels)
     drawn = [cells for ranks in lanes for cells in ranks]
-    thin, every = sum(map(merged, drawn)), sum(len(cells.left) for cells in drawn)
+    thin, every = sum(int(cells.thin.sum()) for cells in drawn), sum(len(c.left) for c in drawn)
     if thin:
         text += (
             f" {thin} of {every} cells are thinner than {px(THINNEST)} pixel, and merged: each "
@@ -217,14 +251,14 @@ def _ticks(longest: float, per_unit: float) -> list[tuple[str, float]]:
     """The times that the axis names, and where they stand."""
     if not longest:
         return [("0", 0)]
-    ticks = _every(round_step(_BETWEEN_TICKS / per_unit), longest, per_unit)
+    ticks = _every(_BETWEEN_TICKS, longest, per_unit)
     wide = max(_tick_width(text) for text, _ in ticks)
-    if wide > _BETWEEN_TICKS:
-        ticks = _every(round_step(wide / per_unit), longest, per_unit)
-    return ticks
+    return ticks if wide <= _BETWEEN_TICKS else _every(wide, longest, per_unit)
 
 
-def _every(step: float, longest: float, per_unit: float) -> list[tuple[str, float]]:
+def _every(least: float, longest: float, per_unit: float) -> list[tuple[str, float]]:
+    """The ticks at a round step that takes at least so many pixels."""
+    step = round_step(least / per_unit)
     last = math.floor(longest / step * (1 + 1e-9))
     return [(number(turn * step), turn * step * per_unit) for turn in range(last + 1)]
 
@@ -232,11 +266,6 @@ def _every(step: float, longest: float, per_unit: float) -> list[tuple[str, floa
 def _tick_width(text: str) -> float:
     """The room that the text of a tick needs."""
     return 7.5 * len(text) + 8
-
-
-def _reach(ticks: Sequence[tuple[str, float]]) -> float:
-    """How far to the right the texts of the ticks go."""
-    return max(x + _tick_width(text) / 2 for text, x in ticks)
 
 
 def _panel(
@@ -247,33 +276,30 @@ def _panel(
     wide = px(panel.end)
     idle = "".join(
         f"M{px(left)} {px(panel.lane_top(rank))}h{wide}v{px(panel.lane + panel.engine)}h-{wide}z"
-        for rank in range(schedule.ranks)
+        for rank in panel.ranks
     )
     yield Piece(f'<path class="idle" fill="{IDLE_FILL}" d="{idle}"/>\n')
     grid = "".join(f"M{px(left + x)} {px(panel.top)}V{px(panel.bottom)}" for x in ticks)
     yield Piece(f'<path class="grid" stroke="{GRID}" d="{grid}"/>\n')
     for rank, cells in enumerate(lanes):
-        place = f"translate({px(left)} {px(panel.lane_top(rank))})"
-        yield Piece(f'<g class="lane" text-anchor="middle" transform="{place}">\n')
-        for element in draw_lane(schedule.columns, cells, panel.lane):
-            yield Piece(element + "\n")
-        yield Piece("</g>\n")
+        top = panel.lane_top(rank)
+        drawn = [("lane", cells, top, panel.lane)]
         if panel.engine:
             copies = cells_of(panel.timeline, rank, panel.scale, COPIES)
-            place = f"translate({px(left)} {px(panel.lane_top(rank) + panel.lane)})"
-            yield Piece(f'<g class="copies" text-anchor="middle" transform="{place}">\n')
-            for element in draw_lane(schedule.columns, copies, panel.engine):
+            drawn.append(("copies", copies, top + panel.lane, panel.engine))
+        for name, own, y, height in drawn:
+            place = f"translate({px(left)} {px(y)})"
+            yield Piece(f'<g class="{name}" text-anchor="middle" transform="{place}">\n')
+            for element in draw_lane(schedule.columns, own, height):
                 yield Piece(element + "\n")
             yield Piece("</g>\n")
     every = max(1, round(round_step(11 / panel.pitch)))
-    for rank in range(0, schedule.ranks, every):
-        middle = panel.lane_top(rank) + panel.lane / 2
-        room = stages_room(schedule)
-        yield text_at(left - 7 - room, middle + 4, str(rank), anchor="end")
+    room = stages_room(schedule)
+    for rank in panel.ranks[::every]:
+        top = panel.lane_top(rank)
+        yield text_at(left - 7 - room, top + panel.lane / 2 + 4, str(rank), anchor="end")
         if room:
-            yield from stage_names(
-                schedule.stages_of(rank), left - 7, panel.lane_top(rank), panel.lane
-            )
+            yield from stage_names(schedule.stages_of(rank), left - 7, top, panel.lane)
     middle = (panel.top + panel.bottom) / 2
     yield Piece(
         f'<text text-anchor="middle" fill="{INK}" '

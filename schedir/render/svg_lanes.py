@@ -20,10 +20,10 @@ import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
-from schedir.render.lanes import has_replicas
-from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, letter, picture_fill
-from schedir.render.styled import Piece
+from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, Fill, letter, picture_fill
+from schedir.render.rows import has_replicas
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
+from schedir.render.text import Piece
 from schedir.simulator import Timeline
 
 THINNEST = 1.0
@@ -62,21 +62,32 @@ class Cells:
         """Some of them."""
         return Cells(*(array[chosen] for array in attrs.astuple(self, recurse=False)))
 
+    @property
+    def steps(self) -> Bools:
+        """Which are OPTIM_STEPs."""
+        steps: Bools = self.colour // _SHADES == _STEP
+        return steps
+
+    @property
+    def thin(self) -> Bools:
+        """Which are too thin to be drawn by themselves."""
+        thin: Bools = (self.right - self.left < THINNEST) & ~self.steps
+        return thin
+
 
 def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] = COMPUTE) -> Cells:
     """What is known of a rank's compute, or of its copies, `scale` pixels to a unit of time."""
     columns = timeline.schedule.columns
     first, end = columns.starts[rank : rank + 2].tolist()
-    starts, ends = timeline.starts[first:end], timeline.ends[first:end]
-    known = columns.is_kind(*kinds)[first:end] & ~np.isnan(starts) & ~np.isnan(ends)
-    places = np.flatnonzero(known)
-    places = first + places[np.argsort(starts[places], kind="stable")]
+    places = first + np.flatnonzero((columns.is_kind(*kinds) & timeline.known)[first:end])
+    places = places[np.argsort(timeline.starts[places], kind="stable")]
     joined = columns.joined[places]
     halved = columns.shared[places] | joined
-    turns, within = _turns(timeline, rank, columns.stage[places]), 1
+    stages = np.array(timeline.schedule.stages_of(rank), np.int64)
+    turns, within = np.searchsorted(stages, columns.stage[places]), 1
     lane = np.zeros_like(turns)
     if has_replicas(timeline.schedule) and kinds is COMPUTE:
-        lane, within = turns, max(1, len(timeline.schedule.stages_of(rank)))
+        lane, within = turns, max(1, len(stages))
         halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
         np.round(timeline.starts[places] * scale, 2),
@@ -86,11 +97,6 @@ def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] 
         places,
         columns.kind[places] * _SHADES + turns % _SHADES,
     )
-
-
-def _turns(timeline: Timeline, rank: int, stages: Ints) -> Ints:
-    """The turn of each stage among the rank's."""
-    return np.searchsorted(np.array(timeline.schedule.stages_of(rank), np.int64), stages)
 
 
 def stages_room(schedule: Schedule) -> float:
@@ -110,8 +116,7 @@ def stage_names(stages: Sequence[int], right: float, top: float, lane: float) ->
 
 def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
     """The elements of a lane, whose upper left corner is the origin."""
-    steps = cells.colour // _SHADES == _STEP
-    thin = (cells.right - cells.left < THINNEST) & ~steps
+    steps, thin = cells.steps, cells.thin
     whole = cells.where(~thin & ~steps)
     yield from _boxes(whole, height)
     if thin.any():
@@ -121,16 +126,10 @@ def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
         yield _steps(cells.where(steps), cells, height)
 
 
-def merged(cells: Cells) -> int:
-    """How many of the cells are too thin to be drawn by themselves."""
-    thin = cells.right - cells.left < THINNEST
-    return int((thin & (cells.colour // _SHADES != _STEP)).sum())
-
-
 def _boxes(cells: Cells, height: float) -> Iterator[str]:
     separated = cells.right - cells.left >= _SEPARATED
     for colour in np.unique(cells.colour).tolist():
-        fill = picture_fill(KINDS[colour // _SHADES], colour % _SHADES).area
+        fill = _fill(colour).area
         for apart in (False, True):
             some = cells.where((cells.colour == colour) & (separated == apart))
             if len(some.left):
@@ -140,6 +139,10 @@ def _boxes(cells: Cells, height: float) -> Iterator[str]:
 
 def _outline(cells: Cells, height: float) -> str:
     return path(cells.left, cells.right, cells.top * height, cells.height * height)
+
+
+def _fill(colour: int) -> Fill:
+    return picture_fill(KINDS[colour // _SHADES], colour % _SHADES)
 
 
 def _merged(cells: Cells, thin: Ints, height: float) -> Iterator[str]:
@@ -160,7 +163,7 @@ def _merged(cells: Cells, thin: Ints, height: float) -> Iterator[str]:
         upper, lower = (np.round(part * _LEVELS) / _LEVELS * height for part in (top, bottom))
         outline = _joined(bars[:-1], bars[1:], upper, lower)
         if outline:
-            fill = picture_fill(KINDS[colour // _SHADES], colour % _SHADES).area
+            fill = _fill(colour).area
             yield f'<path class="merged" fill="{fill}" d="{outline}"/>'
         top = bottom
 
@@ -201,7 +204,7 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
 def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
     inks: dict[str, list[int]] = {}
     for colour in np.unique(colours).tolist():
-        inks.setdefault(picture_fill(KINDS[colour // _SHADES]).ink, []).append(colour)
+        inks.setdefault(_fill(colour).ink, []).append(colour)
     return sorted(inks.items())
 
 
@@ -227,5 +230,5 @@ def _steps(cells: Cells, among: Cells, height: float) -> str:
     """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
     least = min(_STEP_WIDTH, max(0.3, float(np.median(among.right - among.left)) / 8))
     right = np.maximum(cells.right, cells.left + least)
-    outline = path(cells.left, right, cells.top * height, cells.height * height)
+    outline = _outline(attrs.evolve(cells, right=right), height)
     return f'<path class="steps" fill="{STEP_FILL}" d="{outline}"/>'

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.render.palette import INK
-from schedir.render.styled import Piece
+from schedir.render.text import Piece
 
 Lengths: TypeAlias = NDArray[Any]
 

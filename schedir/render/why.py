@@ -3,36 +3,32 @@
 rank  idle        warm-up    drain    nothing left to do
    0  9 (27.3%)   6 (18.2%)  3 (9.1%)
    1  9 (27.3%)   5 (15.2%)  2 (6.1%)  2 (6.1%)
+
+The critical path is told in stretches that go on alike:
+
+0..4     ranks 0 to 3: 0F0 → 1F0 → 2F0 → 3F0       one microbatch, from stage to stage
+4..27    rank 3: 3B0 3F1 3B1 … 3F7 3B7             one rank, entry after entry
+27..33   ranks 2 to 0: 2B7 → 1B7 → 0B7
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import attrs
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COPIES, Columns
+from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Ints
+from schedir.render.captions import names, title, verdict
 from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
-from schedir.render.path import CriticalPath, Stretch
-from schedir.render.styled import Block, Piece, Table, count, fill, number
-from schedir.render.timeline import names, title, verdict
+from schedir.render.text import Block, Piece, Table, count, fill, number
 from schedir.simulator import CAUSES, Cause, Idle, Timeline
+from schedir.simulator.values import Numbers
 
-_ORDER = (
-    Cause.WARMUP,
-    Cause.SLOWER,
-    Cause.DATA,
-    Cause.COMMUNICATION,
-    Cause.COLLECTIVE,
-    Cause.OVERHEAD,
-    Cause.DRAIN,
-    Cause.UNKNOWN,
-    Cause.DONE,
-)
-"""The causes, in the order of the columns: about that in which a rank meets them."""
 _MEANS = {
     Cause.WARMUP: "the pipeline fills, until the rank's first backward",
     Cause.SLOWER: "what it needs is held up by a stage that has more to compute",
@@ -41,6 +37,12 @@ _MEANS = {
     Cause.COLLECTIVE: "replicas add up their gradients",
     Cause.OVERHEAD: "it has all that it needs, and does not start yet",
     Cause.DRAIN: "the pipeline empties, after the rank's last forward",
+}
+_PARTS = {
+    "compute": COMPUTE,
+    "transfers": COMMUNICATION,
+    "copies": COPIES,
+    "sums of gradients": GROUPS,
 }
 _NOTHING = 1e-9  # of the makespan: sums of floats leave such rests
 _MOST_WAITS = 5
@@ -51,7 +53,7 @@ _MOST_STRETCHES = 20
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of a timeline are idle, and of a second one after it."""
     several = [timeline] if against is None else [timeline, against]
-    for turn, (line, name) in enumerate(zip(several, names(*several), strict=True)):
+    for turn, (line, name) in enumerate(zip(several, names(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
         yield Piece(fill(whose + title(line.schedule), width) + "\n")
@@ -84,8 +86,11 @@ def _in_unit(what: str, timeline: Timeline) -> str:
 def _causes(timeline: Timeline, width: int | None) -> Iterator[Block]:
     """The idle time of each rank by cause, and which stages are to blame as slower ones."""
     by_cause, makespan = timeline.idle_columns.by_cause(), timeline.makespan
-    least = _NOTHING * makespan
-    shown = [cause for cause in _ORDER if by_cause[:, CAUSES.index(cause)].max() > least]
+    shown = [
+        cause
+        for cause in CAUSE_WORDS
+        if by_cause[:, CAUSES.index(cause)].max() > _NOTHING * makespan
+    ]
     if not shown:
         yield Piece("No rank is ever idle.\n" if makespan else "Nothing takes any time.\n")
         return
@@ -119,33 +124,27 @@ def _slower(timeline: Timeline) -> Iterator[Block]:
     for turn, rank in enumerate(np.argsort(-lost, kind="stable")[:_MOST_WAITS].tolist()):
         share = _of(timeline, float(lost[rank]), timeline.makespan * schedule.ranks)
         if share:
-            stages = ", ".join(map(str, schedule.stages_of(rank)))
-            plural = "s" if len(schedule.stages_of(rank)) > 1 else ""
+            stages = schedule.stages_of(rank)
+            named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
             yield Piece("" if turn else "\n")
-            yield Piece(f"slower: rank {rank} (stage{plural} {stages}) costs the others {share}\n")
+            yield Piece(f"slower: rank {rank} ({named}) costs the others {share}\n")
 
 
 def _waits(timeline: Timeline) -> Iterator[Block]:
     """The longest single waits, with what they are for."""
     idle = timeline.idle_columns
-    for_nothing = (Cause.DONE, Cause.UNKNOWN)
-    lengths = np.where(
-        np.isin(idle.cause, [CAUSES.index(cause) for cause in for_nothing]),
-        0,
-        idle.end - idle.start,
-    )
+    for_nothing = [CAUSES.index(cause) for cause in (Cause.DONE, Cause.UNKNOWN)]
+    lengths = np.where(np.isin(idle.cause, for_nothing), 0, idle.end - idle.start)
     longest = np.argsort(-lengths, kind="stable")[:_MOST_WAITS]
-    found = [n for n in longest.tolist() if lengths[n] > _NOTHING * timeline.makespan]
-    if not found:
-        return
-    yield Piece("\nthe longest waits\n")
     rows = [["rank", _in_unit("time", timeline), "long", "why"]]
-    for n in found:
+    for n in longest[lengths[longest] > _NOTHING * timeline.makespan].tolist():
         rank = int(np.searchsorted(idle.bounds, n, side="right")) - 1
         one = idle.at(n)
         span, long = _span(timeline, one.start, one.end), _number(timeline, one.end - one.start)
         rows.append([str(rank), span, long, _why(timeline, one)])
-    yield Table(rows, "><><", header=True)
+    if len(rows) > 1:
+        yield Piece("\nthe longest waits\n")
+        yield Table(rows, "><><", header=True)
 
 
 def _span(timeline: Timeline, start: float, end: float) -> str:
@@ -183,6 +182,97 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     return said
 
 
+@attrs.frozen
+class Stretch:
+    """Part of the path, from `start` to `end`: compute at `places`, which takes `compute`, and what
+    follows each; `along` where it goes with a microbatch from rank to rank, else all is on one."""
+
+    start: float
+    end: float
+    compute: float
+    places: tuple[int, ...]
+    along: bool
+
+
+@attrs.frozen(eq=False)
+class CriticalPath:
+    """The path with its times: what stands at `places[n]` begins at `begins[n]`, is over at
+    `ends[n]`, and the next begins at `begins[n + 1]`, where the makespan is the last."""
+
+    columns: Columns
+    places: Ints
+    begins: Numbers
+    ends: Numbers
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> CriticalPath:
+        """That of a timeline. Compute of which one time is not known counts as nothing; a transfer
+        takes what is between its neighbours."""
+        places, columns = np.array(timeline.critical_path, np.int64), timeline.schedule.columns
+        starts, ends = timeline.starts[places], timeline.ends[places]
+        computes = columns.is_kind(*COMPUTE)[places]
+        ends = np.where(np.isnan(ends) & computes, starts, ends)
+        starts = np.where(np.isnan(starts) & computes, ends, starts)
+        before = np.append(0, np.where(np.isnan(ends), starts, ends))[:-1]
+        begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
+        begins = np.fmax.accumulate(begins)  # clocks may be a little wrong
+        over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
+        return cls(columns, places, begins, over)
+
+    def by_kind(self) -> dict[str, float]:
+        """How much of the makespan is of what."""
+        takes = self.ends - self.begins[:-1]
+        found = {
+            what: float(takes[self.columns.is_kind(*kinds)[self.places]].sum())
+            for what, kinds in _PARTS.items()
+        }
+        # What no entry explains: a measured run alone has it.
+        between = float((self.begins[1:] - self.ends).sum() + self.begins[0])
+        return {**found, "between entries": between}
+
+    def by_stage(self) -> list[tuple[int, int, float, float]]:
+        """For each stage and rank on the path, how long it computes there, and how long its
+        payloads travel."""
+        compute: dict[tuple[int, int], float] = defaultdict(float)
+        travel: dict[tuple[int, int], float] = defaultdict(float)
+        last = None
+        computes, receives = self.columns.is_kind(*COMPUTE), self.columns.is_kind(*RECEIVES)
+        takes = (self.ends - self.begins[:-1]).tolist()
+        for place, time in zip(self.places.tolist(), takes, strict=True):
+            if computes[place]:
+                last = int(self.columns.stage[place]), int(self.columns.rank[place])
+                compute[last] += time
+            elif receives[place] and last is not None:
+                travel[last] += time
+        return [(*key, time, travel[key]) for key, time in compute.items()]
+
+    def stretches(self) -> list[Stretch]:
+        """The compute on the path in as long stretches as go on alike."""
+        columns = self.columns
+        turns = np.flatnonzero(columns.is_kind(*COMPUTE)[self.places])
+        places, takes = self.places[turns], (self.ends - self.begins[:-1])[turns]
+        # It ends where the next one begins: transfers are of what comes before them.
+        bounds = np.append(self.begins[turns], self.begins[-1])
+        kind, microbatch, rank = (
+            np.diff(column[places]) == 0
+            for column in (columns.kind, columns.microbatch, columns.rank)
+        )
+        found: list[Stretch] = []
+        at = 0
+        while at < len(places):
+            # How far it goes on: as the same microbatch, or on the same rank.
+            along, stays = (
+                at + 1 + int(np.append(alike[at:], False).argmin())
+                for alike in (kind & microbatch & ~rank, rank)
+            )
+            until = max(along, stays)
+            start, own = found[-1].end if found else 0, places[at:until].tolist()
+            compute = sum(takes[at:until].tolist())
+            found.append(Stretch(start, bounds[until].item(), compute, tuple(own), along > stays))
+            at = until
+        return found
+
+
 def _path(timeline: Timeline) -> Iterator[Block]:
     """What the makespan consists of, by stage, and the path from beginning to end."""
     path, makespan = CriticalPath.of(timeline), timeline.makespan
@@ -195,20 +285,19 @@ def _path(timeline: Timeline) -> Iterator[Block]:
     stages = sorted((row for row in path.by_stage() if any(row[2:])), key=lambda row: -row[2])
     for stage, rank, compute, transfers in sorted(stages[:_MOST_STAGES]):
         rows.append([str(stage), str(rank), of(compute), of(transfers)])
-    if len(stages) > _MOST_STAGES:
-        rest = stages[_MOST_STAGES:]
+    rest = stages[_MOST_STAGES:]
+    if rest:
         computes, moves = (sum(row[column] for row in rest) for column in (2, 3))
         rows.append([f"{len(rest)} others", "", of(computes), of(moves)])
     if len(rows) > 1:
         yield Table(rows, ">>>>", header=True)
         yield Piece("\n")
-        yield Table([_HEADER, *_stretches(timeline, path)], "<>><", header=True)
-
-
-_HEADER = ["time", "long", "compute", "critical path"]
+        yield Table(list(_stretches(timeline, path)), "<>><", header=True)
 
 
 def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
+    """The rows of the path, those in the middle left out where they are many."""
+    yield ["time", "long", "compute", "critical path"]
     least = _NOTHING * timeline.makespan
     stretches = [one for one in path.stretches() if one.end - one.start > least]
     half = _MOST_STRETCHES // 2
@@ -225,14 +314,10 @@ def _said(timeline: Timeline, stretch: Stretch) -> str:
     """A stretch of the path in words: through which ranks, and what runs there."""
     columns = timeline.schedule.columns
     compute = [_named(columns, place) for place in stretch.places]
-    ranks = [int(columns.rank[place]) for place in (stretch.places[0], stretch.places[-1])]
-    if stretch.along:
-        where = f"ranks {ranks[0]} to {ranks[1]}"
-        shown = compute if len(compute) <= 4 else [*compute[:2], LEFT_OUT, compute[-1]]
-        said = f"{where}: {' → '.join(shown)}"
-    else:
-        shown = compute if len(compute) <= 6 else [*compute[:3], LEFT_OUT, *compute[-2:]]
-        said = f"rank {ranks[0]}: {' '.join(shown)}"
-    if LEFT_OUT in shown:
-        said += f" ({count(len(compute), 'entr', 'ies')})"
-    return said
+    rank, last = (columns.rank[place] for place in (stretch.places[0], stretch.places[-1]))
+    where = f"ranks {rank} to {last}" if stretch.along else f"rank {rank}"
+    begin, end, between = (2, 1, " → ") if stretch.along else (3, 2, " ")
+    if len(compute) <= begin + end + 1:
+        return f"{where}: {between.join(compute)}"
+    shown = between.join([*compute[:begin], LEFT_OUT, *compute[-end:]])
+    return f"{where}: {shown} ({count(len(compute), 'entr', 'ies')})"

@@ -30,10 +30,19 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import Transfers, graph_of
-from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Bools, Ints, Schedule
+from schedir.ir import COMPUTE, COPIES, HOMES, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
-from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, Samples, turns
+from schedir.simulator.samples import (
+    COST_OF_KIND,
+    COSTS,
+    DELAYED,
+    ENTRY,
+    TRANSFER,
+    WITHIN,
+    Samples,
+    turns,
+)
 from schedir.simulator.simulation import Prices, prices
 from schedir.simulator.values import Numbers
 
@@ -182,9 +191,8 @@ def _lenders(
 def _keys_of_compute(schedule: Schedule, heads: Ints) -> list[tuple[int, int]]:
     """The cost and the stage of each entry of compute, and of copies."""
     columns = schedule.columns
-    names = np.array([COSTS.index(k.name.lower()) if k in COMPUTE | COPIES else -1 for k in KINDS])
     pair = columns.shared[heads]
-    cost = np.where(pair, COSTS.index("overlapped"), names[columns.kind[heads]])
+    cost = np.where(pair, COSTS.index("overlapped"), COST_OF_KIND[columns.kind[heads]])
     home = heads + (pair & ~columns.is_kind(*HOMES)[heads])
     return list(zip(cost.tolist(), columns.stage[home].tolist(), strict=True))
 
@@ -247,13 +255,13 @@ def _common(
     factors: Numbers,
 ) -> Numbers:
     """The factor that the entries of each key have in common, 1 for keys that have none."""
-    keys, medians = _medians(ratios, key)
+    keys, medians = medians_by(ratios, key)
     dealt = ratios.copy()
     by_chance = 0.0
     for _ in range(_DEALS):
         for rows in groups:
             dealt[rows] = chance.permutation(ratios[rows])
-        by_chance += float(_medians(dealt, key)[1].var()) / _DEALS
+        by_chance += float(medians_by(dealt, key)[1].var()) / _DEALS
     varies = float(medians.var())
     share = max(0.0, 1 - by_chance / varies) if varies > 0 else 0.0
     middle = float(np.median(medians))
@@ -262,7 +270,7 @@ def _common(
     return factors
 
 
-def _medians(values: Numbers, key: Ints) -> tuple[Ints, Numbers]:
+def medians_by(values: Numbers, key: Ints) -> tuple[Ints, Numbers]:
     """The keys that there are, ascending, and the median of the values of each."""
     order = np.lexsort((values, key))
     keys, first, sizes = np.unique(key[order], return_index=True, return_counts=True)

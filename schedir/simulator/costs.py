@@ -14,7 +14,7 @@ from schedir.ir import COPIES, HOMES, KINDS, Kind, Schedule
 from schedir.simulator import files
 from schedir.simulator.fit import fitted, fitted_times
 from schedir.simulator.samples import COSTS, Samples
-from schedir.simulator.transformer import Device, Transformer, split
+from schedir.simulator.transformer import Transformer, split
 from schedir.simulator.values import (
     BY_LINK,
     BY_STAGE,
@@ -196,29 +196,13 @@ class CostModel:
         Raises ValueError or TypeError for sizes that are no whole numbers >= 1, layers that can't
         be split evenly, and parts that `tensor` does not divide.
         """
+        sizes = locals()
+        sizes["layers"] = split(layers, stages)
+        sizes["feed_forward"] = 4 * hidden if feed_forward is None else feed_forward
         model = Transformer(
-            layers=split(layers, stages),
-            hidden=hidden,
-            heads=heads,
-            vocabulary=vocabulary,
-            sequence=sequence,
-            microbatch=microbatch,
-            feed_forward=4 * hidden if feed_forward is None else feed_forward,
-            tensor=tensor,
-            sequence_parallel=sequence_parallel,
-            selective=selective,
-            activation_element=activation_element,
+            **{field.name: sizes[field.name] for field in attrs.fields(Transformer)}
         )
-        device = Device(
-            flops=flops,
-            utilisation=utilisation,
-            data=data,
-            shard_optimizer=shard_optimizer,
-            weight_element=weight_element,
-            gradient_element=gradient_element,
-            optimizer_element=optimizer_element,
-        )
-        return cls(**device.costs(model, bandwidth), latency=latency, bandwidth=bandwidth, unit="s")
+        return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
 
     @property
     def stages(self) -> int | None:
@@ -230,33 +214,15 @@ class CostModel:
     @property
     def sizes(self) -> Sizes:
         """The bytes alone."""
-        return Sizes(
-            self.boundary_bytes,
-            self.input_bytes,
-            self.activation_bytes,
-            self.weight_bytes,
-            self.gradient_bytes,
-            self.optimizer_bytes,
-            self.deferred_bytes,
-        )
+        return Sizes(**{name: getattr(self, f"{name}_bytes") for name in attrs.fields_dict(Sizes)})
 
 
 # Another number of stages.
 
-OF_A_PART = (
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-    "recompute",
-    "reduce_grad",
-    "optim_step",
-    "overlapped",
-    "activation_bytes",
-    "deferred_bytes",
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
+OF_A_PART = tuple(
+    name
+    for name, field in attrs.fields_dict(CostModel).items()
+    if str(field.type).startswith("PerStage") and name not in ("boundary_bytes", "input_bytes")
 )
 """What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link."""
 

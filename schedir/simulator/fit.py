@@ -50,16 +50,8 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
     boundaries: Any = 0
     if sizes is not None:
-        boundaries = sizes.boundary
-        fields |= {
-            "boundary_bytes": sizes.boundary,
-            "input_bytes": sizes.input,
-            "activation_bytes": sizes.activation,
-            "deferred_bytes": sizes.deferred,
-            "weight_bytes": sizes.weight,
-            "gradient_bytes": sizes.gradient,
-            "optimizer_bytes": sizes.optimizer,
-        }
+        boundaries, held = sizes.boundary, attrs.asdict(sizes, recurse=False)
+        fields |= {f"{name}_bytes": size for name, size in held.items()}
     links = usual_links(samples, boundaries)
     fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
     if sizes is not None:

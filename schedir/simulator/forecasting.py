@@ -30,7 +30,7 @@ import numpy as np
 from schedir.errors import SchedirError
 from schedir.graph.paths import finish
 from schedir.ir import Ints, Schedule
-from schedir.simulator.bootstrap import drawn_prices
+from schedir.simulator.bootstrap import drawn_prices, medians_by
 from schedir.simulator.costs import CostModel, unmeasured
 from schedir.simulator.samples import TRANSFER, Samples
 from schedir.simulator.simulation import completed, prices, waits_of
@@ -218,18 +218,14 @@ def _changes(samples: Samples) -> Iterator[_Change]:
 def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Numbers, Numbers]]:
     """For each stage on each rank, the steps in which it ran, and its speed in each."""
     computes = np.flatnonzero(samples.cost < TRANSFER)
-    own = samples.ratios[computes]
     rank, stage, step = (c[computes] for c in (samples.rank, samples.stage, samples.step))
-    order = np.lexsort((step, stage, rank))
-    keys = np.stack((rank, stage, step))[:, order]
-    first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0)))
-    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for at, rows in zip(first.tolist(), np.split(order, first[1:]), strict=True):
-        key = int(keys[0, at]), int(keys[1, at])
-        found.setdefault(key, []).append((int(keys[2, at]), float(np.median(own[rows]))))
+    stages, steps = 1 + int(stage.max()), len(samples.steps)
+    keys, speeds = medians_by(samples.ratios[computes], (rank * stages + stage) * steps + step)
+    lanes, step = np.divmod(keys, steps)
+    first = np.flatnonzero(np.diff(lanes, prepend=-1))
+    parts = zip(np.split(step, first[1:]), np.split(speeds, first[1:]), strict=True)
     return {
-        key: (np.array([s for s, _ in series]), np.array([v for _, v in series]))
-        for key, series in found.items()
+        divmod(lane, stages): part for lane, part in zip(lanes[first].tolist(), parts, strict=True)
     }
 
 

@@ -209,7 +209,7 @@ def median(values: Numbers) -> float:
 
 # What timelines show.
 
-_COST_OF_KIND = np.array(
+COST_OF_KIND = np.array(
     [COSTS.index(kind.name.lower()) if kind in COMPUTE | COPIES else -1 for kind in KINDS]
 )
 _REDUCE, _PAIR = map(COSTS.index, ("reduce_grad", "overlapped"))
@@ -329,7 +329,7 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     gaps = np.where(np.append(waited[1:] | waits[1:], True)[: len(heads)], np.nan, between)
     if in_turn:
         gaps[:] = np.nan  # one process runs all ranks: they wait for each other's turns
-    cost = np.where(columns.shared[heads], _PAIR, _COST_OF_KIND[columns.kind[heads]])
+    cost = np.where(columns.shared[heads], _PAIR, COST_OF_KIND[columns.kind[heads]])
     done = ends[heads]
     maker = np.searchsorted(heads, transfers.send) - 1
     user = np.searchsorted(heads, transfers.user, side="right") - 1
@@ -365,7 +365,7 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     yield _Entries(transfers.send, np.full(len(transfers), DELAYED), late)
 
     copies = columns.where(*COPIES)
-    yield _Entries(copies, _COST_OF_KIND[columns.kind[copies]], ends[copies] - starts[copies])
+    yield _Entries(copies, COST_OF_KIND[columns.kind[copies]], ends[copies] - starts[copies])
 
     turns = graph_of(schedule).collectives
     if turns:

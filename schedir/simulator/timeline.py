@@ -132,6 +132,11 @@ class Timeline:
         return found[0]
 
     @cached_property
+    def known(self) -> Bools:
+        """Where both times of an action are known, shape [actions]."""
+        return ~np.isnan(self.starts) & ~np.isnan(self.ends)
+
+    @cached_property
     def makespan(self) -> float:
         """When the last entry ends."""
         last: float = np.fmax.reduce(self.ends, initial=0).item()

@@ -25,7 +25,7 @@ from schedir import CostModel, Timeline
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
 from schedir.render import Page, outputs_of
-from schedir.render.styled import plain
+from schedir.render.text import plain
 from schedir.simulator import Measured
 
 _QUERY = """async (sql) => {

@@ -17,7 +17,7 @@ import pytest
 import schedir
 from schedir import LoadError, Schedule
 from schedir.library import find
-from schedir.render.timeline import timeline_text
+from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import EVERY, variants
 from tests.oracle import happens
 

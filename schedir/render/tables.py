@@ -1,4 +1,4 @@
-"""Schedules compared, as a table or as JSON.
+"""Schedules compared, as a table or as JSON, and what `search` says of what it has found.
 
 schedule                makespan  ratio  bubble  peak activations  delay
 interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from schedir.finder import Comparison, Problem, Row
+from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
-from schedir.render.clock import unit_of
-from schedir.render.styled import Block, Piece, Table, count, fill, table
-from schedir.simulator import how_derived
+from schedir.render.captions import UNIT_NAMES, bubble, unit_for
+from schedir.render.text import Block, Piece, Table, count, fill, size, table
+from schedir.simulator import factor, how_derived
 
-_PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+_SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
+_FIGURES = ("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes")
+_ENOUGH = 1e-9
 
 
 class _Column(NamedTuple):
-    """A column's header and its cell of a row; what is `spare` goes first where room is short."""
+    """A column's header and what it tells of a row, as text in a `form`, where it is not None; what
+    is `spare` goes first where room is short."""
 
     header: str
-    align: str
-    cell: Callable[[Row], str]
+    value: Callable[[Row], Any]
+    form: Callable[[Any], str] = str
     spare: bool = False
+    align: str = ">"
 
 
 def comparison_blocks(comparison: Comparison, width: int | None = None) -> Iterator[Block]:
@@ -42,7 +46,13 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
     if width is None or whole.width <= width:
         yield whole
     else:
-        text, left_out = _narrow(columns, comparison, width)
+        left_out = []
+        text = _folded(columns, comparison)
+        for spare in [column for column in columns if column.spare]:
+            if max(map(len, text.splitlines())) > width:
+                columns.remove(spare)
+                left_out.append(spare.header)
+                text = _folded(columns, comparison)
         yield Piece(text)
         if left_out:
             notes.insert(0, f"Left out, as it is too wide here: {', '.join(left_out)}.")
@@ -50,25 +60,13 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
         yield Piece(f"\n{fill(note, width)}\n")
 
 
-def _narrow(
-    columns: list[_Column], comparison: Comparison, width: int
-) -> tuple[str, Sequence[str]]:
-    """The table as text with folded headers, and the headers of what it has no room for."""
-    left_out = []
-    text = _folded(columns, comparison)
-    for spare in [column for column in columns if column.spare]:
-        if _width(text) <= width:
-            break
-        columns.remove(spare)
-        left_out.append(spare.header)
-        text = _folded(columns, comparison)
-    return text, left_out
-
-
-def _cells(columns: Sequence[_Column], comparison: Comparison) -> list[tuple[str, ...]]:
+def _cells(columns: Sequence[_Column], comparison: Comparison) -> list[list[str]]:
     """The header and all rows."""
-    rows = [tuple(column.cell(row) for column in columns) for row in comparison.rows]
-    return [tuple(column.header for column in columns), *rows]
+    rows = [[column.header for column in columns]]
+    for row in comparison.rows:
+        values = [(column.value(row), column.form) for column in columns]
+        rows.append(["" if value is None else form(value) for value, form in values])
+    return rows
 
 
 def _folded(columns: Sequence[_Column], comparison: Comparison) -> str:
@@ -80,10 +78,6 @@ def _folded(columns: Sequence[_Column], comparison: Comparison) -> str:
 
 def _align(columns: Sequence[_Column]) -> str:
     return "".join(column.align for column in columns)
-
-
-def _width(text: str) -> int:
-    return max(map(len, text.splitlines()))
 
 
 def comparison_json(comparison: Comparison) -> str:
@@ -102,18 +96,9 @@ def comparison_json(comparison: Comparison) -> str:
 def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
     problem = row.problem
     return {
-        "target": row.target,
-        "ranks": row.ranks,
-        "stages": row.stages,
-        "microbatches": row.microbatches,
-        "chunks": row.chunks,
-        "makespan": row.makespan,
-        "time_per_microbatch": row.time_per_microbatch,
+        **{name: getattr(row, name) for name in _SHAPE},
         "ratio": comparison.ratio(row),
-        "bubble_fraction": row.bubble_fraction,
-        "span_bubble_fraction": row.span_bubble_fraction,
-        "peak_activations": row.peak_activations,
-        "peak_bytes": row.peak_bytes,
+        **{name: getattr(row, name) for name in _FIGURES},
         "delay": row.delay,
         "fits": row.fits,
         "problem": problem and {"code": problem.code, "message": problem.message},
@@ -122,32 +107,45 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
 
 
 def _columns(comparison: Comparison) -> Iterator[_Column]:
-    rows, unit, factor = comparison.rows, "", 1.0
+    rows, unit, scale, each = comparison.rows, "", 1.0, comparison.per_microbatch
     if comparison.unit is not None:
-        times = [row.makespan for row in rows if row.makespan is not None]
-        name, factor = unit_of(times, comparison.unit)
-        unit = f" ({name})"
-    yield _Column("schedule", "<", lambda row: printable(row.target))
+        longest = max((row.makespan for row in rows if row.makespan is not None), default=0)
+        shown = unit_for(longest * factor(comparison.unit, "s"))
+        unit, scale = f" ({UNIT_NAMES[shown]})", factor(comparison.unit, shown)
+
+    def time(value: float) -> str:
+        """In five digits: the sixth decides nothing."""
+        value *= scale
+        return f"{value:.5g}" if value < 10**5 and value != int(value) else f"{value:.0f}"
+
+    yield _Column("schedule", lambda row: printable(row.target), align="<")
     if any(_remark(comparison, row) for row in rows):
-        yield _Column("", "<", lambda row: _remark(comparison, row))
+        yield _Column("", lambda row: _remark(comparison, row), align="<")
     if len({row.ranks for row in rows} - {None}) > 1:
-        yield _Column("P", ">", lambda row: _shown(row.ranks, "{}"))
-    if comparison.per_microbatch:
-        yield _Column("M", ">", lambda row: str(row.microbatches))
-    if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
-        yield _Column("V", ">", lambda row: _shown(row.chunks, "{}"))
-    each = comparison.per_microbatch
-    yield _Column(f"makespan{unit}", ">", lambda row: _time(row.makespan, factor), spare=each)
+        yield _Column("P", lambda row: row.ranks)
     if each:
-        yield _Column(f"makespan/M{unit}", ">", lambda row: _time(row.time_per_microbatch, factor))
-    yield _Column("ratio", ">", lambda row: _shown(comparison.ratio(row), "{:.3f}"))
-    yield _Column("bubble", ">", _bubble, spare=True)
-    if any(_bubble(row) != _bubble_of_span(row) for row in rows):
-        yield _Column("bubble of span", ">", _bubble_of_span, spare=True)
-    yield _Column("peak activations", ">", _activations)
+        yield _Column("M", lambda row: row.microbatches)
+    if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
+        yield _Column("V", lambda row: row.chunks)
+    yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
+    if each:
+        yield _Column(f"makespan/M{unit}", lambda row: row.time_per_microbatch, time)
+    yield _Column("ratio", comparison.ratio, "{:.3f}".format)
+    percent = "{:.1%}".format
+    whole = _Column("bubble", lambda row: row.bubble_fraction, percent, spare=True)
+    span = _Column("bubble of span", lambda row: row.span_bubble_fraction, percent, spare=True)
+    yield whole
+    if any(cells[0] != cells[1] for cells in _cells([whole, span], comparison)[1:]):
+        yield span
+    yield _Column("peak activations", _activations)
     if any(row.peak_bytes is not None for row in rows):
-        yield _Column("peak bytes", ">", lambda row: _size(row.peak_bytes))
-    yield _Column("delay", ">", lambda row: _shown(row.delay, "{}"))
+        yield _Column("peak bytes", lambda row: row.peak_bytes, size)
+    yield _Column("delay", lambda row: row.delay)
+
+
+def _activations(row: Row) -> str | None:
+    peak = row.peak_activations
+    return peak if peak is None else f"{peak}" + (f" × {row.share}" if row.share != 1 else "")
 
 
 def _remark(comparison: Comparison, row: Row) -> str:
@@ -187,11 +185,10 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 def _derived(comparison: Comparison) -> Iterator[str]:
     """Which times rest on costs that no run has shown, and what that means for the best one."""
-    several: dict[tuple[str, ...], list[str]] = {}
+    several: dict[tuple[str, ...], dict[str, None]] = {}
     for row in comparison.rows:
         if row.unmeasured:
-            names = several.setdefault(row.unmeasured, [])
-            names.extend({row.target} - set(names))
+            several.setdefault(row.unmeasured, {})[row.target] = None
     for costs, names in several.items():
         # A forward is measured wherever its stage is.
         why = "its stages are parts of those measured" if "forward" in costs else how_derived(costs)
@@ -209,56 +206,41 @@ def _objections(comparison: Comparison) -> Iterator[str]:
     """Why schedules can't be chosen: for each target and code the first reason."""
     several: dict[tuple[str, str | None], list[str]] = {}
     for row in comparison.rows:
-        if row.problem is not None:
-            reasons = several.setdefault((row.target, row.problem.code), [])
-            reasons.append(_objection(comparison, row, row.problem))
+        why = row.problem
+        if why is None:
+            continue
+        reason = f"{row.target}: {why.message}"
+        if why.code is not None:
+            where = f" under {comparison.channel}" if row.makespan is not None else ""
+            reason = f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
+        several.setdefault((row.target, why.code), []).append(printable(reason))
     for first, *others in several.values():
-        more = len(others)
-        yield first + (f" (and so for {count(more, 'other shape')})" if more else "")
+        yield first + (f" (and so for {count(len(others), 'other shape')})" if others else "")
 
 
-def _objection(comparison: Comparison, row: Row, why: Problem) -> str:
-    if why.code is None:
-        return printable(f"{row.target}: {why.message}")
-    where = f" under {comparison.channel}" if row.makespan is not None else ""
-    return printable(f"{row.target} does not run{where}: error[{why.code}]: {why.message}")
-
-
-def _bubble(row: Row) -> str:
-    return _shown(row.bubble_fraction, "{:.1%}")
-
-
-def _bubble_of_span(row: Row) -> str:
-    return _shown(row.span_bubble_fraction, "{:.1%}")
-
-
-def _size(many: float | None) -> str:
-    return "" if many is None else size(many)
-
-
-def size(many: float) -> str:
-    """A number of bytes in three digits: 1.5 GiB."""
-    power = 0
-    while many >= 1024 and power < len(_PREFIXES) - 1:
-        many /= 1024
-        power += 1
-    return f"{many:.3g} {_PREFIXES[power]}B" if many < 1000 else f"{many:.0f} {_PREFIXES[power]}B"
-
-
-def _activations(row: Row) -> str:
-    if row.peak_activations is None:
-        return ""
-    share = row.share
-    return f"{row.peak_activations}" + (f" × {share}" if share != 1 else "")
-
-
-def _time(value: float | None, factor: float) -> str:
-    """In five digits: the sixth decides nothing."""
-    if value is None:
-        return ""
-    value *= factor
-    return f"{value:.5g}" if value < 10**5 and value != int(value) else f"{value:.0f}"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+def found_text(found: Found) -> str:
+    """The figures of what `search` has found, how far it is above the lower bound, and what was
+    chosen; a few lines."""
+    line = found.timeline
+    span = max(rank.span for rank in line.ranks)
+    unit = f" {line.unit}" if line.unit else ""
+    peaks = [f"{max(rank.peak_activations for rank in line.ranks)} activations"]
+    held = [rank.peak_bytes for rank in line.ranks if rank.peak_bytes is not None]
+    if held:
+        peaks.append(size(max(held)))
+    above = found.distance
+    distance = "none can be quicker" if above <= _ENOUGH else f"{above:.2%} above it"
+    pairs = found.schedule.stages * found.schedule.microbatches
+    chosen = [f"placement {found.placement}"] if found.schedule.stages > 1 else []
+    chosen.append(f"{found.split} of {pairs} backwards split")
+    if found.recomputed:
+        chosen.append(f"{found.recomputed} forwards run again")
+    chosen.append(f"as {found.origin}" if found.origin else "its own order")
+    return (
+        f"makespan {line.makespan:.10g}{unit}, longest span {span:.10g}{unit}, bubble "
+        f"{bubble(line)}\n"
+        f"peak {', '.join(peaks)}\n"
+        f"lower bound of the {found.objective} {found.lower_bound:.10g}{unit}: {distance}\n"
+        f"{', '.join(chosen)}; {found.candidates} tried, seed {found.seed}"
+        + (", cut short: the same seed may find another" if found.cut else "")
+    )

@@ -1,0 +1,102 @@
+"""The whole timeline: rows = ranks, time to the right, a cell as wide as its action is long.
+
+        0              5              10             15             20
+rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
+rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from schedir.render.captions import clock_of, costs, names, title, verdict
+from schedir.render.cells import MOST_COLUMNS, painted_legend
+from schedir.render.drawing import Drawing, Part, Sketch
+from schedir.render.rows import lanes_of
+from schedir.render.text import Block, Piece, Table, coloured, fill, number, plain
+from schedir.simulator import Timeline
+
+_STATISTICS = ("rank", "busy", "idle", "span", "peak_activations", "weight_versions")
+
+
+def timeline_json(timeline: Timeline) -> str:
+    """The numbers of a timeline: the keys are a contract."""
+    summary = {
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "ranks": [{name: getattr(rank, name) for name in _STATISTICS} for rank in timeline.ranks],
+    }
+    return json.dumps(summary, indent=2) + "\n"
+
+
+def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
+    """The timeline drawn in text, its legend, and a summary of what it costs.
+
+    With a `width` in columns it is split into pages by time, each with all ranks; without one,
+    each rank is one line, however long. Where a step or a link takes so long that nearly all of
+    that would be blank, it is drawn in letters, in the `width` or 10,000 columns. `colour` adds
+    ANSI escapes and changes no character.
+    """
+    write = coloured if colour else plain
+    return write(timeline_blocks(timeline, width))
+
+
+def timeline_blocks(
+    timeline: Timeline,
+    width: int | None = None,
+    against: Timeline | None = None,
+    fit: bool = False,
+) -> Iterator[Block]:
+    """The same as blocks, for whatever writes them; a second timeline is drawn below the first.
+
+    With `fit` the `width` has room for the whole drawing, its cells being letters where labels
+    would take more.
+    """
+    lines = [timeline] if against is None else [timeline, against]
+    drawing = drawing_of(*lines, width=width, fit=fit)
+    axis_title = clock_of(lines).title
+    for shape in dict.fromkeys(title(line.schedule) for line in lines):
+        yield Piece(f"{fill(shape, width)}\n")
+    yield Piece("\n")
+    for left, end in drawing.pages(width):
+        yield Piece(f"{axis_title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
+        yield from drawing.page(left, end)
+        yield Piece("\n")
+    yield from painted_legend(fill(drawing.legend, width))
+    for line, name in zip(lines, names(lines), strict=True):
+        yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
+        yield statistics(line)
+
+
+def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False) -> Drawing:
+    """All ranks with all their actions, one timeline below the other on one axis.
+
+    They are in letters that take at most `width` columns where labels would `fit` into no fewer
+    than these, or into too many for anyone.
+    """
+    several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
+    lanes = [lane for own in several for lane in own]
+    ranks = len(str(max(lane.rank for lane in lanes)))
+    stages = max((len(str(lane.stage)) for lane in lanes if lane.stage is not None), default=0)
+    parts = []
+    for line, name, own in zip(timelines, names(timelines), several, strict=True):
+        heads = [
+            f"rank {lane.rank:{ranks}}"
+            + ("" if lane.stage is None else f" stage {lane.stage:{stages}}")
+            + " copies" * lane.copies
+            for lane in own
+        ]
+        parts.append(Part(line, name, own, heads))
+    sketch = Sketch(parts, " " * (2 + max(len(head) for part in parts for head in part.heads)))
+    room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
+    if sketch.too_wide or (fit and sketch.scale * sketch.makespan > room):
+        return sketch.squeezed(room)
+    return sketch.labelled()
+
+
+def statistics(timeline: Timeline) -> Table:
+    """What each rank does with its time and memory."""
+    rows = [[number(getattr(rank, name)) for name in _STATISTICS] for rank in timeline.ranks]
+    header = [name.replace("_", " ") for name in _STATISTICS]
+    return Table([header, *rows], ">" * len(header), header=True)

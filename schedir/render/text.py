@@ -1,0 +1,185 @@
+"""What renderers make, blocks of text with styles, and how they are written: as text alone, with
+ANSI colours, or by rich to a terminal. Streams that lack a character get one that they have."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+
+import attrs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_INSTEAD = {"…": "...", "→": "->", "−": "-", "–": "-", "×": "x", "µ": "u"}
+_PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+
+
+class Piece(NamedTuple):
+    """Text, line breaks included, and its style (see `palette`)."""
+
+    text: str
+    style: str = ""
+
+
+@attrs.frozen
+class Table:
+    """Rows of text, the first of which may be the `header`; `align` is `<` or `>` per column."""
+
+    rows: Sequence[Sequence[str]]
+    align: str = ""
+    header: bool = False
+
+    @property
+    def width(self) -> int:
+        """The columns that it takes where nothing is folded, three between two of them."""
+        widths = _widths(self.rows)
+        return sum(widths) + 3 * (len(widths) - 1)
+
+
+@attrs.frozen
+class Panel:
+    """A frame around pieces of text, with a title in its upper edge."""
+
+    title: str
+    pieces: Sequence[Piece]
+
+
+Block: TypeAlias = Piece | Table | Panel
+"""Blocks follow each other without anything between them: line breaks are in the pieces."""
+
+
+def plain(blocks: Iterable[Block]) -> str:
+    """The blocks as text alone: as wide as it must be."""
+    return "".join(map(_plain, blocks))
+
+
+def _plain(block: Block) -> str:
+    if isinstance(block, Table):
+        return table(block.rows, block.align)
+    if isinstance(block, Panel):
+        return f"{block.title}\n{''.join(piece.text for piece in block.pieces)}\n"
+    return block.text
+
+
+def coloured(blocks: Iterable[Block]) -> str:
+    """The same characters as `plain`, with ANSI escapes for 256 colours between them."""
+    from rich.color import ColorSystem  # only where there is colour: a pipe starts without it
+    from rich.style import Style
+
+    return "".join(
+        Style.parse(block.style).render(block.text, color_system=ColorSystem.EIGHT_BIT)
+        if isinstance(block, Piece) and block.style
+        else _plain(block)
+        for block in blocks
+    )
+
+
+def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colour: bool) -> None:
+    """Write the blocks to a terminal of `width` columns; without `colour` no escapes at all.
+
+    Lines of pieces are left to the terminal to wrap, so that what is copied is what was written.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(
+        file=stream,
+        width=width,
+        color_system="auto" if colour else None,
+        force_terminal=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for _, group in groupby(blocks, type):
+        several = list(group)
+        pieces = [block for block in several if isinstance(block, Piece)]
+        if pieces:
+            console.print(Text.assemble(*pieces), end="", soft_wrap=True)
+        for block in several:
+            if not isinstance(block, Piece):
+                console.print(_rich(block))
+
+
+def _rich(block: Panel | Table) -> RenderableType:
+    """A frame, or a table that folds where the terminal is too narrow."""
+    from rich import box
+    from rich.panel import Panel as RichPanel
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    if isinstance(block, Panel):
+        return RichPanel(Text.assemble(*block.pieces), title=Text(block.title), title_align="left")
+    table = RichTable(
+        box=box.SIMPLE_HEAD, show_header=block.header, show_edge=False, pad_edge=False
+    )
+    names, *rows = block.rows if block.header else ([""] * len(block.rows[0]), *block.rows)
+    for name, direction in zip(names, block.align.ljust(len(names), "<"), strict=True):
+        table.add_column(Text(name), justify="right" if direction == ">" else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def number(value: float) -> str:
+    """A number in as few digits as a person needs: 21.0 is 21, 0.1 + 0.2 is 0.3."""
+    return str(int(value)) if value == int(value) else f"{value:.6g}"
+
+
+def count(many: int, what: str, plural: str = "s") -> str:
+    """A number of things: `1 rank`, `4 ranks`."""
+    return f"{many} {what}{'' if many == 1 else plural}"
+
+
+def size(many: float) -> str:
+    """A number of bytes in three digits: 1.5 GiB."""
+    power = 0
+    while many >= 1024 and power < len(_PREFIXES) - 1:
+        many /= 1024
+        power += 1
+    return f"{many:{'.3g' if many < 1000 else '.0f'}} {_PREFIXES[power]}B"
+
+
+def fill(text: str, width: int | None) -> str:
+    """The text in lines of at most `width` columns; as it is without one."""
+    return text if width is None else textwrap.fill(text, width)
+
+
+def table(rows: Sequence[Sequence[str]], align: str = "") -> str:
+    """The rows in aligned columns; `align` holds `>` for each column that goes to the right."""
+    widths = _widths(rows)
+    ways = align.ljust(len(widths), "<")
+    forms = [f"{way}{wide}" for way, wide in zip(ways, widths, strict=True)]
+    lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def legible(stream: TextIO | None) -> None:
+    """Have a stream write, in place of what its encoding lacks, something that a person can read.
+
+    What schedir draws with falls back to ASCII; any other character becomes its escape, such as
+    `\\xe9`, and none is an error.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="schedir.legible")
+
+
+def _instead(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError):
+        plain = _INSTEAD.get(error.object[error.start])
+        if plain is not None:
+            return plain, error.start + 1
+        error.end = error.start + 1
+    return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error("schedir.legible", _instead)
