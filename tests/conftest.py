@@ -14,6 +14,7 @@ from tests.runtime.on_ranks import (  # noqa: F401
     pytest_generate_tests,
     pytest_pyfunc_call,
     pytest_runtest_logreport,
+    pytest_runtest_makereport,
     pytest_runtest_teardown,
     pytest_sessionfinish,
     rank,
