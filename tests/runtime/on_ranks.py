@@ -81,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ranks", marker.args, ids=name_of)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def check_names(items: Sequence[pytest.Item]) -> None:
     """Take away the limit of a test here: it has one on the ranks, and the first of a launch waits
     for all."""
     for item in items:
