@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs format clean
+.PHONY: help demo test test-all test-part docs format clean
 
 help:  ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +20,10 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/mypy
 	$(BIN)/pytest --quick -n auto --maxprocesses 8
 
-test-all: .venv/.installed-dev  ## Run all tests: long trials, browsers and wide sweeps too
-	$(BIN)/pytest -n auto --maxprocesses 8
+test-all: test-part  ## Run all tests: long trials, browsers and wide sweeps too
+
+test-part: .venv/.installed-dev  # TESTS: options of pytest that choose some
+	$(BIN)/pytest -n auto --maxprocesses 8 $(TESTS)
 
 docs: .venv/.installed-dev  ## Make the guides and the API reference: build/docs/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

@@ -1,4 +1,4 @@
-"""`@on_ranks(2)`: a plain test that runs on two ranks, each a process that torchrun has started.
+"""`@on_ranks(2)`: a plain test that runs on two ranks, each a process of its own.
 
     pytest                       rank 0                   rank 1
     test_a[2 ranks] ─ torchrun ► pytest: test_a, test_b   pytest: test_a, test_b
@@ -7,7 +7,8 @@
     test_b[2 ranks] ◄── both pass if every rank says so; else they show what each rank says
 
 Starting processes takes seconds, so all tests on as many ranks share a launch, which the first of
-them makes. In it each test has a process group of its own: where one fails on some rank, its
+them makes: by torchrun, or, in `make test`, by forking what has imported all already, as
+`forked.py` does. In it each test has a process group of its own: where one fails on some rank, its
 connections end, so the other ranks notice, and the next test starts afresh. A rank that dies, gets
 no process group, or hangs in a test for `TEST_LIMIT` seconds, ends the launch: the test that it has
 not finished fails with what it has printed, and those that it has not reached are launched again.
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch.distributed.rendezvous import rendezvous
 
+from tests.runtime.forked import Stem, leave
 from tests.runtime.launch import Launched, torchrun
 
 TEST_LIMIT = 150  # seconds, of one test on one rank
@@ -121,7 +123,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     launched = session.stash.setdefault(_ENDED, {})
     if ranks not in launched:
         tests = [item.nodeid for item in session.items if _ranks_of(item) == ranks]
-        launched[ranks] = _run(ranks, tests, session.config.rootpath)
+        launched[ranks] = _run(ranks, tests, session)
     if failure := launched[ranks][pyfuncitem.nodeid].failure:
         pytest.fail(failure, pytrace=False)
     return True
@@ -139,12 +141,12 @@ def pytest_runtest_makereport(
     return report
 
 
-def _run(ranks: int, tests: Sequence[str], root: Path) -> dict[str, _Ended]:
+def _run(ranks: int, tests: Sequence[str], session: pytest.Session) -> dict[str, _Ended]:
     """How each test has ended on all ranks."""
     ended: dict[str, _Ended] = {}
     while left := [test for test in tests if test not in ended]:
         start = time.perf_counter()
-        launch = _launch(ranks, left, root)
+        launch = _launch(ranks, left, session)
         whole = [test for test in left if all(test in reports for reports in launch.reports)]
         # The first that some rank has not ended is what has ended the launch.
         own = {test: launch.ended(test) for test in left[: len(whole) + 1]}
@@ -177,14 +179,30 @@ class _Launch:
         return _Ended("\n".join(found), seconds)
 
 
-def _launch(ranks: int, tests: Sequence[str], root: Path) -> _Launch:
-    options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += [f"--timeout={TEST_LIMIT}", "--timeout-method=thread"]
+_OPTIONS = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+_OPTIONS += [f"--timeout={TEST_LIMIT}", "--timeout-method=thread"]
+_STEM = pytest.StashKey[Stem]()
+
+
+def _launch(ranks: int, tests: Sequence[str], session: pytest.Session) -> _Launch:
     with tempfile.TemporaryDirectory() as folder:
-        command = ["-m", "pytest", *options, *tests]
         own = {_REPORTS: folder, "PYTEST_ADDOPTS": ""}
-        result = torchrun(ranks, *command, timeout=LAUNCH_LIMIT, cwd=root, environment=own)
+        if session.config.getoption("quick"):
+            result = _stem_of(session).launch(ranks, tests, folder, own, LAUNCH_LIMIT)
+        else:
+            command = ["-m", "pytest", *_OPTIONS, *tests]
+            root = session.config.rootpath
+            result = torchrun(ranks, *command, timeout=LAUNCH_LIMIT, cwd=root, environment=own)
         return _Launch([_read(Path(folder, str(rank))) for rank in range(ranks)], result)
+
+
+def _stem_of(session: pytest.Session) -> Stem:
+    """The process that forks the ranks of this session: a new one where the last has ended."""
+    if _STEM not in session.stash or session.stash[_STEM].ended:
+        tests = [item.nodeid for item in session.items if _ranks_of(item)]
+        session.stash[_STEM] = Stem(_OPTIONS, tests)
+        session.config.add_cleanup(session.stash[_STEM].close)
+    return session.stash[_STEM]
 
 
 @pytest.hookimpl(trylast=True)
@@ -222,7 +240,10 @@ def _read(file: Path) -> dict[str, _Ended]:
     }
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A rank on which tests have failed has done its work; torchrun would end the others."""
-    if _REPORTS in os.environ and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-        session.exitstatus = pytest.ExitCode.OK
+    if _REPORTS in os.environ:
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = pytest.ExitCode.OK
+        leave(int(session.exitstatus))
