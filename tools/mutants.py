@@ -1,16 +1,17 @@
 """Break the code in small ways, and see which tests notice: a suite's strength, measured.
 
     python tools/mutants.py cover FOLDER [--seed 1] [--count 60]   # as long as all tests take
-    python tools/mutants.py run FOLDER [--tests COMMIT]            # goes on where it ended
+    python tools/mutants.py run FOLDER [--tests COMMIT] [--limit S] # goes on where it ended
     python tools/mutants.py show FOLDER                            # the verdicts; what survives
 
 `cover` draws mutants of the commit that is checked out, spread over the packages by their lines:
 another operator, another constant, the other branch, a call left out, each inside a function. It
 runs all tests once, in a copy in which every mutant's expression tells when it is run: FOLDER has
 then the mutants, which tests run each of them, and how long each test takes. `run` gives every
-mutant in turn the tests that run it, one of each file first and quick ones first: those of
-`make test`, then the rest of `make test-all`, each up to the first failure and 120 s at most. A
-test that hangs for a minute has noticed. `--tests COMMIT` takes tests/ of another commit.
+mutant in turn the tests that run it, one of each file first, quick ones first, those on ranks last:
+in `make test`, and, if none fails, in `make test-all`; each up to the first failure, and 120 s at
+most. A test that hangs for a minute has noticed. `--tests COMMIT` takes tests/ of another commit;
+of a test that has other cases there all cases are tried.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +34,8 @@ from pathlib import Path
 from at_commit import ROOT, checkout, environment
 from attrs import asdict, frozen
 
-LIMIT = 120  # seconds, of one mutant's tests of `make test`, and of the others
 HANG = 60  # seconds, of one test
+ON_RANKS = re.compile(r"\[\d+ ranks?\b")  # in the name of a test that starts processes
 FIRST = 30  # tests in the first of the rounds, each of which has ten times as many
 KINDS = ("operator", "constant", "branch", "call")
 OPERATORS: Mapping[type[ast.AST], type[ast.AST]] = {
@@ -273,24 +275,26 @@ def in_turns(tests: Iterable[str], times: Mapping[str, float]) -> list[str]:
     for test in sorted(tests, key=lambda test: (times.get(test, 0.0), test)):
         by_file[test.partition("::")[0]].append(test)
     turns = [
-        (turn, times.get(test, 0.0), test)
+        (ON_RANKS.search(test) is not None, turn, times.get(test, 0.0), test)
         for own in by_file.values()
         for turn, test in enumerate(own)
     ]
-    return [test for _, _, test in sorted(turns)]
+    return [test for *_, test in sorted(turns)]
 
 
-def try_tests(tree: Path, tests: Sequence[str]) -> tuple[str, float]:
+def try_tests(
+    tree: Path, tests: Sequence[str], limit: float, options: Sequence[str]
+) -> tuple[str, float]:
     """The first test that fails, if any does in the time that there is; and how long it took."""
     start, at, size = time.monotonic(), 0, FIRST
     names = tree.parent / "tests.txt"
-    while at < len(tests) and (left := LIMIT - (time.monotonic() - start)) > 0:
+    while at < len(tests) and (left := limit - (time.monotonic() - start)) > 0:
         own = sorted(tests[at : at + size], key=lambda test: test.partition("::")[0])
         names.write_text("\n".join(own))
-        options = ["-x", "-q", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
-        options += [f"--timeout={HANG}", "--timeout-method=thread"]
+        always = ["-x", "-q", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        always += [f"--timeout={HANG}", "--timeout-method=thread"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"@{names.resolve()}"],
+            [sys.executable, "-m", "pytest", *always, *options, f"@{names.resolve()}"],
             cwd=tree,
             env=environment(tree),
             stdout=subprocess.PIPE,
@@ -305,6 +309,8 @@ def try_tests(tree: Path, tests: Sequence[str]) -> tuple[str, float]:
                 os.killpg(process.pid, 15)
             process.communicate()
             break
+        if "ERROR: not found" in printed:
+            raise RuntimeError(printed[-1000:])
         if process.returncode:
             failed = [row for row in printed.splitlines() if row.startswith(("FAILED", "ERROR"))]
             return (failed or printed.splitlines()[-1:])[0][:160], time.monotonic() - start
@@ -312,16 +318,28 @@ def try_tests(tree: Path, tests: Sequence[str]) -> tuple[str, float]:
     return "", time.monotonic() - start
 
 
-def quick_tests(tree: Path) -> set[str]:
-    """The tests that `make test` runs."""
-    command = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-m", "not long"]
+def tests_in(tree: Path, *options: str) -> set[str]:
+    """The tests that pytest finds with these options."""
+    command = [sys.executable, "-m", "pytest", "-qq", "--collect-only", *options]
     found = subprocess.run(
         command, cwd=tree, env=environment(tree), stdout=subprocess.PIPE, text=True, check=True
     )
     return {row for row in found.stdout.splitlines() if "::" in row}
 
 
-def run(folder: Path, commit: str | None) -> None:
+def now_called(tests: Iterable[str], existing: Iterable[str]) -> set[str]:
+    """Of tests that had these names, those that there are: all cases where one has another name."""
+    by_function: dict[str, set[str]] = defaultdict(set)
+    for test in existing:
+        by_function[test.partition("[")[0]].add(test)
+    found = set()
+    for test in tests:
+        cases = by_function[test.partition("[")[0]]
+        found |= {test} if test in cases else cases
+    return found
+
+
+def run(folder: Path, commit: str | None, limit: float) -> None:
     """Try the tests on each mutant that has no verdict yet."""
     record = json.loads((folder / "mutants.json").read_text())
     tree = folder / "mutated"
@@ -331,22 +349,24 @@ def run(folder: Path, commit: str | None) -> None:
             shutil.rmtree(tree / "tests")
             shutil.copytree(other / "tests", tree / "tests")
             shutil.copy(other / "pyproject.toml", tree)
-    times, hits, quick = times_of(folder), hits_of(folder), quick_tests(tree)
+    times, hits = times_of(folder), hits_of(folder)
+    existing, quick = tests_in(tree), tests_in(tree, "--quick")
     verdicts = folder / "verdicts.jsonl"
     done = {row["mutant"] for row in _rows(verdicts)}
     for number, mutant in enumerate(Mutant(**fields) for fields in record["mutants"]):
         if number in done:
             continue
         tests = hits.get(number, set())
-        among = set(times) if tests == {""} else tests - {""}
+        among = now_called(times if tests == {""} else tests - {""}, existing)
         file = tree / mutant.path
         source = file.read_bytes()
         file.write_bytes(mutant.applied(source))
         row: dict[str, object] = {"mutant": number, "tests": len(among), "quick": "", "all": ""}
         try:
-            row["quick"], row["seconds"] = try_tests(tree, in_turns(among & quick, times))
-            if not row["quick"]:
-                row["all"], row["seconds_all"] = try_tests(tree, in_turns(among - quick, times))
+            first, rest = in_turns(among & quick, times), in_turns(among - quick, times)
+            row["quick"], row["seconds"] = try_tests(tree, first, limit, ["--quick"])
+            if not row["quick"]:  # those of before draw more examples now
+                row["all"], row["seconds_all"] = try_tests(tree, [*rest, *first], limit, [])
         finally:
             file.write_bytes(source)
         with verdicts.open("a") as out:
@@ -382,11 +402,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60, help="how many mutants")
     parser.add_argument("--tests", metavar="COMMIT", help="whose tests run")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds (default: 120)")
     args, options = parser.parse_known_args()
     if args.command == "cover":
         cover(args.folder, args.seed, args.count, options or ["-n", "2"])
     elif args.command == "run":
-        run(args.folder, args.tests)
+        run(args.folder, args.tests, args.limit)
     else:
         show(args.folder)
 
