@@ -5,10 +5,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs format clean
+.PHONY: help demo test test-all test-part docs format clean
 
 help:  ## List these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.installed  ## Train a small GPT on 2 processes with 1F1B, and verify it bit for bit
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 \
@@ -18,7 +18,12 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --maxprocesses 8
+	$(BIN)/pytest --quick -n auto --maxprocesses 8
+
+test-all: test-part  ## Run all tests: long trials, browsers and wide sweeps too
+
+test-part: .venv/.installed-dev  # TESTS: options of pytest that choose some
+	$(BIN)/pytest -n auto --maxprocesses 8 $(TESTS)
 
 docs: .venv/.installed-dev  ## Make the guides and the API reference: build/docs/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

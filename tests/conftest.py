@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import re
+import zlib
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.runtime.forked import pytest_runtestloop  # noqa: F401
 from tests.runtime.on_ranks import (  # noqa: F401
-    pytest_collection_modifyitems,
+    check_names,
     pytest_generate_tests,
     pytest_pyfunc_call,
     pytest_runtest_logreport,
+    pytest_runtest_makereport,
     pytest_runtest_teardown,
     pytest_sessionfinish,
     rank,
 )
+from tests.sweeps import QUICK
 
 # How long an example takes is no test: machines are noisy.
 settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+settings.register_profile(QUICK, deadline=None, max_examples=10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write what is printed as what is expected"
     )
+    parser.addoption(
+        "--quick", action="store_true", help="leave out long cases, and draw fewer examples"
+    )
+    parser.addoption(
+        "--part", default="0/1", metavar="I/N", help="run one case in N: those of part I, from 0"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(QUICK if config.getoption("quick") else "patient")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not asked for. A case is in the same part in every run."""
+    check_names(items)
+    number, parts = map(int, config.getoption("part").split("/"))
+    chosen = [
+        item
+        for item in items
+        if not (config.getoption("quick") and item.get_closest_marker("long"))
+        and zlib.crc32(item.nodeid.encode()) % parts == number % parts
+    ]
+    kept = {*chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 class Launches(LoadScopeScheduling):  # type: ignore[misc]

@@ -167,7 +167,7 @@ def imported_by(statement: str) -> set[str]:
     """The modules that a new process has imported after a statement."""
     code = f"{statement}; import sys; print('\\n', *sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=250
     )
     return set(done.stdout.splitlines()[-1].split())
 

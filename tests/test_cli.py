@@ -53,7 +53,7 @@ def schedir_process(*argv: str, cwd: Path, **kwargs: object) -> "subprocess.Comp
         cwd=cwd,
         capture_output="stdout" not in kwargs,
         text=True,
-        timeout=60,
+        timeout=250,
         **kwargs,
     )
 
@@ -69,7 +69,7 @@ def test_the_program_starts_without_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=250
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -165,7 +165,7 @@ def test_a_pipe_starts_without_rich(tmp_path: Path) -> None:
         "sys.exit('rich' in sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=60
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=250
     )
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -25,6 +25,7 @@ from schedir.cli.terminal import show_parse_error
 from schedir.ir import dumps_torch_csv, loads_torch_csv
 from schedir.passes import strip_communication
 from tests.built_in import NAMES
+from tests.sweeps import long, sweep
 
 Parse = Callable[[str | bytes], Schedule]
 PARSERS = pytest.mark.parametrize("parse", [schedir.loads, loads_torch_csv])
@@ -250,7 +251,6 @@ def check(capsys: pytest.CaptureFixture[str], target: Path) -> str:
     return err
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("suffix", [".sched", ".csv"])
 def test_what_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
     directory, fifo, device = (tmp_path / f"{name}{suffix}" for name in ("dir", "fifo", "zero"))
@@ -499,7 +499,7 @@ def least_memory(tmp_path_factory: pytest.TempPathFactory) -> int:
         [sys.executable, "-c", PEAK, "check", str(path)],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=250,
     )
     return int(done.stdout) * 1024
 
@@ -521,7 +521,7 @@ def check_limited(tmp_path: Path, least_memory: int) -> Check:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
         )
         path.unlink()  # the directories of the last runs are kept
         return done
@@ -529,8 +529,7 @@ def check_limited(tmp_path: Path, least_memory: int) -> Check:
     return run
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", CASES)
+@sweep("name", CASES, quick=["token.sched", "many actions.sched", "pairs.csv", "cells.csv"])
 def test_huge_garbage(check_limited: Check, name: str) -> None:
     case = CASES[name]
     done = check_limited(name, case.content(), case.memory)
@@ -546,8 +545,7 @@ def test_huge_garbage(check_limited: Check, name: str) -> None:
         assert line[caret.index("^") :].startswith(case.shown)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("between", ["\n", "# comment\n", "  \t\r\n"])
+@sweep("between", ["\n", "# comment\n", "  \t\r\n"], quick=["# comment\n"])
 def test_huge_but_right(check_limited: Check, between: str) -> None:
     text = schedir.dumps(schedir.build("1f1b", ranks=2, microbatches=2)).replace(" 0B0 ", "\n 0B0 ")
     text = text.replace("\n", "\n" + between * (3 * MB // len(between)), 6)
@@ -556,7 +554,7 @@ def test_huge_but_right(check_limited: Check, between: str) -> None:
     assert done.stdout.startswith("x.sched: clean under rank")
 
 
-@pytest.mark.timeout(120)
+@long
 def test_a_million_ranks_get_their_verdict(check_limited: Check) -> None:
     content = START + b"placement 0\n" + numbered(b"rank %d:\n", 13 * MB)
     done = check_limited("x.sched", content, 16)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import sweep
+
 # Takes minutes, so that it is never done before it is stopped.
 LONG = [
     "compare",
@@ -72,8 +74,7 @@ def read_until(terminal: int, wanted: str | None) -> str:
     return shown.decode(errors="replace")
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("extra", [{}, {"NO_COLOR": "1"}])
+@sweep("extra", [{}, {"NO_COLOR": "1"}], quick=[{}])
 def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> None:
     with running(tmp_path, LONG, **extra) as (process, terminal):
         shown = read_until(terminal, "/200")
@@ -92,15 +93,13 @@ def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> 
     assert rest.rstrip().endswith("\x1b[2K") or "\x1b[2K" in rest
 
 
-@pytest.mark.timeout(60)
 def test_short_work_shows_nothing(tmp_path: Path) -> None:
     with running(tmp_path, ["compare", "1f1b", "--microbatches", "1"]) as (process, terminal):
         assert read_until(terminal, None) == ""
         assert process.wait() == 0
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("argv", [["show", "--json"], ["check"], ["export", "-o", "it.sched"]])
+@sweep("argv", [["show", "--json"], ["check"], ["export", "-o", "it.sched"]], quick=[["check"]])
 def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: list[str]) -> None:
     shape = ["--ranks", "8", "--microbatches", "40000"]
     with running(tmp_path, [argv[0], "1f1b", *argv[1:], *shape]) as (_, terminal):
@@ -108,13 +107,12 @@ def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: li
         assert re.search("simulating|checking|proving", shown)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("piped", [True, False])
 def test_nothing_in_a_pipe_or_on_a_dumb_terminal(tmp_path: Path, piped: bool) -> None:
     argv = ["show", "1f1b", "--json", "--ranks", "8", "--microbatches", "4000"]
     command = [sys.executable, "-m", "schedir", *argv]
     if piped:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=250)
         assert (done.returncode, done.stderr) == (0, b"")
         return
     with running(tmp_path, argv, TERM="dumb") as (process, terminal):

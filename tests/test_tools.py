@@ -1,4 +1,4 @@
-"""The maintainer's tools that hold this tree against a commit."""
+"""The maintainer's tools: those that hold this tree against a commit, and one that breaks it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import attrs
 import pytest
+from at_commit import ROOT
 from bench_drift import row
+from mutants import KINDS, in_turns, mutants_of, pick, sources_in
 from size import tokens
 from trial_verdicts import Case, case_of, differing, lists_of, summed_alone, summed_twice, text_of
 from verdict_run import answers
@@ -98,3 +100,61 @@ def test_a_row_of_drift() -> None:
     assert row("x", [1, 2, 4], [2, 2, 2]) == "| x | 2 | 2 | 1.000 (0.750 to 1.500) | 3 |"
     assert row("x", [nan, 2], [1.5, 3]) == "| x | 2 | 2.25 | 1.500 (1.500 to 1.500) | 1 |"
     assert row("x", [], [1]) == "| x | - | 1 | - | 0 |"
+
+
+BREAKABLE = b"""\
+import os
+
+LIMIT = 3
+
+
+def f(x: int = 4) -> list[str]:
+    os.sync()
+    if x < 5 and (
+        x
+    ):
+        return [f"{x + 1}"]
+    return [str(x + 1)] if x else []
+"""
+
+
+def test_mutants_of_a_module() -> None:
+    """Of functions alone; no line moves."""
+    mutants = list(mutants_of("a.py", BREAKABLE))
+    assert [(mutant.line, mutant.kind, mutant.new) for mutant in mutants] == [
+        (7, "call", "(None)"),
+        (8, "branch", "(not (x < 5 and x)\n\n)"),
+        (8, "operator", "(x < 5 or x\n\n)"),
+        (8, "operator", "(x <= 5)"),
+        (8, "constant", "(6)"),
+        (12, "branch", "(not (x))"),
+        (12, "operator", "(x - 1)"),
+        (12, "constant", "(2)"),
+    ]
+    rows = BREAKABLE.splitlines()
+    for mutant in mutants:
+        compile(mutant.applied(BREAKABLE), mutant.path, "exec")
+        probed = mutant.probed(BREAKABLE, 7)
+        compile(probed, mutant.path, "exec")
+        assert len(probed.splitlines()) == len(rows)
+        assert mutant.applied(BREAKABLE) != BREAKABLE
+    with pytest.raises(ValueError, match="does not stand here"):
+        mutants[0].applied(BREAKABLE[1:])
+
+
+def test_mutants_are_drawn_alike_and_apart() -> None:
+    sources = sources_in(ROOT)
+    assert "schedules/fill_drain.py" in sources
+    assert not any(path.startswith("schedir/schedules") for path in sources)
+    drawn = pick(sources, seed=3, count=60)
+    assert drawn == pick(sources, seed=3, count=60) != pick(sources, seed=4, count=60)
+    assert {mutant.kind for mutant in drawn} == set(KINDS)
+    assert len({mutant.path.split("/")[1] for mutant in drawn}) > 10
+    assert len({(mutant.path, mutant.line) for mutant in drawn}) == len(drawn) > 55
+    for mutant in drawn:
+        compile(mutant.applied(sources[mutant.path]), mutant.path, "exec")
+
+
+def test_tests_are_tried_in_turns() -> None:
+    times = {"a::x": 3.0, "a::y": 1.0, "b::x": 2.0, "b::y": 0.5, "c::x": 9.0}
+    assert in_turns(times, times) == ["b::y", "a::y", "c::x", "b::x", "a::x"]

@@ -166,7 +166,7 @@ def test_numbers_in_lists_cost_no_memory(tmp_path: Path, text: str) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as driver:
         # Without a sandbox, which needs rights that a container lacks: it opens our own page alone.
         chromium = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=30_000
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=100_000
         )
         try:
             yield chromium

@@ -130,7 +130,7 @@ def opened(
 
         context.route(lambda url: not url.startswith("file:"), refuse)
         page = found.page
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(100_000)
         page.on("request", lambda request: found.requests.append(request.url))
         page.on("pageerror", lambda error: found.errors.append(str(error)))
         page.on("console", lambda said: found.hear(said))

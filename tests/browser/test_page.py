@@ -31,8 +31,9 @@ from schedir.render.palette import (
 )
 from schedir.simulator import Measured
 from tests.browser.opened import WIDTH, Opened, opened
+from tests.sweeps import long
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = long
 
 COSTS = CostModel(optim_step=0.5, latency=0.25)
 PAIRS = Schedule.of(

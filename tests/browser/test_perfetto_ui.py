@@ -17,7 +17,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import pytest
 from playwright.sync_api import Browser, Route
 
 import schedir
@@ -173,7 +172,6 @@ def check_nesting(trace: Opened) -> None:
     assert trace.number("select count(*) from slice where depth > 0 and dur > 0") == 0
 
 
-@pytest.mark.timeout(120)
 def test_slices_arrows_and_counters(browser: Browser) -> None:
     costs = CostModel(
         latency=0.7, unit="ms", activation_bytes=100, weight_bytes=1000, gradient_bytes=1000
@@ -205,7 +203,6 @@ def test_slices_arrows_and_counters(browser: Browser) -> None:
         assert [value for key, value in args if key.endswith("microbatch")] == ["3"]
 
 
-@pytest.mark.timeout(120)
 def test_overlapping_transfers_and_a_second_timeline(browser: Browser) -> None:
     line = schedir.simulate(schedir.build("fill-drain", ranks=3, microbatches=6))
     sends = line.schedule.columns.is_kind(*COMMUNICATION)

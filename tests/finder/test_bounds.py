@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
@@ -14,6 +14,7 @@ from schedir import CostModel, SchedirError, Schedule
 from schedir.finder.bounds import lower_bound
 from schedir.finder.terms import Objective
 from tests.built_in import EVERY
+from tests.sweeps import examples
 
 EQUAL = CostModel(backward=1)
 """F = B = 1, in which stages of V placements and wrapped ones are counted."""
@@ -57,7 +58,7 @@ def costs_for(stages: int) -> st.SearchStrategy[CostModel]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(data=st.data())
 def test_no_built_in_schedule_is_quicker(name: str, data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))

@@ -15,6 +15,7 @@ from schedir.finder.bounds import lower_bound
 from schedir.finder.terms import Objective
 from tests.command_line import runner
 from tests.finder.brute_force import Small, least
+from tests.sweeps import sweep
 
 TEXTBOOK = CostModel()
 
@@ -65,7 +66,7 @@ WORK = [
 ]
 
 
-@pytest.mark.parametrize("work", WORK)
+@sweep("work", WORK, quick=WORK[::2])
 def test_it_is_what_trying_every_order_finds(work: Small) -> None:
     expected = least(work)
     assert expected is not None

@@ -14,6 +14,7 @@ from schedir.finder.local_search import rearranged, rescheduled
 from schedir.finder.orders import fits, order_of, schedule_of, serial, timed
 from schedir.finder.terms import Task, Terms
 from schedir.graph.board import Order, most_held
+from tests.sweeps import sweep
 
 
 def costs_of(random: Random, stages: int) -> CostModel:
@@ -69,7 +70,7 @@ def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
     return terms, task, orders
 
 
-@pytest.mark.parametrize("seed", range(30))
+@sweep("seed", range(30), quick=range(8))
 def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
     terms, task, orders = tried(Random(seed))
     for order in orders:

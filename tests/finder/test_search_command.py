@@ -57,7 +57,6 @@ def test_what_can_not_be_is_said_in_one_line(cli: Run, options: list[str], says:
     assert says in err
 
 
-@pytest.mark.timeout(60)
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
     argv = ["search", "--ranks", "6", "--microbatches", "24", "--chunks", "2", "--seconds", "9999"]
     argv += ["--max-activations", "7", "--cost", "latency=0.37"]
@@ -87,7 +86,7 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=250)
     assert process.returncode == 0
     assert "Traceback" not in err
     assert "lower bound" in err

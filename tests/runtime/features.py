@@ -350,8 +350,9 @@ def _check_timelines(executor: Executor, setting: Setting, line: int, busy: floa
     if speaks:
         ranks = [0] if setting.rank is not None else range(executor.schedule.ranks)
         found = sum(timelines[-1].ranks[rank].busy for rank in ranks)
-        # The parts of a pair are apart by a few lines of Python.
-        assert abs(found - busy) <= 0.02 * busy + 1e-3
+        # The parts of a pair are apart by a few lines of Python, and what a busy machine does then.
+        pairs = timelines[-1].schedule.columns.joined.any()
+        assert pairs or abs(found - busy) <= 1e-6 * busy
 
 
 def check_timeline(timeline: schedir.Timeline) -> None:

@@ -41,7 +41,7 @@ class Launched:
 def torchrun(
     ranks: int,
     *arguments: str,
-    timeout: float = 120,
+    timeout: float = 250,
     cwd: Path = ROOT,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Launched:

@@ -1,4 +1,4 @@
-"""`@on_ranks(2)`: a plain test that runs on two ranks, each a process that torchrun has started.
+"""`@on_ranks(2)`: a plain test that runs on two ranks, each a process of its own.
 
     pytest                       rank 0                   rank 1
     test_a[2 ranks] ─ torchrun ► pytest: test_a, test_b   pytest: test_a, test_b
@@ -7,11 +7,13 @@
     test_b[2 ranks] ◄── both pass if every rank says so; else they show what each rank says
 
 Starting processes takes seconds, so all tests on as many ranks share a launch, which the first of
-them makes. In it each test has a process group of its own: where one fails on some rank, its
+them makes: by torchrun, or, in `make test`, by forking what has imported all already, as
+`forked.py` does. In it each test has a process group of its own: where one fails on some rank, its
 connections end, so the other ranks notice, and the next test starts afresh. A rank that dies, gets
 no process group, or hangs in a test for `TEST_LIMIT` seconds, ends the launch: the test that it has
 not finished fails with what it has printed, and those that it has not reached are launched again.
 Fixtures are set up in all these processes, but the test itself runs on the ranks alone.
+`--durations` shows how long the slowest rank took, and the start of a launch at its first test.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.distributed.rendezvous import rendezvous
 
+from tests.runtime.forked import Stem, leave
 from tests.runtime.launch import Launched, torchrun
 
 TEST_LIMIT = 150  # seconds, of one test on one rank
@@ -79,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ranks", marker.args, ids=name_of)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def check_names(items: Sequence[pytest.Item]) -> None:
     """Take away the limit of a test here: it has one on the ranks, and the first of a launch waits
     for all."""
     for item in items:
@@ -97,8 +101,16 @@ def _ranks_of(item: pytest.Item) -> int:
     return 0
 
 
-_FAILURES = pytest.StashKey[dict[int, dict[str, str]]]()
-"""By the number of ranks, by test: what the ranks say that has failed it."""
+@frozen
+class _Ended:
+    """How a test has ended, on one rank or on all of them."""
+
+    failure: str  # empty if it has passed
+    seconds: float
+
+
+_ENDED = pytest.StashKey[dict[int, dict[str, _Ended]]]()
+"""By the number of ranks, by test: what the ranks say of it."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -108,54 +120,89 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not ranks or _REPORTS in os.environ:
         return None
     session = pyfuncitem.session
-    failures = session.stash.setdefault(_FAILURES, {})
-    if ranks not in failures:
+    launched = session.stash.setdefault(_ENDED, {})
+    if ranks not in launched:
         tests = [item.nodeid for item in session.items if _ranks_of(item) == ranks]
-        failures[ranks] = _run(ranks, tests, session.config.rootpath)
-    if failure := failures[ranks][pyfuncitem.nodeid]:
+        launched[ranks] = _run(ranks, tests, session)
+    if failure := launched[ranks][pyfuncitem.nodeid].failure:
         pytest.fail(failure, pytrace=False)
     return True
 
 
-def _run(ranks: int, tests: Sequence[str], root: Path) -> dict[str, str]:
-    """Each test's failure, empty if it has passed on all ranks."""
-    failures: dict[str, str] = {}
-    while left := [test for test in tests if test not in failures]:
-        launch = _launch(ranks, left, root)
-        ended = [test for test in left if all(test in reports for reports in launch.reports)]
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report how long a test took on the ranks, not how long looking it up took."""
+    report = yield
+    launched = item.session.stash.get(_ENDED, {}).get(_ranks_of(item), {})
+    if call.when == "call" and item.nodeid in launched:
+        report.duration = launched[item.nodeid].seconds
+    return report
+
+
+def _run(ranks: int, tests: Sequence[str], session: pytest.Session) -> dict[str, _Ended]:
+    """How each test has ended on all ranks."""
+    ended: dict[str, _Ended] = {}
+    while left := [test for test in tests if test not in ended]:
+        start = time.perf_counter()
+        launch = _launch(ranks, left, session)
+        whole = [test for test in left if all(test in reports for reports in launch.reports)]
         # The first that some rank has not ended is what has ended the launch.
-        failures |= {test: launch.failure(test) for test in left[: len(ended) + 1]}
-    return failures
+        own = {test: launch.ended(test) for test in left[: len(whole) + 1]}
+        rest = time.perf_counter() - start - sum(each.seconds for each in own.values())
+        own[left[0]] = evolve(own[left[0]], seconds=own[left[0]].seconds + rest)
+        ended |= own
+    return ended
 
 
 @frozen
 class _Launch:
     """What became of the tests that were launched together."""
 
-    reports: Sequence[dict[str, str]]  # of each rank: what has failed the tests that have ended
+    reports: Sequence[dict[str, _Ended]]  # of each rank, of the tests that have ended
     result: Launched
 
-    def failure(self, test: str) -> str:
-        """What has failed the test on any rank; empty if it has passed on all."""
+    def ended(self, test: str) -> _Ended:
+        """How the test has ended on all ranks."""
         found = []
         for rank, reports in enumerate(self.reports):
             printed = (self.result.outputs[rank] + self.result.errors[rank])[-_TAIL:]
-            text = reports.get(test, f"has not ended this test; it has printed:\n{printed}")
-            if text:
-                found.append(f"rank {rank} of {len(self.reports)}: {text}")
+            unended = _Ended(f"has not ended this test; it has printed:\n{printed}", 0)
+            if failure := reports.get(test, unended).failure:
+                found.append(f"rank {rank} of {len(self.reports)}: {failure}")
         if not all(test in reports for reports in self.reports):
             found.append(self.result.summary[self.result.summary.find("Root Cause") :])
-        return "\n".join(found)
+        seconds = max(
+            (reports[test].seconds for reports in self.reports if test in reports), default=0.0
+        )
+        return _Ended("\n".join(found), seconds)
 
 
-def _launch(ranks: int, tests: Sequence[str], root: Path) -> _Launch:
-    options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += [f"--timeout={TEST_LIMIT}", "--timeout-method=thread"]
+_OPTIONS = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+_OPTIONS += [f"--timeout={TEST_LIMIT}", "--timeout-method=thread"]
+_STEM = pytest.StashKey[Stem]()
+
+
+def _launch(ranks: int, tests: Sequence[str], session: pytest.Session) -> _Launch:
     with tempfile.TemporaryDirectory() as folder:
-        command = ["-m", "pytest", *options, *tests]
         own = {_REPORTS: folder, "PYTEST_ADDOPTS": ""}
-        result = torchrun(ranks, *command, timeout=LAUNCH_LIMIT, cwd=root, environment=own)
+        if session.config.getoption("quick"):
+            result = _stem_of(session).launch(ranks, tests, folder, own, LAUNCH_LIMIT)
+        else:
+            command = ["-m", "pytest", *_OPTIONS, *tests]
+            root = session.config.rootpath
+            result = torchrun(ranks, *command, timeout=LAUNCH_LIMIT, cwd=root, environment=own)
         return _Launch([_read(Path(folder, str(rank))) for rank in range(ranks)], result)
+
+
+def _stem_of(session: pytest.Session) -> Stem:
+    """The process that forks the ranks of this session: a new one where the last has ended."""
+    if _STEM not in session.stash or session.stash[_STEM].ended:
+        tests = [item.nodeid for item in session.items if _ranks_of(item)]
+        session.stash[_STEM] = Stem(_OPTIONS, tests)
+        session.config.add_cleanup(session.stash[_STEM].close)
+    return session.stash[_STEM]
 
 
 @pytest.hookimpl(trylast=True)
@@ -170,22 +217,33 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if folder := os.environ.get(_REPORTS):
         sections = [f"{title}\n{text}" for title, text in report.sections]
         failure = "\n".join((report.longreprtext, *sections)) if report.failed else ""
-        line = json.dumps({"test": report.nodeid, "phase": report.when, "failure": failure})
+        line = {
+            "test": report.nodeid,
+            "phase": report.when,
+            "failure": failure,
+            "seconds": report.duration,
+        }
         with Path(folder, os.environ["RANK"]).open("a") as file:
-            print(line, file=file)
+            print(json.dumps(line), file=file)
 
 
-def _read(file: Path) -> dict[str, str]:
-    """Of a rank: what has failed each test that has ended."""
+def _read(file: Path) -> dict[str, _Ended]:
+    """How each test has ended on a rank."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    ended = {line["test"]: "" for line in lines if line["phase"] == "teardown"}
+    phases: dict[str, list[Any]] = {}
     for line in lines:
-        if line["test"] in ended:
-            ended[line["test"]] += line["failure"]
-    return ended
+        phases.setdefault(line["test"], []).append(line)
+    return {
+        test: _Ended("".join(each["failure"] for each in of), sum(each["seconds"] for each in of))
+        for test, of in phases.items()
+        if of[-1]["phase"] == "teardown"
+    }
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A rank on which tests have failed has done its work; torchrun would end the others."""
-    if _REPORTS in os.environ and session.exitstatus == pytest.ExitCode.TESTS_FAILED:
-        session.exitstatus = pytest.ExitCode.OK
+    if _REPORTS in os.environ:
+        if session.exitstatus == pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = pytest.ExitCode.OK
+        leave(int(session.exitstatus))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from schedir.runtime import Executor
 from tests.literals import listed
 from tests.runtime import aliasing
 from tests.runtime.kit import MSE, assert_equal_gradients, gradients
+from tests.sweeps import examples
 
 
 def run(seed: int) -> tuple[str, list[str]]:
@@ -50,7 +51,7 @@ def run(seed: int) -> tuple[str, list[str]]:
     return "", found + ([] if all(same) else ["the batch was changed"])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(0, 1 << 32))
 def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
     refused, differs = run(seed)

@@ -15,10 +15,11 @@ from tests.literals import listed
 from tests.runtime import aliasing
 from tests.runtime.kit import MSE, Twins, assert_equal_gradients, gradients, microbatches_of
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("seed", range(40))
+@sweep("seed", range(40), quick=range(5))
 def test_drawn_stages_train_as_in_one_piece(rank: int, ranks: int, seed: int) -> None:
     """Random placements, orders and stages: as in one piece, or all ranks are told why not."""
     chance = random.Random(seed)

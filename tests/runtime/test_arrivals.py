@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,6 +15,7 @@ from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
 from schedir.runtime.program.compiler import arrivals
 from tests.runtime.kit import MSE
+from tests.sweeps import examples
 from tests.test_random import drawn, scattered
 
 
@@ -33,7 +34,7 @@ def test_a_send_has_arrived_when_something_made_of_it_has_come_back(seed: int) -
                 assert schedule.flat[rank][user].kind is not Kind.OPTIM_STEP
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(0, 1 << 32))
 def test_random_schedules_run_in_one_process(seed: int) -> None:
     """Every list that check lets through runs, gives the gradients, and no send is misjudged."""

@@ -23,6 +23,7 @@ from tests.runtime.kit import (
     train_on_rank,
 )
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import long
 
 
 class TwoOutputs(nn.Module):
@@ -410,7 +411,7 @@ def test_ranks_without_stages_take_part(rank: int, placement: tuple[int, ...]) -
     assert (norm is None) == (rank not in placement)
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
 @on_ranks(2)

@@ -36,6 +36,7 @@ from tests.runtime.kit import (
 from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 
 @pytest.mark.parametrize("channel", schedir.CHANNELS)
@@ -191,8 +192,8 @@ def communication(
 
 
 @pytest.mark.parametrize("channel", schedir.CHANNELS)
-@pytest.mark.parametrize("microbatches", [1, 5, 8])
-@pytest.mark.parametrize("name", NAMES)
+@sweep("microbatches", [1, 5, 8], quick=[5])
+@sweep("name", NAMES, quick=["1f1b", "interleaved-1f1b"])
 def test_the_schedule_is_what_the_transport_posted(
     name: str, microbatches: int, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +219,7 @@ def over(transport: type[Any]) -> AbstractContextManager[object]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("channel", ["async", "rank"])
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, quick=["interleaved-1f1b"])
 def test_so_it_is_on_ranks(name: str, channel: str, rank: int) -> None:
     """NCCL's own way too: with receives ahead over compute only."""
     schedule = schedir.build(name, ranks=2, microbatches=4)

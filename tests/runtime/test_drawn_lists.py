@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import random
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from trial_first_call import Reference, loss_fn, optimizer
@@ -17,6 +16,7 @@ from schedir.runtime import Executor
 from tests.joined import drawn_joined
 from tests.runtime.kit import numbered
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import examples, sweep
 
 
 def stages_of(schedule: schedir.Schedule, seed: int) -> list[nn.Module]:
@@ -60,7 +60,7 @@ def drawn_list(seed: int) -> schedir.Schedule | None:
     return schedule if schedir.check(schedule, channel="async").ok else None
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 1 << 32))
 def test_drawn_lists_train_as_their_meaning_says(seed: int) -> None:
     schedule = drawn_list(seed)
@@ -69,7 +69,7 @@ def test_drawn_lists_train_as_their_meaning_says(seed: int) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("first", range(0, 50, 10))
+@sweep("first", range(0, 50, 10), quick=[0])
 def test_drawn_lists_on_ranks(rank: int, first: int) -> None:
     found = 0
     for seed in range(100 * first, 100 * first + 1000):

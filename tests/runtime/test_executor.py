@@ -12,6 +12,7 @@ from schedir.runtime import Executor
 from tests.literals import listed
 from tests.runtime.kit import MSE
 from tests.runtime.launch import torchrun
+from tests.sweeps import long
 
 
 def failed(how: str) -> tuple[list[list[str]], str]:
@@ -19,7 +20,7 @@ def failed(how: str) -> tuple[list[list[str]], str]:
     # torchrun looks after its processes every so many seconds, and ends all when one has failed:
     # so late that each has said what it has to say.
     worker = ("-m", "tests.runtime.failing_worker", how)
-    result = torchrun(3, "--monitor-interval", "5", *worker, timeout=60)
+    result = torchrun(3, "--monitor-interval", "5", *worker)
     assert result.returncode != 0
     return [errors.splitlines() for errors in result.errors], result.summary
 
@@ -51,6 +52,7 @@ def test_a_rank_that_dies_is_named_by_its_neighbours() -> None:
         assert "from rank 1, but the connection has ended" in line
 
 
+@long
 def test_a_rank_that_calls_too_rarely_is_named_first() -> None:
     """In a line of the others, and in torchrun's root cause, where gloo's words say less."""
     (first, rare, last), box = failed("leave")
@@ -62,6 +64,7 @@ def test_a_rank_that_calls_too_rarely_is_named_first() -> None:
     assert "gloo" not in "".join([*first, *last, box])
 
 
+@long
 def test_calls_that_differ_are_a_line_on_every_rank() -> None:
     ranks, _ = failed("call")
     for said in ranks:

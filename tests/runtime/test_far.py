@@ -37,13 +37,14 @@ from tests.runtime.kit import (
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.parity import Case, assert_trains_as_one_process, cases
 from tests.runtime.test_no_host_read import Idle
+from tests.sweeps import sweep
 
 
 def name_of(test: Callable[..., None]) -> str:
     return test.__name__.removeprefix("test_")
 
 
-@pytest.mark.parametrize("case", cases(3), ids=str)
+@sweep("case", cases(3), quick=lambda case: case.microbatches == 7, ids=str)
 def test_all_ranks_train_as_one_process(case: Case, far: FarDevice) -> None:
     assert_trains_as_one_process(case, None)
 
@@ -167,7 +168,7 @@ def test_what_no_replica_has_a_gradient_of_is_left_alone(rank: int, far: FarDevi
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("reader", [0, 1, 2])
+@sweep("reader", [0, 1, 2], quick=[0])
 def test_one_rank_alone_may_read_the_loss(rank: int, reader: int, far: FarDevice) -> None:
     schedule = schedir.build("1f1b", ranks=3, microbatches=3)
     twins = Twins(linear_stages(3), schedule, rank)

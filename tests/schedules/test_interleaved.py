@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
 import schedir
 from schedir import Kind, Schedule
 from schedir.passes import strip_communication
+from tests.sweeps import sweep
 
 
 def compute(schedule: Schedule) -> list[list[str]]:
@@ -29,7 +30,7 @@ def torchs_order(generator: Any, ranks: int) -> list[list[str]]:
     return [[str(action) for action in actions if action is not None] for actions in lists]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@sweep("ranks", [1, 2, 3, 4, 8], quick=[1, 2, 3, 4])
 def test_interleaved_zb_is_torchs_order(ranks: int) -> None:
     accepted = [m for m in range(1, 20) if m % max(1, m // ranks) == 0]
     for chunks, microbatches in product((1, 2, 3), accepted):
@@ -78,8 +79,8 @@ def megatrons_order(ranks: int, rank: int, microbatches: int, chunks: int, size:
     return forwards[:warmup] + pairs + backwards[len(table) - warmup :]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("chunks", [2, 3, 4])
+@sweep("ranks", [2, 3, 4, 5, 8], quick=[2, 3, 4])
+@sweep("chunks", [2, 3, 4], quick=[2, 3])
 def test_interleaved_is_megatrons_order_where_megatron_takes_the_groups(
     ranks: int, chunks: int
 ) -> None:

@@ -22,6 +22,7 @@ from tests.oracle import happens
 from tests.runtime.kit import MSE, Twins, microbatches_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import pipedream_2bw, round_robin
+from tests.sweeps import long, sweep
 
 WIDE = {Kind.REDUCE_GRAD: "SUM", Kind.OPTIM_STEP: "OPT"}
 
@@ -49,7 +50,7 @@ def test_2bw_is_as_published() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", range(1, 7))
+@sweep("ranks", range(1, 7), quick=[1, 3])
 def test_2bw_keeps_two_versions_and_is_one_update_late(ranks: int) -> None:
     for microbatches, size in product(range(1, 13), range(max(1, ranks - 1), 9)):
         built = schedir.build(
@@ -110,6 +111,7 @@ def test_2bw_trains_as_its_recurrence_on_two_ranks(rank: int, microbatches: int,
     train_2bw(2, microbatches, size, rank)
 
 
+@long
 @on_ranks(4)
 def test_2bw_trains_as_its_recurrence_on_four_ranks(rank: int) -> None:
     train_2bw(4, 11, 4, rank)
@@ -151,7 +153,11 @@ def test_1f1b_rr_is_as_published() -> None:
     assert built((1, 1, 1, 1), 6, flush=True).actions == synchronous.actions
 
 
-@pytest.mark.parametrize("replicas", [each for ranks in range(1, 5) for each in shares(ranks)])
+@sweep(
+    "replicas",
+    [each for ranks in range(1, 5) for each in shares(ranks)],
+    quick=lambda replicas: sum(replicas) <= 3,
+)
 def test_1f1b_rr_is_clean_and_late_by_what_is_in_flight(replicas: tuple[int, ...]) -> None:
     for microbatches, flush in product(range(1, 8), (True, False)):
         schedule = built(replicas, microbatches, flush)
@@ -216,7 +222,7 @@ def test_1f1b_rr_trains_as_its_recurrence_on_two_ranks(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("replicas", [(2, 2), (1, 2, 1), (3, 1), (1, 3)])
+@sweep("replicas", [(2, 2), (1, 2, 1), (3, 1), (1, 3)], quick=[(1, 2, 1)])
 def test_1f1b_rr_trains_as_its_recurrence_on_four_ranks(
     rank: int, replicas: tuple[int, ...]
 ) -> None:

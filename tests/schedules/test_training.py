@@ -17,6 +17,7 @@ from tests.runtime.kit import MSE, Twins, adamw, microbatches_of, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import accumulate
 from tests.schedules.recurrence import train
+from tests.sweeps import sweep
 
 STEPS, WIDTH = 3, 4
 
@@ -60,7 +61,7 @@ def assert_trains(schedule: Schedule, rank: int | None) -> None:
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@sweep("ranks", [2, 3, 4], quick=[4])
 @pytest.mark.parametrize("name", EVERY)
 def test_in_one_process(name: str, ranks: int) -> None:
     schedule = built(name, ranks)
@@ -68,7 +69,7 @@ def test_in_one_process(name: str, ranks: int) -> None:
         assert_trains(schedule, None)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY, quick=["1f1b", "dualpipev", "pipedream"])
 @on_ranks(2)
 def test_on_two_ranks(rank: int, name: str) -> None:
     schedule = built(name, 2)
@@ -76,7 +77,7 @@ def test_on_two_ranks(rank: int, name: str) -> None:
     assert_trains(schedule, rank)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY, quick=["chimera"])
 @on_ranks(4)
 def test_on_four_ranks(rank: int, name: str) -> None:
     schedule = built(name, 4)

@@ -16,6 +16,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Stages, causal_lm_loss, causal_lm_tokens, stages_of
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 TOKENS = 64
 _SIZES: dict[str, Any] = {
@@ -157,7 +158,7 @@ def given_alone(name: str) -> dict[str, Tensor]:
     return {key: batch(name)[0][key]}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@sweep("ranks", [2, 4], quick=[2])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_trains_as_if_uncut(name: str, ranks: int) -> None:
     """Padded rows in two stages, and the bare tensor in four."""
@@ -215,7 +216,7 @@ def test_another_seed_or_block_has_other_weights() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@sweep("name", ["gpt2", "llama"], quick=["gpt2"])
 def test_each_rank_makes_its_own(rank: int, name: str) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = stages_of(config_of(name), schedule)
