@@ -61,9 +61,10 @@ class Model:
     stage: Callable[[int, int], nn.Module]  # (stage, stages) -> module
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
+    microbatches: int = MICROBATCHES
 
 
-def linear(name: str, width: int, rows: int) -> Model:
+def linear(name: str, width: int, rows: int, microbatches: int = MICROBATCHES) -> Model:
     """One linear layer and its activation per stage, `rows` rows per microbatch."""
 
     def stage(index: int, _: int) -> nn.Module:
@@ -72,10 +73,10 @@ def linear(name: str, width: int, rows: int) -> Model:
 
     def batch() -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
-        x, y = torch.randn((2, MICROBATCHES * rows, width), generator=generator)
+        x, y = torch.randn((2, microbatches * rows, width), generator=generator)
         return x, y
 
-    return Model(name, stage, batch, nn.functional.mse_loss)
+    return Model(name, stage, batch, nn.functional.mse_loss, microbatches)
 
 
 def gpt_model() -> Model:
@@ -121,7 +122,7 @@ def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor, 
     schedule = schedir.build(
         name,
         ranks=dist.get_world_size(),
-        microbatches=MICROBATCHES,
+        microbatches=model.microbatches,
         chunks=chunks if chunks > 1 else None,
     )
     stages = local_stages(model, chunks)
@@ -144,7 +145,7 @@ def torch_step(model: Model, name: str, chunks: int) -> Step:
     ]
     generator = getattr(torch_schedules, name)
     given = wrapped if chunks > 1 else wrapped[0]
-    schedule = generator(given, MICROBATCHES, loss_fn=model.loss)
+    schedule = generator(given, model.microbatches, loss_fn=model.loss)
     x, y = model.batch()
     inputs = (x,) if 0 in stages else ()
     target = y if last in stages else None
