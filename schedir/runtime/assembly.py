@@ -16,8 +16,7 @@ from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
 from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.shared_parameters import ReplicaCheck as Drift
-from schedir.runtime.gradients.shared_parameters import Shared
+from schedir.runtime.gradients.shared_parameters import ReplicaCheck, Shared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -26,7 +25,7 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
-from schedir.runtime.session import Session as World
+from schedir.runtime.session import Session
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
@@ -54,7 +53,7 @@ class Parts:
     clipping: Clipping | None
     barriers: Barriers
     scaling: Scaling
-    drift: Drift
+    replica_check: ReplicaCheck
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
@@ -114,29 +113,29 @@ class Parts:
         return [parameter for group in groups for parameter in group["params"]]
 
 
-def assemble(plan: Plan, world: World) -> Parts:
+def assemble(plan: Plan, session: Session) -> Parts:
     """Compare with the other processes, connect to them, and make the parts.
 
     In one order on all, since both sides make a connection. Raises ExecutionError where processes
     differ, WaitError where they don't come in time.
     """
     optimizers = plan.optimizers()
-    nonfinite = NonFinite(plan, world.control, optimizers)
-    shared = Shared(plan, world)
-    handshake = Handshake(plan, world.control)
-    transports = world.transports(shared.groups, shared.processors)
+    nonfinite = NonFinite(plan, session.control, optimizers)
+    shared = Shared(plan, session)
+    handshake = Handshake(plan, session.control)
+    transports = session.transports(shared.groups, shared.processors)
     reductions = shared.reductions()
     ties = shared.ties()
     clipping = shared.clipping(nonfinite)
     together = nonfinite.agreement if clipping is None else clipping.clip
     barriers = shared.barriers(ties, together)
-    scaling = Scaling(plan, world.control, world.groups)
-    drift = shared.drift()
+    scaling = Scaling(plan, session.control, session.groups)
+    replica_check = shared.replica_check()
     clock = busy_clock(plan.accelerator)
     stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy)
     return Parts(
         plan,
-        world.control,
+        session.control,
         shared,
         handshake,
         transports,
@@ -147,18 +146,18 @@ def assemble(plan: Plan, world: World) -> Parts:
         clipping,
         barriers,
         scaling,
-        drift,
+        replica_check,
         optimizers,
         stages,
         _replicas(plan, stages),
         Progress(
-            world.groups.patience,
-            world.groups.posted,
+            session.groups.patience,
+            session.groups.posted,
             plan.accelerator,
             follows=plan.transport.queues,
         ),
         clock,
-        Trace(plan, world.control, stages) if plan.traced else None,
+        Trace(plan, session.control, stages) if plan.traced else None,
     )
 
 

@@ -26,7 +26,7 @@ from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.program import Opened, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
-from schedir.runtime.session import Session as World
+from schedir.runtime.session import Session
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
 from schedir.runtime.transports.transport import Work, wait_for
@@ -51,11 +51,11 @@ class Engine:
         self._device_type = plan.device.type
         self._autocast_kinds = autocast_kinds(plan.device)
         with plan.accelerator.chosen():
-            self._world = World(plan)
-            with self._world.together("making the executor"):
-                self.parts = parts = assemble(plan, self._world)
-                self._feeder = Feeder(plan, self._world.control, self._world.groups)
-            self._losses = Losses(plan, self._world.control)
+            self._session = Session(plan)
+            with self._session.together("making the executor"):
+                self.parts = parts = assemble(plan, self._session)
+                self._feeder = Feeder(plan, self._session.control, self._session.groups)
+            self._losses = Losses(plan, self._session.control)
             self.training = parts.programs(trains=True)
             self.evaluation = parts.programs(trains=False)
         # What a plan has none of is not looked at in its steps.
@@ -78,7 +78,7 @@ class Engine:
         self._ends = [
             *(reduction.finish for reduction in parts.reductions.values()),
             *([self._sum_ties] if parts.ties and not plan.updates else []),
-            *([parts.drift.step] if parts.drift.active else []),
+            *([parts.replica_check.step] if parts.replica_check.active else []),
             *([trained.end] if self._queues else []),
         ]
         self._restores = [
@@ -96,10 +96,10 @@ class Engine:
             _arrive,
             parts.under_way,
             parts.progress,
-            self._world.control.courier,
+            self._session.control.courier,
             plan.accelerator,
         )
-        weakref.finalize(self, self._world.say_calls)
+        weakref.finalize(self, self._session.say_calls)
 
     @property
     def schedule(self) -> Schedule:
@@ -135,7 +135,7 @@ class Engine:
         return result
 
     def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        session, parts, mark = self._world, self.parts, self._plan.accelerator.mark
+        session, parts, mark = self._session, self.parts, self._plan.accelerator.mark
         busy_here = self._busy
         if session.closed or session.broken is not None:
             session.check_usable()
@@ -216,7 +216,7 @@ class Engine:
         finally:
             if call.autocast:
                 set_autocast(call.autocast, enabled=True)
-        self._world.control.settle()
+        self._session.control.settle()
         if request.trains:
             for end in self._ends:
                 end()
@@ -256,23 +256,23 @@ class Engine:
         self.parts.shared.reset()
         self.parts.scaling.reset()
         self.parts.progress.drop()
-        failure = self._world.failure(error, where)
-        if self._world.broken is not None:
+        failure = self._session.failure(error, where)
+        if self._session.broken is not None:
             self._leave.detach()  # what is under way will not arrive
         return failure
 
     @contextmanager
     def _message(self, what: str) -> Iterator[Control]:
         """Beside the pipeline's traffic. Where it fails here, nobody else waits for it."""
-        self._world.check_usable()
+        self._session.check_usable()
         try:
-            yield self._world.control
+            yield self._session.control
         except (WaitError, OneLineError) as error:
-            raise self._world.failure(error, what) from None
+            raise self._session.failure(error, what) from None
         except Exception as error:
             rank = self._plan.grid.rank
             named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
-            raise self._world.failure(named, what) from error
+            raise self._session.failure(named, what) from error
 
     def gather(self, value: Any) -> list[Any]:
         """What all processes give, by number, on each of them."""
@@ -288,7 +288,7 @@ class Engine:
 
     def _announce(self, request: Request) -> None:
         """Raise OneLineError where another rank makes a call meanwhile."""
-        self.parts.handshake.exchange(Announcement(request, self._world.calls, self.steps))
+        self.parts.handshake.exchange(Announcement(request, self._session.calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
@@ -310,7 +310,7 @@ class Engine:
 
     def timelines(self) -> list[Timeline]:
         """Those of the steps since this was asked last, on rank 0; see there."""
-        self._world.check_usable()
+        self._session.check_usable()
         if not self._plan.arguments.trace:
             raise ExecutionError(
                 "nothing is recorded: make the executor with trace=True, on every rank"
@@ -318,25 +318,25 @@ class Engine:
         trace = self.parts.trace
         if trace is None:
             return []
-        with self._plan.accelerator.chosen(), self._world.together("timelines"):
+        with self._plan.accelerator.chosen(), self._session.together("timelines"):
             self.parts.progress.settle()
             return trace.timelines()
 
     def close(self) -> None:
         """Give back the process groups that were made for this; safe to call twice."""
-        with self._plan.accelerator.chosen(), self._world.closing() as still_works:
+        with self._plan.accelerator.chosen(), self._session.closing() as still_works:
             if still_works:
                 # End what is under way, and say that there is no other call.
                 self._leave.detach()
                 wait_for(self.parts.under_way)
                 self.parts.progress.settle()
                 self.parts.shared.settle()
-                self._world.control.courier.finish()
-                self.parts.handshake.last(Call(CLOSE, self._world.calls))
+                self._session.control.courier.finish()
+                self.parts.handshake.last(Call(CLOSE, self._session.calls))
                 for _ in range(2):  # what the step before the last one has posted, and what it has
-                    self._world.control.settle()
-                self.parts.drift.compare()
-                self._world.leave()
+                    self._session.control.settle()
+                self.parts.replica_check.compare()
+                self._session.leave()
                 for look in self._look_at_earlier:
                     look(wait=True)
 

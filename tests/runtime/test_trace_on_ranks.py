@@ -151,7 +151,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
     begun: int = everyone(perf_counter_ns())[0]
     monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
     with executor(rank, ranks, linear) as traced:
-        control = traced._engine._world.control
+        control = traced._engine._session.control
         first = control.read_clocks()
         instants = []
         for _ in range(20):
@@ -171,7 +171,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 @on_ranks(2)
 def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
     with executor(rank, 2, linear) as traced:
-        reading = traced._engine._world.control.read_clocks()
+        reading = traced._engine._session.control.read_clocks()
     assert abs(reading.offset) <= reading.error
 
 

@@ -211,7 +211,7 @@ class Shared:
             found.append((every, Barrier(steps, together, accelerator)))
         return Barriers(found)
 
-    def drift(self) -> ReplicaCheck:
+    def replica_check(self) -> ReplicaCheck:
         """The copies here that exist elsewhere, or here, as well: to be compared now and then."""
         copies: dict[str, list[list[nn.Parameter]]] = {}
         holders: dict[str, Sequence[int]] = {}
