@@ -255,12 +255,9 @@ def accelerator_of(device: torch.device) -> Accelerator:
 def current_accelerator() -> Accelerator:
     """What stands for the current device; for the CPU as long as no other is in use."""
     found = torch.accelerator.current_accelerator()
-    if found is None or not _is_in_use(found):
-        return Host(torch.device("cpu"))
-    return Accelerator(torch.device(found.type, torch.accelerator.current_device_index()))
-
-
-def _is_in_use(device: torch.device) -> bool:
-    # Not every accelerator's module can tell; no stage is on one that can't, as mps.
-    told = getattr(torch.get_device_module(device), "is_initialized", None)
-    return told is not None and bool(told())
+    if found is not None:
+        # Not every accelerator's module can tell; no stage is on one that can't, as mps.
+        in_use = getattr(torch.get_device_module(found), "is_initialized", bool)
+        if in_use():
+            return Accelerator(torch.device(found.type, torch.accelerator.current_device_index()))
+    return Host(torch.device("cpu"))

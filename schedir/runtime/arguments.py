@@ -227,19 +227,16 @@ def tied_copies(
     for tie in ties:
         held = {}
         for stage, name in tie:
-            if stage in stages:
-                held[stage] = _parameter(stages[stage], stage, name)
+            if stage not in stages:
+                continue
+            parameters = dict(stages[stage].named_parameters(remove_duplicate=False))
+            if name not in parameters:
+                raise ExecutionError(
+                    f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
+                )
+            held[stage] = parameters[name]
         found.append((tie, held))
     return found
-
-
-def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        raise ExecutionError(
-            f"ties: stage {stage} has no parameter {name!r}; it has {', '.join(parameters)}"
-        )
-    return parameters[name]
 
 
 def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Module]) -> None:

@@ -104,7 +104,8 @@ class ChunkSpecs:
         dims = []
         for number, (leaf, spec) in enumerate(self._specified(whole, None)):
             if spec is None and isinstance(leaf, Tensor):
-                if self._may_be_rows(leaf, rows):
+                lengths = [leaf.shape[dim] for dim in {0, self.batch_dim} if dim < leaf.dim()]
+                if lengths and (rows is None or rows in lengths):
                     raise _ambiguous(whole, number, rows)
                 spec = REPLICATE
             dims.append(self._dim(leaf, spec))
@@ -114,10 +115,6 @@ class ChunkSpecs:
         if not isinstance(leaf, Tensor) or isinstance(spec, str):
             return None
         return self.batch_dim if spec is None else spec
-
-    def _may_be_rows(self, tensor: Tensor, rows: int | None) -> bool:
-        dims = [dim for dim in {0, self.batch_dim} if dim < tensor.dim()]
-        return bool(dims) and (rows is None or rows in [tensor.shape[dim] for dim in dims])
 
     def _specified(self, whole: Whole, args: ChunkSpec) -> Iterable[tuple[Any, Dim | str]]:
         """Each leaf with its spec, None for the default."""

@@ -232,16 +232,14 @@ class _Gradients:
         self._names, self._queues = names, accelerator.queues
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         self._own = [p for p in names if p in stepped]
-        self._summed = [p for p in self._own if p.is_complex() or self._is_sooner_summed(p)]
-        summed = set(self._summed)
-        self._checked = [p for p in self._own if p not in summed]
+        # A sum is not finite where an element isn't; of halves it easily overflows otherwise.
+        small = {
+            p for p in self._own if self._queues or p.numel() <= _SMALL or p.dtype is torch.float16
+        }
+        self._checked = [p for p in self._own if p in small and not p.is_complex()]
+        self._summed = [p for p in self._own if p not in small or p.is_complex()]
         self._found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         self._one = torch.ones((), dtype=torch.float32, device=accelerator.device)
-
-    def _is_sooner_summed(self, parameter: nn.Parameter) -> bool:
-        """A sum is not finite where an element isn't; of halves it easily overflows otherwise."""
-        half = parameter.dtype is torch.float16
-        return not self._queues and parameter.numel() > _SMALL and not half
 
     def look(self) -> Tensor:
         """A scalar: above zero where a gradient is not finite."""
