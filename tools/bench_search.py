@@ -66,7 +66,7 @@ def published(seconds: float) -> None:
                 microbatches,
                 costs=costs,
                 max_activations=times * ranks,
-                held_until=until,  # type: ignore[arg-type]
+                held_until=until,
                 objective="span",
                 seconds=seconds,
             )

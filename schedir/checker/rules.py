@@ -406,9 +406,6 @@ USED_AFTER_ITS_END = Rule(
 MEETS = "waits for"
 
 
-MEETS = "waits for"
-
-
 def _deadlock(finding: Diagnostic) -> str:
     ranks = sorted({place.rank for place in finding.locations})
     if len(ranks) == 1:

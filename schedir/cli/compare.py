@@ -9,9 +9,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
-from schedir.cli.progress import progress
 from schedir.cli.target import TARGET_OR_RUN, add_channel, add_shape, parameters_of
-from schedir.cli.terminal import fail, page_for, write
+from schedir.cli.terminal import fail, page_for, progress, write
 from schedir.finder import SWEPT, compare
 from schedir.render import outputs_of
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 from schedir.cli.costs import add_costs, costs_given, costs_of
-from schedir.cli.progress import progress
 from schedir.cli.target import TARGET_OR_RUN, add_target, proved, sees_costs, subject_of
-from schedir.cli.terminal import fail
+from schedir.cli.terminal import fail, progress
 from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule

@@ -15,9 +15,8 @@ import attrs
 
 from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
 from schedir.cli.export import write_out
-from schedir.cli.progress import progress
 from schedir.cli.target import add_channel, at_least
-from schedir.cli.terminal import fail
+from schedir.cli.terminal import fail, progress
 from schedir.files import check_writable
 from schedir.finder import (
     DEFAULT_SECONDS,

@@ -8,9 +8,8 @@ import sys
 import attrs
 
 from schedir.cli.costs import add_costs
-from schedir.cli.progress import progress
 from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
-from schedir.cli.terminal import is_terminal, page_for, write
+from schedir.cli.terminal import is_terminal, page_for, progress, write
 from schedir.cli.timelines import add_drawn, drawn
 from schedir.passes import strip_communication
 from schedir.render import outputs_of

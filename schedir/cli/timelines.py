@@ -74,7 +74,9 @@ def _timelines(
     """A timeline for each target; those with a shape of their own give it to the others."""
     found: dict[int, Timeline] = {}
     shape: Schedule | None = None
-    for number, target in sorted(enumerate(targets), key=lambda each: not _has_shape(each[1])):
+    shaped = [is_measured(target) or is_list(target) for target in targets]
+    for number in sorted(range(len(targets)), key=lambda number: not shaped[number]):
+        target = targets[number]
         if is_measured(target):
             found[number] = read_timeline(target, args.step)
             _expect_shape(args, target, found[number].schedule)
@@ -84,10 +86,6 @@ def _timelines(
             note_unmeasured(schedule, costs)
         shape = found[number].schedule
     return [found[number] for number in range(len(targets))]
-
-
-def _has_shape(target: str) -> bool:
-    return is_measured(target) or is_list(target)
 
 
 def read_timeline(file: str, step: int | None) -> Timeline:

@@ -28,7 +28,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, count, groupby, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -111,25 +111,14 @@ def _pieces(views: Sequence[_View]) -> Iterator[Piece]:
     yield Piece("]}\n")
 
 
-@attrs.frozen
-class _Track:
-    """The slices of a rank that never overlap: their places, by time.
-
-    `doing` is an index into `_TRACKS`, `peer` the rank at the other end of a transfer; `lane`
-    counts the tracks that overlapping slices of one kind take.
-    """
+class _Track(NamedTuple):
+    """The slices of a rank that never overlap: their places, by time; `doing` is an index into
+    `_TRACKS`."""
 
     rank: int
     doing: int
-    peer: int
-    lane: int
+    name: str
     places: Ints
-
-    @property
-    def name(self) -> str:
-        """What is on it."""
-        more = f" ({self.lane + 1})" if self.lane else ""
-        return _TRACKS[self.doing][1].format(self.peer) + more
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -313,7 +302,8 @@ class _View:
         for first, end in pairwise((0, *changes.tolist(), len(places))):
             for lane, own in enumerate(self._lanes(places[first:end])):
                 rank, what, peer = ordered[:, first].tolist()
-                tracks.append(_Track(rank, what, peer, lane, own))
+                name = _TRACKS[what][1].format(peer) + (f" ({lane + 1})" if lane else "")
+                tracks.append(_Track(rank, what, name, own))
         return tracks
 
     def _lanes(self, places: Ints) -> Sequence[Ints]:

@@ -43,7 +43,7 @@ from schedir.errors import LoadError, ParseError
 from schedir.files import replacing, write_text
 from schedir.ir import Schedule, decode, dumps, loads
 from schedir.simulator.samples import Samples, of_plain
-from schedir.simulator.values import UNITS, Measured, Numbers, Sizes, clip, expect_number
+from schedir.simulator.values import UNITS, Measured, Sizes, clip, expect_number
 
 _FORMAT, _VERSION = "schedir timelines", 1
 _BEYOND = 2**63  # what no int64 holds
@@ -127,12 +127,11 @@ def _written(line: Any, numbers: dict[Schedule, int]) -> str:
         "measured": line.measured and attrs.asdict(line.measured),
         "sizes": line.sizes and attrs.asdict(line.sizes),
     }
-    starts, ends = (_json(_known(times)) for times in (line.starts, line.ends))
+    starts, ends = (
+        _json([None if time != time else time for time in times.tolist()])
+        for times in (line.starts, line.ends)
+    )
     return f'{_json(head)[:-1]},\n"starts": {starts},\n"ends": {ends}}}'
-
-
-def _known(times: Numbers) -> list[float | None]:
-    return [None if time != time else time for time in times.tolist()]
 
 
 def _json(value: object) -> str:

@@ -163,46 +163,25 @@ _FEWEST = 6
 """Steps: in shorter runs nothing can be told from jitter."""
 
 
-@attrs.frozen
-class _Change:
-    """From which step on a stage on a rank is slower, or faster: `before` and `after` are the
-    levels of its speed."""
-
-    rank: int
-    stage: int
-    step: int
-    before: float
-    after: float
-
-    @property
-    def ratio(self) -> float:
-        """What it takes after the change over what it took before."""
-        return self.after / self.before
-
-    def __str__(self) -> str:
-        turned = "slower" if self.ratio > 1 else "faster"
-        return (
-            f"stage {self.stage} on rank {self.rank} is {abs(self.ratio - 1):.0%} {turned} from "
-            f"step {self.step} on"
-        )
-
-
 def _expect_steady(samples: Samples) -> None:
     """Raise SchedirError where the run was not steady, with rank, stage and step of the largest
     change."""
     found = list(_changes(samples))
     if not found:
         return
-    worst = max(found, key=lambda change: abs(np.log(change.ratio)))
+    ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
+    turned = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
     more = f", and so are {len(found) - 1} other stages" if len(found) > 1 else ""
     raise SchedirError(
-        f"the run was not steady: {worst}{more}; no number is right for both parts. Measure again, "
-        f"longer or on a quiet machine, or fit the steps on one side of step {worst.step} alone"
+        f"the run was not steady: stage {stage} on rank {rank} is {turned} from step {step} on"
+        f"{more}; no number is right for both parts. Measure again, longer or on a quiet machine, "
+        f"or fit the steps on one side of step {step} alone"
     )
 
 
-def _changes(samples: Samples) -> Iterator[_Change]:
-    """Where the level of a stage changes by more than _TOLERATED, and not by chance.
+def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
+    """Where the level of a stage changes by more than _TOLERATED, and not by chance: what it takes
+    then over what it took before, on which rank, of which stage, from which step on.
 
     Runs of fewer than 6 steps can't be told from jitter: nothing is found in them.
     """
@@ -210,9 +189,9 @@ def _changes(samples: Samples) -> Iterator[_Change]:
     for (rank, stage), (steps, speeds) in series.items():
         sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(series)))
         at = _turn(speeds, sure)
-        if at and _differ(speeds, at):
-            before, after = (float(np.median(part)) for part in (speeds[:at], speeds[at:]))
-            yield _Change(rank, stage, samples.steps[steps[at]], before, after)
+        ratio = _ratio(speeds, at) if at else 1.0
+        if abs(ratio - 1) > _TOLERATED:
+            yield ratio, rank, stage, samples.steps[steps[at]]
 
 
 def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Numbers, Numbers]]:
@@ -252,12 +231,12 @@ def _turn(speeds: Numbers, sure: float) -> int:
     errors = np.abs(difference) / (spread * np.sqrt(1 / at + 1 / (steps - at)))
     # Whether there is a change is told by long parts; where, even close to the ends.
     told = shortest + int(errors[shortest - 1 : steps - shortest].argmax())
-    if errors[told - 1] <= sure or not _differ(speeds, told):
+    if errors[told - 1] <= sure or abs(_ratio(speeds, told) - 1) <= _TOLERATED:
         return 0
     return int(at[errors.argmax()])
 
 
-def _differ(speeds: Numbers, at: int) -> bool:
-    """Whether the levels before and after a step are further apart than is tolerated."""
+def _ratio(speeds: Numbers, at: int) -> float:
+    """The level after a step over that before it; 1 where that is nothing."""
     before, after = (float(np.median(part)) for part in (speeds[:at], speeds[at:]))
-    return before > 0 and abs(after / before - 1) > _TOLERATED
+    return after / before if before > 0 else 1.0
