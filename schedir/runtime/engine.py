@@ -197,7 +197,7 @@ class Engine:
         cells = opened.program.cells
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, request)
-        cells.share_loss(shares)
+        cells.set_loss_shares(shares)
         for stage in self._stages:
             stage.seeds[:] = stage.draws.of(call.step)
         if request.trains:
@@ -223,7 +223,7 @@ class Engine:
         losses = None
         if exchange is not None:
             ran = cells.losses() if feed.counts else ()
-            losses = self._losses.share(exchange, feed.counts, ran)
+            losses = self._losses.report(exchange, feed.counts, ran)
         # Of a short batch the last microbatches were copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
         cells.clear(feed)

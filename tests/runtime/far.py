@@ -22,6 +22,8 @@ from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import shared_parameters
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.transports.choice import Choice, transport_for
+from schedir.runtime.transports.gloo import GlooTransport
+from schedir.runtime.transports.transport import Work
 
 META = torch.device("meta")
 
@@ -140,8 +142,10 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     monkeypatch.setattr(plan, "device_of", lambda stages: META)
     monkeypatch.setattr(shared_parameters, "digest", lambda parameter: 0)  # read before any step
     monkeypatch.setattr(plan, "transport_for", _without_gpu)
-    for name in ("send", "recv", "allreduce"):
-        monkeypatch.setattr(Group, name, _of_nothing(getattr(Group, name)))
+    monkeypatch.setattr(Group, "allreduce", _of_nothing(Group.allreduce))
+    for name in ("send", "receive"):
+        real = getattr(GlooTransport, name)
+        monkeypatch.setattr(GlooTransport, name, _of_something(real))
     # What first calls send goes through the host, on purpose.
     monkeypatch.setattr(described, "_bytes_of", _made_up)
     return _stand_for(META, monkeypatch)
@@ -166,6 +170,13 @@ def _stand_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> FarDevi
 
 def _without_gpu(alone: bool, device: torch.device) -> Choice:
     return transport_for(alone, torch.device("cpu"))
+
+
+def _of_something(post: Callable[..., Work]) -> Callable[..., Work]:
+    def posted(transport: GlooTransport, tensor: Tensor, peer: int) -> Work:
+        return post(transport, torch.zeros(1) if tensor.is_meta else tensor, peer)
+
+    return posted
 
 
 def _of_nothing(post: Callable[..., dist.Work]) -> Callable[..., dist.Work]:

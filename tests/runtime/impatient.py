@@ -76,6 +76,7 @@ def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.runtime.program.program.listening", listening)
+        patch.setattr(transport, "early", False)  # else it would wait for what the next call sends
         patch.setattr(transport, "send", keeping(transport.send))
         patch.setattr(transport, "receive", keeping(transport.receive))
         patch.setattr(transport, "together", kept_together)

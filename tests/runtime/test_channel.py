@@ -158,6 +158,7 @@ class Recorder:
     def watch(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
         """All posts of this kind of transport from here on."""
         monkeypatch.setattr(program, "listening", lambda: [self.observe])
+        monkeypatch.setattr(transport, "early", False)  # of the call that is recorded
         for name, sends in (("send", True), ("receive", False)):
             monkeypatch.setattr(transport, name, self.recording(getattr(transport, name), sends))
 

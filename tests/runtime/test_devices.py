@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import schedir
-from schedir.runtime import Executor, session
+from schedir.runtime import Executor, plan, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
 from schedir.runtime.batch.microbatches import placed
 from schedir.runtime.session import Claim, compare
 from tests.runtime.kit import MSE, message_of, random_batch, sgd
+from tests.runtime.queueing import Queueing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -94,7 +95,8 @@ def test_the_device_of_the_stages_is_the_current_one(monkeypatch: pytest.MonkeyP
         chosen.append("optimizer")
         return sgd(parameters)
 
-    monkeypatch.setattr(Host, "chosen", note)
+    monkeypatch.setattr(plan, "accelerator_of", Queueing)
+    monkeypatch.setattr(Queueing, "chosen", note)
     schedule = schedir.build("1f1b", ranks=1, microbatches=1)
     executor = Executor(schedule, {0: Noting(4, 4)}, MSE, optimizer)
     assert chosen == ["on", "optimizer", "off"]

@@ -1,5 +1,6 @@
 """From the arguments of a call to the microbatches of the stages here, and from the losses of these
-to that of the call.
+to that of the call. Each microbatch gets its share of the samples of its update, which the backward
+of its loss starts from.
 
 On a device that queues its work losses are copied to the host behind it, and a thread of its own
 sends them to the other processes, so that nobody waits for them but who reads them.
@@ -213,8 +214,8 @@ class Feeder:
     def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
-        They wait for each other, so they have compared their calls before. What is counted on the
-        device is checked once it has arrived; see `look`.
+        The pipelines wait for each other here, so their calls were compared before. What is counted
+        on the device is checked once it has arrived; see `look`.
         """
         if not counts:  # the loss is on another rank
             return ()
@@ -383,7 +384,7 @@ _IGNORED = -100
 
 class Losses:
     """Who has the losses of which microbatches, and the numbers of their samples; all processes
-    get them. A share has the sum of the losses here over all samples and the number of these, then
+    get them. A report has the sum of the losses here over all samples and the number of these, then
     the samples of each microbatch, then the losses."""
 
     def __init__(self, plan: Plan, control: Control) -> None:
@@ -395,10 +396,10 @@ class Losses:
         self._sizes = dict.fromkeys(holders, 2 + 2 * schedule.microbatches)
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
-        share_of = {number: share for share, number in enumerate(self._sizes)}
+        report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs
         self._found_in = [
-            (share_of[grid.number(int(runs[last, m]), at)], m)
+            (report_of[grid.number(int(runs[last, m]), at)], m)
             for at in lines
             for m in self._microbatches
         ]
@@ -407,7 +408,7 @@ class Losses:
         """Post the receives of a call's losses, long before these are sent."""
         return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
 
-    def share(
+    def report(
         self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], CallLosses]:
         """Send the losses of the microbatches that ran here on their way; returns how to get those
@@ -469,12 +470,12 @@ class Losses:
             found.append(value)
         return torch.tensor([total, samples, *numbers, *found], dtype=torch.float64, device="cpu")
 
-    def _found(self, shares: Sequence[Tensor]) -> CallLosses:
-        total, samples = (sum(share[i].item() for share in shares) for i in (0, 1))
+    def _found(self, reports: Sequence[Tensor]) -> CallLosses:
+        total, samples = (sum(report[i].item() for report in reports) for i in (0, 1))
         mean = float(total / samples) if samples else math.nan
-        return CallLosses(mean, float(samples), partial(self._by_microbatch, shares))
+        return CallLosses(mean, float(samples), partial(self._by_microbatch, reports))
 
-    def _by_microbatch(self, shares: Sequence[Tensor]) -> tuple[float, ...]:
-        tables = [share[2:].view(2, -1).tolist() for share in shares]
-        found = ((*(row[m] for row in tables[share]),) for share, m in self._found_in)
+    def _by_microbatch(self, reports: Sequence[Tensor]) -> tuple[float, ...]:
+        tables = [report[2:].view(2, -1).tolist() for report in reports]
+        found = ((*(row[m] for row in tables[at]),) for at, m in self._found_in)
         return tuple(loss if n else math.nan for n, loss in found)

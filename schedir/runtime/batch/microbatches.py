@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and weighs each by its share of the rows."""
+"""Cuts a batch into microbatches, and weighs each by its share of the samples of its OPTIM_STEP."""
 
 from __future__ import annotations
 

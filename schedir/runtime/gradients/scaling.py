@@ -1,18 +1,18 @@
 """The scale of gradients, where stages step after other microbatches than the loss stage.
 
-Every gradient is accumulated with the weight that the loss stage gave its microbatch, and those of
+Every gradient is accumulated with the share that the loss stage gave its microbatch, and those of
 each OPTIM_STEP of the loss stage add up to one. A stage that groups the microbatches otherwise
 takes the mean over its own group all the same: before it steps, its sum is scaled by one over the
-sum of the group's weights. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of
+sum of the group's shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of
 stage 0:
 
-    stage 1   0 | 1 | 2 | 3     a step for each: all weights are 1
+    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
     stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale a half
 
-Whole groups of the loss stage add up to their number, which needs no counting. A part of one
-depends on the samples of the microbatches, which the process of the loss knows: it tells the others
-as the call begins, and they wait for that at their first step that is scaled. What was counted on a
-device stays there, and goes through a sum over the processes.
+The shares of each whole group add up to 1, so n whole groups weigh n, known before the call. A part
+of one depends on the samples of the microbatches, which the process of the loss knows: it tells the
+others as the call begins, and they wait for that at their first step that is scaled. What was
+counted on a device stays there, and goes through a sum over the processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.call import Request
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import WEIGHTS_TAG, Control, Exchange
+from schedir.runtime.processes.control import SHARES_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
 
 _Step = tuple[int, int]
@@ -43,7 +43,7 @@ class Scaling:
     def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
         self._plan, self._control = plan, control
         apart = steps_apart(plan.schedule) if plan.updates else {}
-        self._weights: dict[_Step, Count] = {s: float(n) for s, (_, n) in apart.items() if n}
+        self._share_sums: dict[_Step, Count] = {s: float(n) for s, (_, n) in apart.items() if n}
         self._counted = {step: group for step, (group, whole) in apart.items() if not whole}
         grid, placement = plan.grid, plan.schedule.placement
         lines = range(grid.pipelines)
@@ -66,7 +66,7 @@ class Scaling:
     @property
     def active(self) -> bool:
         """Whether there is any such step."""
-        return bool(self._weights or self._counted)
+        return bool(self._share_sums or self._counted)
 
     def begin(self, shares: Sequence[Count], request: Request) -> None:
         """A call begins; `shares` are those of the microbatches of this pipeline, on a rank of the
@@ -87,13 +87,13 @@ class Scaling:
             return
         if self._needs:
             sizes = dict.fromkeys(self._tellers, len(self._counted))
-            self._exchange = self._control.expect(sizes, WEIGHTS_TAG)
+            self._exchange = self._control.expect(sizes, SHARES_TAG)
         if self._tells:
             vector = torch.tensor(own, dtype=torch.float64, device="cpu")
             if self._exchange is not None:
                 self._exchange.give(vector, self._told)
             else:
-                self._control.tell(vector, self._told, WEIGHTS_TAG)
+                self._control.tell(vector, self._told, SHARES_TAG)
 
     def _sum_on_device(self, own: Sequence[Count]) -> None:
         """Over the pipelines; who has nothing to tell puts in zeros."""
@@ -107,7 +107,7 @@ class Scaling:
         self._unread.add(
             Late(self._plan.accelerator, sums, lambda copied: self._check(copied.tolist()))
         )
-        self._weights.update(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
+        self._share_sums.update(zip(self._counted, sums.clamp_min(LEAST).unbind(), strict=True))
 
     def _check(self, weights: Sequence[float]) -> None:
         for weight, group in zip(weights, self._counted.values(), strict=True):
@@ -126,16 +126,16 @@ class Scaling:
 
     def scales(self, stage: int, step: int) -> bool:
         """Whether an OPTIM_STEP has another scale than the loss stage's."""
-        return (stage, step) in self._counted or (stage, step) in self._weights
+        return (stage, step) in self._counted or (stage, step) in self._share_sums
 
     def scale(self, parameters: Sequence[nn.Parameter], stage: int, step: int) -> None:
         """Scale what has been accumulated for an OPTIM_STEP, after all sums over replicas."""
         if self._exchange is not None and (stage, step) in self._counted:
             over_pipelines = torch.stack(self._exchange.result()).sum(0).tolist()
             self._check(over_pipelines)
-            self._weights.update(zip(self._counted, over_pipelines, strict=True))
+            self._share_sums.update(zip(self._counted, over_pipelines, strict=True))
             self._exchange = None
-        scale = 1.0 / self._weights[stage, step]
+        scale = 1.0 / self._share_sums[stage, step]
         for parameter in parameters:
             if parameter.grad is not None:  # out of place: another's may share its memory
                 parameter.grad = parameter.grad * scale

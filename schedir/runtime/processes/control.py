@@ -34,7 +34,7 @@ PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
-WEIGHTS_TAG = 10
+SHARES_TAG = 10
 VERDICT_TAG = 11
 _DESCRIBED_TAGS = {True: 12, False: 13}  # in training, in evaluation
 _WORDS = {
@@ -43,7 +43,7 @@ _WORDS = {
     NORM_TAG: "the norms",
     _ROOM_TAG: "the buffers",
     DRIFT_TAG: "the weights' fingerprint",
-    WEIGHTS_TAG: "the weights of steps",
+    SHARES_TAG: "the weights of steps",
     VERDICT_TAG: "whether the gradients are finite",
 }
 

@@ -165,7 +165,7 @@ class _List:
             if batch is not None:
                 made.append(post_of(batch, made))
             elif len(parts) > 1 and not communicates(parts):
-                wait = wait_of(made[1])
+                wait, made[1] = wait_of(made[1]), attrs.evolve(made[1], wait=None)
                 if compiler.accelerator.queues:
                     made = self._abreast(made, index in aside)
                 made.insert(0, wait)
@@ -256,7 +256,7 @@ class _List:
         return receive_gradients(cell, poster, self._beside, peer, self._make)
 
     def _barriers(self, place: tuple[int, int, int, Action], turn: int) -> Instruction:
-        """What the consecutive OPTIM_STEPs from a turn on wait for."""
+        """What the consecutive OPTIM_STEPs from a turn on wait for; see `PassBarriers`."""
         compiler, replicas = self._compiler, self._compiler.replicas
         assert compiler.barriers is not None  # asked where the executor steps
         steps = [

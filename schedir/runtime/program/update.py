@@ -35,8 +35,9 @@ def sum_replicas(replicas: Replicas, rank: int, now: Now) -> Bound:
 
 
 class PassBarriers:
-    """Before a rank's consecutive OPTIM_STEPs: its own sums end, those over `replicas` here too,
-    are scaled where that is due, all barriers are passed, and it may `look` at what is applied."""
+    """What comes before a rank's consecutive OPTIM_STEPs, in this order: 1. sums of gradients over
+    processes end, 2. so do those over `replicas` in this process, 3. sums are scaled where that is
+    due, 4. barriers are passed: ties, then clipping, 5. a `look` at what is about to be applied."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class Cells:
             for cell in self:
                 cell.extra = feed.extra(cell.stage, cell.microbatch)
 
-    def share_loss(self, shares: Sequence[Count]) -> None:
+    def set_loss_shares(self, shares: Sequence[Count]) -> None:
         """Give the last stage's microbatches their shares of the loss."""
         for cell, share in zip(self._last, shares, strict=False):
             cell.loss_share = share
