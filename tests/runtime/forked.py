@@ -144,7 +144,7 @@ def _become_rank(ranks: int, folder: Path) -> None:
             os.dup2(file, stream)
         return
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
