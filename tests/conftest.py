@@ -67,6 +67,8 @@ class Launches(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         found = re.search(r"\[(\d+ ranks?)\b", nodeid)
+        if found and self.config.getoption("quick"):
+            return "ranks"  # which are forked from one process
         return found[1] if found else nodeid
 
 

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from at_commit import ROOT
 from bench_drift import row
-from mutants import KINDS, in_turns, mutants_of, pick, sources_in
+from mutants import KINDS, in_turns, mutants_of, now_called, pick, sources_in
 from size import tokens
 from trial_verdicts import Case, case_of, differing, lists_of, summed_alone, summed_twice, text_of
 from verdict_run import answers
@@ -156,5 +156,14 @@ def test_mutants_are_drawn_alike_and_apart() -> None:
 
 
 def test_tests_are_tried_in_turns() -> None:
-    times = {"a::x": 3.0, "a::y": 1.0, "b::x": 2.0, "b::y": 0.5, "c::x": 9.0}
-    assert in_turns(times, times) == ["b::y", "a::y", "c::x", "b::x", "a::x"]
+    times = {"a::x": 3.0, "a::y": 1.0, "b::x": 2.0, "b::y": 0.5, "c::x": 9.0, "a::z[2 ranks]": 0.1}
+    assert in_turns(times, times) == ["b::y", "a::y", "c::x", "b::x", "a::x", "a::z[2 ranks]"]
+
+
+def test_tests_by_the_names_that_they_have_now() -> None:
+    now = ["a::x[1]", "a::x[2]", "a::y[0-1]", "a::y[0-2]", "b::z"]
+    assert now_called(["a::x[2]", "a::y[1]", "a::gone"], now) == {
+        "a::x[2]",
+        "a::y[0-1]",
+        "a::y[0-2]",
+    }

@@ -271,12 +271,12 @@ def hits_of(folder: Path) -> dict[int, set[str]]:
 
 def in_turns(tests: Iterable[str], times: Mapping[str, float]) -> list[str]:
     """The tests in the order in which they are tried: the quickest of each file, then the next."""
-    by_file: dict[str, list[str]] = defaultdict(list)
+    by_file: dict[tuple[bool, str], list[str]] = defaultdict(list)
     for test in sorted(tests, key=lambda test: (times.get(test, 0.0), test)):
-        by_file[test.partition("::")[0]].append(test)
+        by_file[ON_RANKS.search(test) is not None, test.partition("::")[0]].append(test)
     turns = [
-        (ON_RANKS.search(test) is not None, turn, times.get(test, 0.0), test)
-        for own in by_file.values()
+        (on_ranks, turn, times.get(test, 0.0), test)
+        for (on_ranks, _), own in by_file.items()
         for turn, test in enumerate(own)
     ]
     return [test for *_, test in sorted(turns)]

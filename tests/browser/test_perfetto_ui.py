@@ -26,6 +26,7 @@ from schedir.ir import COMMUNICATION
 from schedir.render import Page, outputs_of
 from schedir.render.text import plain
 from schedir.simulator import Measured
+from tests.sweeps import long
 
 _QUERY = """async (sql) => {
     const result = await app.trace.engine.query(sql), columns = result.columns(), rows = [];
@@ -172,6 +173,7 @@ def check_nesting(trace: Opened) -> None:
     assert trace.number("select count(*) from slice where depth > 0 and dur > 0") == 0
 
 
+@long
 def test_slices_arrows_and_counters(browser: Browser) -> None:
     costs = CostModel(
         latency=0.7, unit="ms", activation_bytes=100, weight_bytes=1000, gradient_bytes=1000
@@ -203,6 +205,7 @@ def test_slices_arrows_and_counters(browser: Browser) -> None:
         assert [value for key, value in args if key.endswith("microbatch")] == ["3"]
 
 
+@long
 def test_overlapping_transfers_and_a_second_timeline(browser: Browser) -> None:
     line = schedir.simulate(schedir.build("fill-drain", ranks=3, microbatches=6))
     sends = line.schedule.columns.is_kind(*COMMUNICATION)

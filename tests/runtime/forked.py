@@ -104,12 +104,20 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                 continue
             os.environ |= order["environment"]
             _become_rank(order["ranks"], Path(order["folder"]))
+            _forget_examples()
             capture.start_global_capturing()
             capture.suspend_global_capture()
             by_name = {item.nodeid: item for item in session.items}
             session.items[:] = [by_name[test] for test in order["tests"]]
             return None
     return True
+
+
+def _forget_examples() -> None:
+    """Have the examples' modules imported anew: one of them reads the number of ranks as it is."""
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/examples/"):
+            del sys.modules[name]
 
 
 def _become_rank(ranks: int, folder: Path) -> None:
@@ -136,7 +144,7 @@ def _become_rank(ranks: int, folder: Path) -> None:
             os.dup2(file, stream)
         return
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", port, is_master=True, wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )  # fmt: skip

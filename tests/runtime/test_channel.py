@@ -194,7 +194,7 @@ def communication(
 
 @pytest.mark.parametrize("channel", schedir.CHANNELS)
 @sweep("microbatches", [1, 5, 8], quick=[5])
-@sweep("name", NAMES, quick=["1f1b", "interleaved-1f1b"])
+@sweep("name", NAMES, quick=["interleaved-1f1b"])
 def test_the_schedule_is_what_the_transport_posted(
     name: str, microbatches: int, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from tests.runtime.kit import (
 )
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import delayed, run_stages
+from tests.sweeps import sweep
 
 SIZES = [(2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (7, 2), (1, 7), (2, 1, 3), (1, 3, 3), (2, 4)]
 
@@ -68,13 +69,13 @@ def train(sizes: Sequence[int], microbatches: int, rank: int | None, **options: 
             torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@sweep("sizes", SIZES, quick=SIZES[:3])
 def test_a_step_is_the_mean_over_its_own_microbatches(sizes: tuple[int, ...]) -> None:
     train(sizes, 7, None)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sizes", [(3, 1), (1, 2), (3, 2)])
+@sweep("sizes", [(3, 1), (1, 2), (3, 2)], quick=[(3, 2)])
 def test_on_two_ranks(rank: int, sizes: tuple[int, ...]) -> None:
     train(sizes, 7, rank)
 
@@ -91,7 +92,7 @@ def test_what_is_counted_on_a_device_stays_there(rank: int, far: FarDevice) -> N
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 3)])
+@sweep("sizes", [(2, 1), (2, 3)], quick=[(2, 3)])
 def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
     """Their microbatches of one number are one, larger, microbatch; they are of unequal size."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -17,10 +17,7 @@ from tests.sweeps import long
 
 def failed(how: str) -> tuple[list[list[str]], str]:
     """What each of 3 ranks has printed when rank 1 failed so, by line; and what torchrun has."""
-    # torchrun looks after its processes every so many seconds, and ends all when one has failed:
-    # so late that each has said what it has to say.
-    worker = ("-m", "tests.runtime.failing_worker", how)
-    result = torchrun(3, "--monitor-interval", "5", *worker)
+    result = torchrun(3, "-m", "tests.runtime.failing_worker", how)
     assert result.returncode != 0
     return [errors.splitlines() for errors in result.errors], result.summary
 

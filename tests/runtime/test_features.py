@@ -9,8 +9,16 @@ from tests.runtime.features import FEATURES, Setting, check
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.queueing import Queueing
+from tests.sweeps import sweep
 
 ALONE = [name for name, make in FEATURES.items() if make().pipelines == 1]
+OVER_NCCL = [
+    "ties and clipping",
+    "weight versions",
+    "split backward",
+    "batches",
+    "ties of replicas",
+]
 PROCESSES = [(make().processes, name) for name, make in FEATURES.items()]
 
 
@@ -19,7 +27,7 @@ def test_in_one_process(name: str) -> None:
     check(name, Setting())
 
 
-@pytest.mark.parametrize("name", ALONE)
+@sweep("name", ALONE, quick=lambda name: "traced" not in name)
 def test_in_one_process_with_buffers_that_are_used_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,13 +35,13 @@ def test_in_one_process_with_buffers_that_are_used_again(
     check(name, Setting())
 
 
-@pytest.mark.parametrize(("ranks", "name"), PROCESSES, ids=name_of)
+@sweep("ranks, name", PROCESSES, quick=lambda case: "traced" not in case[1], ids=name_of)
 @on_ranks()
 def test_on_ranks(rank: int, ranks: int, name: str) -> None:
     check(name, Setting(rank=rank))
 
 
-@pytest.mark.parametrize(("ranks", "name"), PROCESSES, ids=name_of)
+@sweep("ranks, name", PROCESSES, quick=lambda case: case[1] in OVER_NCCL, ids=name_of)
 @on_ranks()
 def test_over_nccl(rank: int, ranks: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "accelerator_of", Queueing)

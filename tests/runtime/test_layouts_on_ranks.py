@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
 from schedir.runtime import Executor
 from tests.runtime.kit import MSE
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 
 def implementations() -> Iterator[tuple[str, Callable[[Any], torch.optim.Optimizer]]]:
@@ -40,7 +40,7 @@ def make(kind: Any, flag: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 OPTIMIZERS = dict(implementations())
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+every_optimizer = sweep("name", OPTIMIZERS, quick=[*OPTIMIZERS][::4])
 
 
 class Odd(nn.Module):

@@ -50,7 +50,7 @@ def test_the_docstring_draws_the_timeline(name: str) -> None:
         assert row.startswith(picture[:-3]) if picture.endswith("...") else row == picture
 
 
-@sweep("others", [0, 20], quick=[0])
+@sweep("others", [6, 20], quick=[6])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_shape_is_clean_or_refused(name: str, others: int) -> None:
     """Small shapes, and some of the others up to 12 ranks and microbatches and 4 chunks."""
