@@ -84,7 +84,7 @@ def test_what_has_no_other_end(action: Action) -> None:
 
 
 def test_every_kind_is_carried_out_and_drawn() -> None:
-    assert set(Kind) - {Kind.OFFLOAD, Kind.RELOAD} == _CARRIED_OUT
+    assert set(Kind) == _CARRIED_OUT
     for kind in COMPUTE - {Kind.OPTIM_STEP}:
         assert WORDS[kind] == kind.meaning.word
         assert shade(kind).startswith("#000000 on ")

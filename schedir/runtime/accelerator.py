@@ -105,6 +105,10 @@ class Accelerator:
 
         return fetched
 
+    def host_memory(self, size: int) -> Tensor:
+        """So many bytes of the host's, for copies that it does not wait for."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
         """Have the host wait for the values of scalars that the current stream makes."""
         if not scalars:
@@ -178,6 +182,10 @@ class Host(Accelerator):
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         """It is there."""
         return lambda: tensor
+
+    def host_memory(self, size: int) -> Tensor:
+        """So many bytes."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
         """They are there."""

@@ -7,6 +7,7 @@ What is taken of each instruction, as the columns of a row of its own:
     0F0            BEGAN ─ run ─ ENDED
     1F0            WAITED ─ receives ─ FOUND = BEGAN ─ run ─ ENDED
     0SEND_ACT0     BEGAN ─ run                                     posted then
+    0OFFLOAD0      BEGAN ─ run ─ ENDED                             on the CPU; else as a post
     0REDUCE_GRAD   BEGAN ─ run … WAITED ─ sum ─ FOUND              before its OPTIM_STEP
 
 Each time costs a look at the clock, and its place in a list. Of these times the timeline makes:
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, Action, Bools, Ints, Schedule, Together
+from schedir.ir import COMPUTE, COPIES, Action, Bools, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
@@ -93,7 +94,9 @@ class Recorder(BusyClock):
             wait = self._around_wait(instruction, wait, row)
         if not instruction.listed:
             return attrs.evolve(instruction, wait=wait)
-        if not instruction.computes:
+        # A device's copies go on beside its compute, and nobody sees when they end.
+        copies = instruction.action.kind in COPIES and not self._accelerator.queues
+        if not (instruction.computes or copies):
             return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
         run = self._around_run(run, row)
         return attrs.evolve(instruction, wait=wait, run=run)

@@ -32,6 +32,7 @@ from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.program.observers import Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Taken, recorder, timeline
 from schedir.runtime.stage.activations import Cell, Cells
+from schedir.runtime.stage.saved import as_it_was
 from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
@@ -250,6 +251,8 @@ class Gauge:
 
             with saved_tensors_hooks(save, _as_it_was):
                 run()
+            if cell.saved is not None:  # by hooks within these, which saw nothing
+                saved.update(_memory(cell.saved.tensors()))
             others = _not_counted(stage, cell)
             kept = sum((saved | inputs)[m] for m in (saved | inputs).keys() - others)
             self._note("input", stage.index, sum(inputs.values()))
@@ -329,16 +332,7 @@ def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _as_it_was(saved: _Saved) -> Tensor:
-    """What was saved. Raises RuntimeError where that has changed since, as torch does, but not
-    where hooks have it."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}; "
-            f"expected version {version} instead"
-        )
-    return tensor
+    return as_it_was(*saved)
 
 
 def _memory(values: Iterable[Any]) -> dict[int, int]:

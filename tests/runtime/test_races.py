@@ -21,7 +21,7 @@ from torch import nn
 import schedir
 from schedir import Action, Kind, Schedule
 from schedir.ir import flat
-from schedir.passes import strip_communication
+from schedir.passes import offload, strip_communication
 from schedir.runtime import Executor
 from schedir.runtime.program import compiler, together
 from schedir.runtime.program.together import Pair
@@ -74,6 +74,21 @@ def split(schedule: Schedule, kept: int = 1) -> Schedule:
         lists.append([*listed, *weights, *steps])
     compute = Schedule(f"split {schedule.name}", schedule.microbatches, schedule.placement, lists)
     return schedir.insert_communication(compute)
+
+
+def away(schedule: Schedule) -> Schedule:
+    """With what every microbatch has saved on the host in between."""
+    moved = offload(schedule, range(schedule.stages))
+    assert moved != schedule
+    return attrs.evolve(moved, name=f"away {schedule.name}")
+
+
+AWAY = listed(
+    4,
+    "0",
+    "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0B0 0RELOAD1 0OFFLOAD2 0F3 0B1 0RELOAD2 0B3 0B2 "
+    "0OPTIM_STEP",
+)
 
 
 @attrs.frozen
@@ -162,6 +177,10 @@ def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
     yield ROUNDS, {}
     for options in ({"clip_grad_norm": 0.1}, {"ties": TIE}):
         yield split(built("1f1b", 2, 3), kept=3), options
+    for name in ("1f1b", "zb-h1", "dualpipev"):
+        yield away(built(name, 2, 4)), {}
+    yield away(megatron(2, 4)), {}
+    yield away(bidirectional_v(2, 4)), {}
     for ranks in (2, 3):
         yield built("1f1b", ranks, 4), {"ties": TIE}
         yield built("1f1b", ranks, 4), both
@@ -238,6 +257,17 @@ def test_without_any_one_of_the_waits_there_is_a_race(
     assert len(waits) > 10
     first = {("rank 1 #0 1RECV_ACT0", 7), ("rank 1 #4 1SEND_GRAD0", 6)} if communicators else set()
     assert {whole.waits[n] for n in missed} == {(CALLER, 2), *first}
+
+
+def test_without_any_one_of_the_waits_of_copies_there_is_a_race() -> None:
+    """But for those that say nothing new."""
+    run = Run(AWAY, False, evaluates=False)
+    whole = FakeDevice()
+    assert not run.on(whole)
+    waits = set(range(len(whole.waits))) - whole.needless
+    missed = {n for n in waits if not run.on(FakeDevice(left_out=n))}
+    assert len(waits) > 10
+    assert not missed
 
 
 # What a checker must find: each is broken here, and mended above.

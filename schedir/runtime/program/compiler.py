@@ -21,7 +21,16 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, COMPLETES_GRADIENTS, COMPUTE, Action, Kind, Schedule, Together
+from schedir.ir import (
+    COMMUNICATION,
+    COMPLETES_GRADIENTS,
+    COMPUTE,
+    COPIES,
+    Action,
+    Kind,
+    Schedule,
+    Together,
+)
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
@@ -47,6 +56,13 @@ from schedir.runtime.program.first_call import (
 )
 from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.program.observers import Observer
+from schedir.runtime.program.offloading import (
+    Copier,
+    offload_activation,
+    reload_activation,
+    saving,
+    using,
+)
 from schedir.runtime.program.together import (
     Batch,
     Pair,
@@ -82,7 +98,7 @@ class Compiler:
     and `nonfinite` looks at what they apply. `observers` watch every run. `beside` takes from rank
     to rank what hosts have to know; None where the transport of the payloads does that as well.
     `sides` are the streams beside those of the ranks, for the second of two that run abreast, and
-    `pools` what ranks send from and receive into.
+    `pools` what ranks send from and receive into. `copiers` move what ranks offload.
     """
 
     accelerator: Accelerator
@@ -97,6 +113,7 @@ class Compiler:
     now: Now
     sides: dict[int, Any] = attrs.field(factory=dict)
     pools: dict[int, Pool] = attrs.field(factory=dict)
+    copiers: dict[int, Copier] = attrs.field(factory=dict)
 
     def compile(
         self,
@@ -192,6 +209,9 @@ class _List:
             elif stage.reduction is not None:
                 run = reduce_grad(stage.reduction, self._now)
                 yield Instruction(*place, run, sums=(stage.reduction,))
+        elif action.kind in COPIES:
+            run = self._copy(action, stage)
+            yield Instruction(*place, run, cell=self._cell(action), stage=stage)
         elif action.kind in COMPUTE:
             yield self._in_turn(self._compute(place, turn, action, stage))
         else:
@@ -211,8 +231,8 @@ class _List:
         hand = hand_back if self._first is None else learn_gradients
         nobody: list[Work] = []
         receives = nobody
+        replayed = self._lists(Kind.RECOMPUTE, cell)
         if kind is Kind.FORWARD:
-            replayed = bool(self._graph.of(Kind.RECOMPUTE)[cell.stage, cell.microbatch] >= 0)
             if self._first is None:
                 run = forward(stage, cell, self._now, trains, replayed)
             else:
@@ -230,6 +250,11 @@ class _List:
                 run = backward_input(stage, cell, hand)
             if stage.loss_fn is None and cell.following is None:
                 receives = cell.grad_receives
+        if self._lists(Kind.OFFLOAD, cell):
+            if kind is (Kind.RECOMPUTE if replayed else Kind.FORWARD):
+                run = saving(cell, run)
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                run = using(cell, self._compiler.accelerator, run)
         if self._autocast and kind in (Kind.FORWARD, Kind.RECOMPUTE):
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
@@ -238,6 +263,19 @@ class _List:
         if receives is not nobody:
             wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
         return Instruction(*place, run, wait, receives, computes=True, cell=cell, stage=stage)
+
+    def _copy(self, action: Action, stage: Stage) -> Bound:
+        cell, copiers = self._cell(action), self._compiler.copiers
+        if self._rank not in copiers:
+            copiers[self._rank] = Copier(self._compiler.accelerator)
+        copier = copiers[self._rank]
+        if action.kind is Kind.OFFLOAD:
+            return offload_activation(cell, stage, copier)
+        return reload_activation(cell, copier)
+
+    def _lists(self, kind: Kind, cell: Cell) -> bool:
+        """Whether there is such an action of a (stage, microbatch)."""
+        return bool(self._graph.of(kind)[cell.stage, cell.microbatch] >= 0)
 
     def _transfer(self, action: Action, poster: Poster, peer: int) -> Bound:
         cell, kind = self._cell(action), action.kind
@@ -385,7 +423,7 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     return found
 
 
-_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, Kind.REDUCE_GRAD}
+_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, *COPIES, Kind.REDUCE_GRAD}
 
 
 def expect_carried_out(schedule: Schedule) -> None:

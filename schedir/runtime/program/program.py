@@ -297,8 +297,8 @@ class Programs:
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
             self._wait_for_sends("the call before")
-        for pool in self.compiler.pools.values():
-            pool.trim()
+        for kept in (*self.compiler.pools.values(), *self.compiler.copiers.values()):
+            kept.trim()
         program = opened.program
         if self._is_alone:
             program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
@@ -344,6 +344,9 @@ class Programs:
         """A call has failed: the next one, where there can be one, starts anew."""
         self._under_way.clear()
         self.compiler.pools.clear()
+        for copier in self.compiler.copiers.values():
+            copier.end()
+        self.compiler.copiers.clear()
         for program in (*self._programs.values(), self._latest):
             if program is not None:
                 program.cells.drop()

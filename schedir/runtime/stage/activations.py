@@ -13,6 +13,7 @@ from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.boundaries.learned import Learned, Lessons
 from schedir.runtime.stage.buffers import Kept
+from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.transports.transport import Work
 
@@ -44,6 +45,7 @@ class Cell:
     result: Any = None  # the last stage's output, where it is asked for
     loss: float | Tensor | None = None  # a tensor on a device
     weight_part: WeightPart | None = None  # what I has left to W
+    saved: Saved | None = None  # what its forward has saved, where that is moved in between
     kept: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
     mask: Tensor | None = None  # which of `output_grads` are there, on the host, once it is known
@@ -139,7 +141,7 @@ class Cells:
         for cell in self:
             cell.batch = cell.extra = cell.target = cell.result = cell.loss = None
             cell.loss_keywords = {}
-            cell.weight_part = cell.kept = cell.mask = None
+            cell.weight_part = cell.saved = cell.kept = cell.mask = None
             cell.leaves = cell.outputs = cell.outputs_to_send = ()
             cell.output_grads = cell.input_grads = ()
             cell.computed_grads.clear()

@@ -16,6 +16,7 @@ Some gradients I computes as well and W only adds them, since leaving them would
   from the upper place would come by the lower one;
 * from a custom Function: it computes all its gradients at once;
 * where saved tensors come from hooks: activation checkpointing would recompute for every place.
+  Those of what is offloaded (`saved`) do nothing of the kind, and count as none.
 
 So every sum is the engine's, in its order, and a parameter's gradient is bit for bit the plain one.
 
@@ -42,6 +43,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from schedir.runtime.boundaries.aliasing import Occupied, keep_apart
+from schedir.runtime.stage.saved import unpacked
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
@@ -218,14 +220,19 @@ def _computes_all_at_once(place: Node) -> bool:
     if issubclass(kind, BackwardCFunction) or kind.__name__ in _WHOLE:
         return True
     # Not every torch lets one see the hook: a checkpoint is then recomputed for every place.
-    return any(getattr(saved, "unpack_hook", None) is not None for saved in _saved(place))
+    return any(
+        getattr(saved, "unpack_hook", None) not in (None, unpacked) for saved in _saved(place)
+    )
 
 
 def _free_saved(node: Node) -> None:
     """Free what the node has saved, for it won't run again."""
     for saved in _saved(node):
         with suppress(RuntimeError):  # it is no tensor, is freed, or has hooks already
-            saved.register_hooks(_nothing, _freed)
+            if getattr(saved, "unpack_hook", None) is unpacked:
+                saved.data.release()
+            else:
+                saved.register_hooks(_nothing, _freed)
 
 
 def _nothing(_: Tensor) -> None:

@@ -127,6 +127,10 @@ class FakeDevice(Accelerator):
 
         return fetched
 
+    def host_memory(self, size: int) -> Tensor:
+        """So many bytes, which are watched as the device's are."""
+        return torch.empty(size, dtype=torch.uint8)
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
         for stream in self._streams:
