@@ -297,8 +297,10 @@ class Programs:
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
             self._wait_for_sends("the call before")
-        for kept in (*self.compiler.pools.values(), *self.compiler.copiers.values()):
-            kept.trim()
+        for pool in self.compiler.pools.values():
+            pool.trim()
+        for copier in self.compiler.copiers.values():
+            copier.trim()
         program = opened.program
         if self._is_alone:
             program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
