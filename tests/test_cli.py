@@ -21,6 +21,7 @@ from schedir.library import built_in
 from schedir.render import outputs_of
 from tests.command_line import DEADLOCK, Run, runner
 from tests.findings import odd
+from tests.sweeps import sweep
 
 SCHEDULES = [generator.name for generator in built_in()]
 SERIAL = "schedir 1\nname serial\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n"
@@ -115,7 +116,7 @@ def test_on_a_terminal_it_fits_and_has_colour(tmp_path: Path, argv: tuple[str, .
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (200, 50)])
-@pytest.mark.parametrize("shape", [("8", "32"), ("64", "64"), ("4", "8")])
+@sweep("shape", [("8", "32"), ("64", "64"), ("4", "8")], quick=[("64", "64")])
 def test_the_overview_fits_a_screen(
     tmp_path: Path, columns: int, lines: int, shape: tuple[str, str]
 ) -> None:

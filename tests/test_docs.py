@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.sweeps import long
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PUBLIC = ("schedir", "schedir.simulator", "schedir.finder", "schedir.runtime", "schedir.training")
 
 
+@long
 def test_the_pages_are_made_without_a_warning_and_have_all_public_names(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "text", DOCS, tmp_path],

@@ -17,6 +17,7 @@ from schedir.checker import CHANNELS, Batch, Change, Diagnostic, LeaveOut, Move,
 from schedir.ir import COMMUNICATION, RECEIVES
 from tests.built_in import NAMES
 from tests.oracle import happens
+from tests.sweeps import sweep
 from tests.test_check import BASES, edit, mutate, naive, schedule
 
 
@@ -117,7 +118,7 @@ CROSSED = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@sweep("seed", range(60), quick=range(15))
 @pytest.mark.parametrize(
     ("bases", "kinds"),
     [(SMALL, COMMUNICATION), (CROSSED, {Kind.REDUCE_GRAD}), ([*SMALL, *CROSSED], set(Kind))],
@@ -139,7 +140,7 @@ def test_what_a_single_move_fixes_is_offered_one(
             assert next(better, None) is None, (found[0].help, schedir.dumps(wrong))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@sweep("seed", range(40), quick=range(12))
 def test_advice_that_is_followed_leads_to_a_clean_list(seed: int) -> None:
     chance = random.Random(seed)
     channel = chance.choice(CHANNELS)

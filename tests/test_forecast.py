@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -21,6 +21,7 @@ from schedir.ir import COMPUTE
 from schedir.simulator import Measured, load_timelines
 from tests.built_in import NAMES
 from tests.measured import LATENCY, Factor, even, jitter, measured_run
+from tests.sweeps import examples, sweep
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,14 +78,15 @@ def test_the_maximum_of_what_jitters_is_above_the_maximum_of_the_medians() -> No
         assert band.quantile(q) == pytest.approx(np.quantile(truth, q), rel=0.04)
 
 
-@pytest.mark.parametrize(
-    ("sigmas", "measured"),
+@sweep(
+    "sigmas, measured",
     [
         ({"entry": 0.2}, 30),
         ({"entry": 0.02, "step": 0.1}, 30),
         ({"entry": 0.05, "rank": 0.1}, 30),
         ({"entry": 0.02, "step": 0.1}, 10),
     ],
+    quick=lambda case: "rank" in case[0],
     ids=["every entry", "every step", "every rank of a step", "every one of a few steps"],
 )
 def test_ninety_percent_bands_hold_as_many_of_the_steps(
@@ -164,7 +166,7 @@ def test_what_was_not_seen_to_run_again_jitters_as_the_forward() -> None:
 
 
 @given(st.floats(0.5, 4))
-@settings(max_examples=10)
+@examples(10)
 def test_costs_changed_by_hand_scale_what_is_drawn(scale: float) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     costs = CostModel.fit(measured_run(schedule, 10, jitter(4, entry=0.1)))
@@ -399,7 +401,7 @@ CONTENDED = ["1f1b", "fill-drain", "interleaved-1f1b", "pipedream", "zb-h1"]
 
 @pytest.mark.parametrize("name", CONTENDED)
 @given(seed=st.integers(0, 2**32), steps=st.integers(6, 40))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_a_contended_run_is_within_its_own_forecast_or_refused(
     name: str, seed: int, steps: int
 ) -> None:

@@ -42,7 +42,7 @@ def by_rank(ran: list[tuple[int, int, schedir.Action]], ranks: int) -> list[list
     return [[action for own, _, action in ran if own == rank] for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("width", [3, 1024])
+@sweep("width", [3, 1024], quick=[3])
 @sweep("name", NAMES, quick=["interleaved-1f1b"])
 def test_the_executors_schedule_is_the_list_that_ran(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch

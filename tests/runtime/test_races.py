@@ -241,8 +241,8 @@ def raced(seed: int, communicators: bool) -> list[Race]:
     return device.races
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"ties": TIE}], ids=str)
+@sweep("communicators", [False, True], quick=[True], ids=["copies", "communicators"])
+@sweep("options", [{}, {"clip_grad_norm": 0.1}, {"ties": TIE}], quick=[{}], ids=str)
 def test_without_any_one_of_the_waits_there_is_a_race(
     options: dict[str, Any], communicators: bool
 ) -> None:

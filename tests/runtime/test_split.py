@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from schedir.runtime.stage.split_backward import WeightPart, input_part
-from tests.sweeps import examples
+from tests.sweeps import examples, long, sweep
 
 Grads = tuple[Tensor | None, ...]
 
@@ -318,6 +318,7 @@ def test_nothing_to_do_is_done() -> None:
     assert same(found, (torch.full((2,), 2.0),))
 
 
+@long
 def test_a_stage_may_be_compiled() -> None:
     """Its backward is one custom Function, which can't be run with the graph retained."""
     torch.manual_seed(0)
@@ -502,7 +503,11 @@ def test_the_first_part_frees_what_the_second_does_not_need() -> None:
         assert [memory.expired() for memory in saved] == [True, True, True]
 
 
-@pytest.mark.parametrize("name", ["mlp", "called twice", "custom", "outputs", "in place", "norms"])
+@sweep(
+    "name",
+    ["mlp", "called twice", "custom", "outputs", "in place", "norms"],
+    quick=["called twice"],
+)
 def test_the_second_part_keeps_nothing(name: str) -> None:
     module = STAGES[name]()
     memory: list[StorageWeakRef] = []

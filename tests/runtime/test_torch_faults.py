@@ -16,6 +16,7 @@ from schedir.runtime import Executor
 from tests.built_in import NAMES
 from tests.literals import listed
 from tests.runtime.kit import MSE, assert_equal_gradients, gradients, linear_stages, numbered
+from tests.sweeps import sweep
 
 
 def built(microbatches: int) -> schedir.Schedule:
@@ -155,7 +156,7 @@ def test_an_uneven_last_microbatch_counts_its_samples() -> None:
     assert found == pytest.approx(float(MSE(model(x), y).detach()), rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "most"), [("fill-drain", 32), ("1f1b", 3)])
+@sweep("name, most", [("fill-drain", 32), ("1f1b", 3)], quick=[("1f1b", 3)])
 def test_receive_buffers_live_as_long_as_they_are_used(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
