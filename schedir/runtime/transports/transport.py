@@ -1,4 +1,9 @@
-"""Moves tensors between ranks: first in, first out on each channel, and posting never blocks."""
+"""Moves tensors, whose layout both sides know, between ranks: first in, first out on each channel,
+and posting never blocks.
+
+The first call of an input signature goes beside it, over `Control.described`: what a transport
+carries is seen from the second call on.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +17,32 @@ from schedir.runtime.processes.groups import Post
 
 
 class Work(Protocol):
-    """A send or receive under way."""
+    """A send or receive under way, which is waited for once.
+
+    A send is done once its tensor may change, and it will arrive even if this process ends.
+    """
 
     def wait(self) -> bool:
-        """Wait until it is done."""
+        """Wait until it is done, or has the device wait where the transport `queues`.
+
+        Raises RuntimeError where it can't be done any more, or where the other side does not come
+        within the timeout of `Groups`: with "timed out" or "timeout" in its words.
+        """
 
     def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
+        """Whether waiting for it would block nobody: asked where ranks take turns in one process,
+        and where the transport `queues`."""
 
 
 class Poster(Protocol):
-    """What takes sends and receives."""
+    """What takes sends and receives. Both raise WaitError where the other side is gone."""
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send; `tensor`, contiguous, must stay untouched until the work is done."""
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
-        """Post a receive into `buffer`, which must have exactly the sent tensor's size."""
+        """Post a receive into `buffer`, contiguous, of exactly the sent tensor's size. What has
+        the same tag meets in order, whichever side posts first."""
 
 
 class BatchPoster(Poster, Protocol):
@@ -55,7 +69,8 @@ class Transport(BatchPoster, Protocol):
     queues: ClassVar[bool]
 
     def tagged(self, tag: int) -> Transport:
-        """The same, for what is sent under a tag, if it can tell that from the rest."""
+        """The same for traffic under a tag, a small integer that both sides choose alike; a
+        transport that knows no tags gives itself, and is not `early`."""
 
 
 def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:
