@@ -5,7 +5,7 @@ change from call to call.
     B    take the gradients of the outputs, run autograd, hand those of the inputs on
 
 A stage that does what most do, one tensor in and one out, has an F of its own with all of this in
-one function; `_forward` is for all others.
+one function; `forward_with` is for all others.
 """
 
 from __future__ import annotations
