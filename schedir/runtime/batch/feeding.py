@@ -396,6 +396,7 @@ class Losses:
         self._sizes = dict.fromkeys(holders, 2 + 2 * schedule.microbatches)
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
+        self._nothing = Exchange(control, LOSS_TAG, ())  # of one process alone
         report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs
         self._found_in = [
@@ -406,6 +407,8 @@ class Losses:
 
     def expect(self) -> Exchange:
         """Post the receives of a call's losses, long before these are sent."""
+        if len(self._receivers) == 1:
+            return self._nothing
         return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
 
     def report(
@@ -416,14 +419,13 @@ class Losses:
         if not self._accelerator.queues:
             if not self._has_part:
                 return lambda: self._found(exchange.result())
-            own = self._listed(counts, losses)
-            if len(self._receivers) == 1:
-                return lambda: self._found([own])
-            exchange.give(own, self._receivers)
+            if len(self._receivers) == 1:  # nobody waits for it before it is read
+                return lambda: self._found([self._listed(counts, losses)])
+            exchange.give(self._listed(counts, losses), self._receivers)
             return lambda: self._found(exchange.result())
         late = self._late(counts, losses) if self._has_part else None
         if late is not None and len(self._receivers) == 1:
-            return lambda: self._found([late()])  # nobody waits for it before it is read
+            return lambda: self._found([late()])
 
         def exchanged() -> list[Tensor]:
             if late is not None:

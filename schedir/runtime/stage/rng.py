@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
 
-import numpy as np
 import torch
 
 from schedir.runtime.accelerator import current_accelerator
@@ -71,20 +69,24 @@ class Seeds:
     """The seeds of one stage's forwards, by the microbatches' numbers over all pipelines."""
 
     def __init__(self, seed: int, stage: int, microbatches: Iterable[int]) -> None:
-        self._seed, self._stage = seed & _MASK, _mix(stage + 1)
-        self._microbatches = _mix(np.array([m + 1 for m in microbatches], np.uint64))
+        self._seed, self._stage = seed & _MASK, _mixed(stage + 1)[0]
+        self._microbatches = [_mixed(m + 1)[0] for m in microbatches]
 
     def of(self, step: int) -> list[int]:
         """Those of a step."""
-        of_stage = _mix(_mix(self._seed ^ _mix(step + 1)) ^ self._stage)
-        found: list[int] = _mix(self._microbatches ^ np.uint64(of_stage)).tolist()
-        return found
+        (of_step,) = _mixed(step + 1)
+        (of_seed,) = _mixed(self._seed ^ of_step)
+        (of_stage,) = _mixed(of_seed ^ self._stage)
+        return _mixed(of_stage, self._microbatches)
 
 
-def _mix(number: Any) -> Any:
-    """Mix an integer, or an array of uint64, so that neighbours end far apart: the finaliser of
-    SplitMix64 (Steele, Lea & Flood, OOPSLA 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
+def _mixed(number: int, others: Sequence[int] = (0,)) -> list[int]:
+    """A number, combined with others, so that neighbours end far apart: the finaliser of SplitMix64
+    (Steele, Lea & Flood, OOPSLA 2014)."""
+    found = []
+    for other in others:  # at every step, so without a call for each
+        mixed = ((number ^ other) + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        found.append(mixed ^ (mixed >> 31))
+    return found
