@@ -16,6 +16,7 @@ from schedir.passes import forward_only
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.hardware import HARSHEST, KINDEST, Adversary, comes_through
 from tests.literals import listed
+from tests.sweeps import sweep
 from tests.test_random import drawn, scattered
 from tests.test_ties import updating
 
@@ -74,7 +75,7 @@ def test_what_blocks_is_what_the_list_shows() -> None:
     assert not comes_through(never, KINDEST)
 
 
-@pytest.mark.parametrize("part", range(4))
+@sweep("part", range(4), quick=[0])
 def test_the_verdict_on_random_schedules(part: int) -> None:
     """Clean under `rank`, if and only if the harshest device comes through, and then each one does;
     clean under `edge`, if and only if the kindest one does."""
@@ -140,7 +141,7 @@ def test_tied_steps_are_met_in_the_order_of_all_communication(ranks: int) -> Non
         assert comes_through(posted, adversary, ties)
 
 
-@pytest.mark.parametrize("part", range(2))
+@sweep("part", range(2), quick=[0])
 def test_the_verdict_on_random_ties(part: int) -> None:
     seen: Counter[bool] = Counter()
     for seed in range(part * 250, (part + 1) * 250):

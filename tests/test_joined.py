@@ -19,6 +19,7 @@ from schedir.ir import backward, forward, recv_act, recv_grad, send_act, send_gr
 from tests.joined import drawn_joined, joined
 from tests.literals import listed
 from tests.oracle import happens
+from tests.sweeps import sweep
 from tests.test_check import BASES, mutate, naive
 from tests.test_fixes import about, errors
 from tests.test_random import drawn, scattered
@@ -46,7 +47,7 @@ def test_the_verdict_on_tied_stages_is_what_happens(seed: int, channel: str) -> 
     assert report.ok == (outcome == "completes"), (outcome, ties, schedir.dumps(built))
 
 
-@pytest.mark.parametrize("part", range(5))
+@sweep("part", range(5), quick=[0])
 def test_thousands_of_lists_block_where_check_says(part: int) -> None:
     """Their data is right where no channel is mis-paired, so whether they run is all that there is
     to say. Each is judged as it is, and with neighbours run together, under `rank` and another

@@ -16,6 +16,7 @@ from schedir.passes import offload
 from tests.joined import drawn_joined
 from tests.literals import listed
 from tests.oracle import happens
+from tests.sweeps import sweep
 from tests.test_graph import shuffled
 from tests.test_random import drawn
 
@@ -94,7 +95,7 @@ def test_lines_of_python() -> None:
     assert source["0RELOAD0"] == source["0B0"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), quick=[0])
 def test_the_verdict_is_what_happens(seed: int) -> None:
     """Of random lists with copies, right ones and shuffled ones, under each channel model."""
     chance = random.Random(seed)

@@ -13,6 +13,7 @@ from schedir.checker.structure import structure
 from schedir.passes import offload
 from tests.built_in import NAMES
 from tests.literals import listed
+from tests.sweeps import sweep
 from tests.test_check import found, mutate
 from tests.test_graph import naive_faults, shuffled
 from tests.test_random import drawn
@@ -74,7 +75,7 @@ def test_a_copy_on_another_replica() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), quick=[0])
 def test_every_fault_that_walking_finds_is_an_error(seed: int) -> None:
     """With copies in the lists, of which no rule knows."""
     chance = random.Random(seed)
