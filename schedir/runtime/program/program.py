@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any, TypeGuard
 
 import attrs
@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Schedule
+from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Batch
@@ -56,7 +56,7 @@ _MOST = 64
 """Beyond so many signatures, the one that was used the longest ago is forgotten, on all ranks."""
 
 _MOST_POSTED = 4
-"""So many programs keep receives posted between their calls: these take memory."""
+"""So many programs keep receives posted between calls, each of `_SPARE_BYTES` at most."""
 
 
 class Program:
@@ -397,7 +397,13 @@ class Programs:
                 first,
             )
             if first is None and transport.early:
-                first_of = len([*takewhile(_is_receive, schedule.actions[rank])])
+                leading = takewhile(_is_receive, schedule.actions[rank])
+                sizes = accumulate(
+                    _nbytes(receive, known.lessons)
+                    for receive in leading
+                    if isinstance(receive, Action)
+                )
+                first_of = sum(size <= _SPARE_BYTES for size in sizes)
                 ahead = [one.run for one in instructions[:first_of]]
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
@@ -408,6 +414,15 @@ class Programs:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""
         largest = max((learned.largest() for learned in lessons.values()), default=0)
         return min(_SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
+
+
+def _nbytes(receive: Action, lessons: Lessons) -> int:
+    """The bytes of the buffers that a receive takes."""
+    assert receive.microbatch is not None  # a transfer has one
+    learned = lessons[receive.stage, receive.microbatch]
+    if receive.kind is Kind.RECV_ACT:
+        return learned.before.nbytes
+    return sum(meta.nbytes for meta in learned.grads_in if meta is not None)
 
 
 def _is_receive(entry: Entry) -> TypeGuard[Action]:
