@@ -123,7 +123,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
     nonfinite = NonFinite(plan, session.control, optimizers)
     shared = Shared(plan, session)
     handshake = Handshake(plan, session.control)
-    transports = session.transports(shared.groups, shared.processors)
+    transports = session.transports()
     reductions = shared.reductions()
     ties = shared.ties()
     clipping = shared.clipping(nonfinite)

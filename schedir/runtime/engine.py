@@ -55,6 +55,7 @@ class Engine:
             with self._session.together("making the executor"):
                 self.parts = parts = assemble(plan, self._session)
                 self._feeder = Feeder(plan, self._session.control, self._session.groups)
+                self._session.connect(parts.shared.processors)
             self._losses = Losses(plan, self._session.control)
             self.training = parts.programs(trains=True)
             self.evaluation = parts.programs(trains=False)

@@ -8,8 +8,8 @@ answers itself, and nothing is waited for.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
     Board,
@@ -32,14 +33,14 @@ from schedir.runtime.processes.failure import (
     waiting,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
-from schedir.runtime.transports.communicators import communicators_of, ranks_of
+from schedir.runtime.processes.nccl import ABORT
+from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
-_OTHERS = 3
-"""The groups on a device beside those of transfers and gradients: for norms, samples and scales."""
+logger = logging.getLogger("schedir")
 
 
 class Session:
@@ -68,14 +69,8 @@ class Session:
         with self.together("making the executor"):
             self.control.connect(self.groups)
 
-    def transports(
-        self, sums: Sequence[Collection[int]], processors: int
-    ) -> Mapping[int, Transport]:
-        """How each rank here sends to others and receives.
-
-        `sums` are the processes of each group for sums, which is made after this. `processors` are
-        those of the smallest GPU.
-        """
+    def transports(self) -> Mapping[int, Transport]:
+        """How each rank here sends to others and receives, once all are connected."""
         plan, choice, rank = self._plan, self._plan.transport, self.grid.rank
         if choice is Endpoint:
             return {rank: self._hub.of(rank) for rank in plan.local_ranks}
@@ -85,11 +80,13 @@ class Session:
         if choice is not NcclTransport:
             raise NotImplementedError(f"{choice.__name__} is chosen, but not made here")
         found = communicators_of(plan.schedule)
-        # In every pipeline the ranks are in as many as in this one.
-        held = Counter(processes[rank] for channels in found for rank in ranks_of(channels))
-        held.update(process for members in sums for process in members)
-        self.groups.share_gpu(processors, most=max(held.values(), default=0) + _OTHERS)
         return {rank: NcclTransport(processes, rank, found, plan.device, self.groups)}
+
+    def connect(self, processors: int) -> None:
+        """Make the communicators on GPUs that transfers and sums need; the smallest GPU has so many
+        `processors`."""
+        if self._plan.transport is NcclTransport:
+            connect(self.groups, self.control, processors)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -127,6 +124,9 @@ class Session:
             record(found)
         if isinstance(found, OneLineError):
             end_in_one_line(found)
+        if self.groups.asked:  # an abort may not return: it is said before
+            said = found if isinstance(found, ExecutionError) else describe(found)
+            logger.error("%s; now NCCL's communicators are aborted, in at most %g s", said, ABORT)
         self._let_go(abort=True)
         return found
 

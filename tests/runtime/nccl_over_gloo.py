@@ -27,6 +27,9 @@ from torch import Tensor
 
 from schedir.runtime import plan
 from schedir.runtime.processes import groups
+from schedir.runtime.processes.connecting import connect
+from schedir.runtime.processes.control import Control
+from schedir.runtime.processes.grid import Grid
 from schedir.runtime.transports.nccl import NcclTransport
 
 _TYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
@@ -221,3 +224,11 @@ def nccl_over_gloo() -> Iterator[list[str]]:
         monkeypatch.setattr(groups, "goes_over_nccl", lambda device: device is not None)
         monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
         yield log
+
+
+def connect_all(made: groups.Groups, processes: Sequence[int]) -> None:
+    """Make what was asked of some groups, as an executor of these processes does."""
+    grid = Grid((tuple(processes),), 0, processes.index(dist.get_rank()))
+    control = Control(grid)
+    control.connect(made)
+    connect(made, control, processors=132)

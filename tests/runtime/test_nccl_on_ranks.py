@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import groups as module
+from schedir.runtime.processes.control import Control
+from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Groups, Post
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.nccl import NcclTransport
@@ -31,7 +34,7 @@ from tests.runtime.kit import (
     train_on_rank,
 )
 from tests.runtime.lists import megatron
-from tests.runtime.nccl_over_gloo import NcclOverGloo, Work, nccl_over_gloo
+from tests.runtime.nccl_over_gloo import NcclOverGloo, Work, connect_all, nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
@@ -91,13 +94,13 @@ def test_what_nccl_does_not_take_travels_as_bytes(rank: int) -> None:
 
 @on_ranks(4)
 def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
-    """Channels first, then sums, then ties; on all ranks of both pipelines."""
+    """Channels first, then sums, then ties of the same stages; on all ranks of both pipelines."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     own = mesh.get_local_rank("pp")
     stages = linear_stages(4)
     schedule = schedir.build("interleaved-1f1b", ranks=2, microbatches=4)
     local = {s: stages[s] for s in schedule.stages_of(own)}
-    ties = [[(0, "0.weight"), (3, "0.weight")]]
+    ties = [[(0, name), (3, name)] for name in ("0.weight", "0.bias")]
     stages[3].load_state_dict(stages[0].state_dict())
     with nccl_over_gloo() as log:
         with Executor(schedule, local, MSE, sgd, mesh=mesh, ties=ties) as executor:
@@ -111,7 +114,7 @@ def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
         f"make channel/{a}-{b} whole",
         f"make channel/{b}-{a} whole",
         f"make {summed} whole",
-        f"make tie/0/{a},{b} whole",
+        f"make ties/0,3/{a},{b} whole",
     ]
 
 
@@ -127,6 +130,7 @@ def test_channels_that_go_together_go_over_one_communicator(rank: int) -> None:
     channels = ((0, 1), (1, 0), (1, 2), (2, 1))
     with nccl_over_gloo() as log:
         transport = NcclTransport((0, 1, 2), rank, [channels], torch.device("cpu"), groups)
+        connect_all(groups, (0, 1, 2))
         assert log == ["make channel/0-1,1-0,1-2,2-1 whole"]
         posted: Counter[tuple[int, bool]] = Counter()
         for batch in own[rank]:
@@ -153,6 +157,18 @@ def test_channels_that_go_together_go_over_one_communicator(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_equal_processes_share_a_group_for_numbers(rank: int) -> None:
+    with nccl_over_gloo() as log:
+        groups = Groups((0, 1), None)
+        samples, norms = (groups.for_numbers(p, torch.device("cpu")) for p in ((0, 1), (1, 0)))
+        assert samples is norms
+        connect_all(groups, (0, 1))
+        assert log == ["make numbers/0,1 whole"]
+        everyone(rank)
+        groups.close()
+
+
+@on_ranks(2)
 def test_over_gloo_nothing_that_goes_together_blocks(rank: int) -> None:
     groups = Groups((0, 1), None)
     transport = GlooTransport((0, 1), rank, groups)
@@ -171,20 +187,67 @@ def test_the_first_group_of_a_process_tells_its_rank(
 ) -> None:
     """Else flight recorders of several processes would write the same file."""
     monkeypatch.setattr(Groups, "_told_rank", False)
-    made: list[tuple[int, Sequence[int]]] = []
+    made: list[tuple[int, Sequence[int], int]] = []
     with nccl_over_gloo():
         backend = vars(module)["nccl_backend"]
 
         def noted(store: Any, position: int, processes: Sequence[int], *rest: Any) -> Any:
-            made.append((position, [*processes]))
+            made.append((position, [*processes], rest[-1]))
             return backend(store, position, processes, *rest)
 
         monkeypatch.setattr(module, "nccl_backend", noted)
         if rank:
             groups = Groups((1, 2), None)
             NcclTransport((1, 2), rank - 1, [[(0, 1)], [(1, 0)]], torch.device("cpu"), groups)
-            assert made == [(rank, [0, 1, 2]), *[(rank - 1, [1, 2])] * 2]
+            connect_all(groups, (1, 2))
+            assert made == [(rank, [0, 1, 2], 1), *[(rank - 1, [1, 2], 8)] * 2]
             groups.close()
+        everyone(rank)
+
+
+@on_ranks(2)
+def test_who_does_not_come_to_connect_is_waited_for_within_the_timeout(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL itself would wait for ever, and nobody would see it."""
+    with nccl_over_gloo() as log:
+        groups = Groups((0, 1), timedelta(seconds=100 if rank else 2))
+        NcclTransport((0, 1), rank, [[(0, 1)]], torch.device("cpu"), groups)
+        if rank:
+            monkeypatch.setattr(Control, "meet", lambda *_: None)
+            monkeypatch.setattr(Groups, "make_asked", lambda *_: None)
+            connect_all(groups, (0, 1))
+        else:
+            with pytest.raises(WaitError) as stalled:
+                connect_all(groups, (0, 1))
+            assert stalled.value.timed_out
+            assert stalled.value.what == "a connection from process 1"
+        assert not log
+        everyone(rank)
+
+
+@on_ranks(2)
+def test_a_failure_is_said_before_anything_is_aborted(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[list[str]] = []
+
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
+    x, y = random_batch()
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(NcclOverGloo, "abort", lambda _: said.append(caplog.messages[:]))
+        executor = Executor(
+            schedir.build("1f1b", ranks=2, microbatches=2), stage, MSE, sgd, timeout=60
+        )
+        assert "on purpose" in message_of(executor.step, x, target=y)
+        assert said
+        for messages in said:
+            assert "rank 1 #1 1F0: ValueError: on purpose" in messages[-1]
+            assert "NCCL's communicators are aborted" in messages[-1]
         everyone(rank)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from datetime import timedelta
-from threading import Barrier
+from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.runtime.processes.groups import (
-    Group,
-    Groups,
-    NcclGroup,
-    end,
-    nccl_backend,
-    shares,
-)
+from schedir.runtime.processes import nccl
+from schedir.runtime.processes.groups import Asked, Group, Groups, NcclGroup
+from schedir.runtime.processes.nccl import end, nccl_backend, shares
 
 STORE = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
 
@@ -56,6 +54,10 @@ def made(max_ctas: int | None = None, seconds: int = 1800) -> Any:
     return nccl_backend(STORE, 1, (2, 5), "schedir/0/channel/2-5", timeout, max_ctas)
 
 
+def asked(posted: list[Any]) -> NcclGroup:
+    return NcclGroup(Asked("sum", (0, 1), sums=True), lambda _: [], posted)
+
+
 def test_flight_recorders_tell_processes_and_groups_apart() -> None:
     backend = made()
     assert (backend.store, backend.rank, backend.size) == (STORE, 1, 2)
@@ -69,14 +71,28 @@ def test_the_watchdog_comes_after_the_executor() -> None:
     assert made(seconds=40).options._timeout == timedelta(minutes=10)
 
 
+def blocks(max_ctas: int, sums: bool) -> int:
+    """How many multiprocessors a kernel takes: point-to-point rounds up to a power of two."""
+    return max_ctas if sums else 1 << (max_ctas - 1).bit_length()
+
+
 def test_kernels_of_all_communicators_fit_beside_compute() -> None:
     for processors in (1, 16, 108, 132):
-        for communicators in range(1, 40):
-            share = shares(processors, communicators)
-            assert share == 1 or share * communicators <= processors / 2
-    assert shares(132, 10) == 6
-    assert made(6).options.config.max_ctas == 6
+        for transfers in range(1, 40):
+            for sums in range(8):
+                share = shares(processors, transfers, sums)
+                each = blocks(share.transfer, sums=False), blocks(share.sum, sums=True)
+                taken = transfers * each[0] + sums * each[1]
+                assert taken <= processors / 2 or 1 in (share.transfer, share.sum)
+                assert 1 <= share.transfer <= 8
+    assert made(8).options.config.max_ctas == 8
     assert not hasattr(made().options.config, "max_ctas")
+
+
+def test_sums_are_not_held_to_the_share_of_transfers() -> None:
+    for transfers, sums, transfer, of_sums in [(4, 0, 8, 34), (4, 3, 8, 11), (8, 2, 4, 17)]:
+        share = shares(132, transfers, sums)
+        assert (share.transfer, share.sum) == (transfer, of_sums)
 
 
 def test_a_build_without_settings_of_communicators_does_without() -> None:
@@ -115,12 +131,36 @@ def test_all_are_aborted_at_the_same_time() -> None:
     assert not ended.broken
 
 
+def test_an_abort_that_never_returns_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a thread of NCCL's that waits for the network; what it ends stays there."""
+    monkeypatch.setattr(nccl, "ABORT", 0.1)
+    never, ended = Event(), Event()
+
+    class Hanging:
+        def abort(self) -> None:
+            never.wait()
+
+    hanging: list[Any] = [Hanging(), SimpleNamespace(abort=ended.set)]
+    watch = weakref.ref(hanging[0])
+    try:
+        end(hanging, abort=True)
+        assert ended.is_set()
+        hanging.clear()
+        gc.collect()
+        assert watch() is not None  # its destructor would wait as well
+        assert all(thread.daemon for thread in threading.enumerate() if "_abort" in thread.name)
+    finally:
+        never.set()
+
+
 def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
     """Others may wait for that, and the abort for theirs."""
     groups = Groups((0,), timedelta(seconds=1))
     hosts, seen = Group("gloo"), []
     backend = SimpleNamespace(abort=lambda: seen.append(hosts.backend))
-    groups._groups += [hosts, NcclGroup(backend, [])]
+    group = asked([])
+    group.backend = backend
+    groups._groups += [hosts, group]
     groups.close(abort=True)
     assert seen == [None]
 
@@ -129,6 +169,8 @@ def test_a_sum_is_posted_as_a_transfer_is() -> None:
     """By itself, its work would keep the gradients for as long as somebody looks at it."""
     posted: list[Any] = []
     backend = made()
-    NcclGroup(backend, posted).allreduce([torch.zeros(3)])
+    group = asked(posted)
+    group.backend = backend
+    group.allreduce([torch.zeros(3)])
     assert backend.calls == ["_start_coalescing", "allreduce", "_end_coalescing"]
     assert posted == ["the work of _end_coalescing"]

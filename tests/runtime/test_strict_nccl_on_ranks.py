@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.processes.groups import Groups, Post
+from schedir.runtime.processes.groups import Asked, Groups, Post
 from schedir.runtime.transports import nccl
 from schedir.runtime.transports.nccl import NcclTransport
 from tests.built_in import NAMES, variants
 from tests.runtime.kit import MSE, everyone, message_of, momentum, random_batch, sgd
-from tests.runtime.nccl_over_gloo import RefusedError, nccl_over_gloo
+from tests.runtime.nccl_over_gloo import RefusedError, connect_all, nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.parity import Case, assert_trains_as_one_process
 
@@ -35,6 +35,7 @@ def test_ends_that_differ_are_refused_on_both_sides(
 ) -> None:
     with nccl_over_gloo():
         transport = NcclTransport((0, 1), rank, [[(0, 1)]], CPU, groups := Groups((0, 1), None))
+        connect_all(groups, (0, 1))
         work = transport.send(sent, 1) if rank == 0 else transport.receive(expected, 0)
         with pytest.raises(RefusedError, match=what if rank == 0 else "to receive") as refused:
             work.wait()
@@ -48,6 +49,7 @@ def test_sums_of_different_sizes_are_refused_everywhere(rank: int) -> None:
     with nccl_over_gloo():
         groups = Groups((0, 1, 2), None)
         group = groups.make("sum", (0, 1, 2), CPU)
+        connect_all(groups, (0, 1, 2))
         same = torch.full((3,), float(rank))
         group.allreduce([same]).wait()
         assert same.tolist() == [3.0] * 3
@@ -63,6 +65,7 @@ def test_both_directions_are_compared_apart(rank: int) -> None:
     with nccl_over_gloo():
         groups = Groups((0, 1), None)
         transport = NcclTransport((0, 1), rank, [[(0, 1), (1, 0)]], CPU, groups)
+        connect_all(groups, (0, 1))
         here, there = torch.full((3 + rank,), float(rank)), torch.zeros(4 - rank)
         posts = [Post(here, 1 - rank, True), Post(there, 1 - rank, False)]
         for work in transport.together(posts if rank else posts[::-1]):
@@ -76,7 +79,8 @@ def test_both_directions_are_compared_apart(rank: int) -> None:
 def test_what_is_used_before_it_is_warm_is_refused(rank: int) -> None:
     with nccl_over_gloo():
         groups = Groups((0, 1), None)
-        group = groups.make_nccl("sum", (0, 1))
+        group = groups.ask(Asked("sum", (0, 1), sums=True), lambda _: [])
+        connect_all(groups, (0, 1))
         with pytest.raises(RefusedError, match=r"to sum 3 .* makes a communicator, in the midst"):
             group.allreduce([torch.zeros(3)])
         warm_up = group.allreduce([torch.zeros(1)])

@@ -278,7 +278,7 @@ class Feeder:
         if not self._accelerator.queues:
             return None
         processes = self._grid.holders([self._grid.rank])
-        return groups.make(f"samples/{self._grid.rank}", processes, self._accelerator.device)
+        return groups.for_numbers(processes, self._accelerator.device)
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
         """The sums of `totals` over all pipelines, on the ranks that have them."""

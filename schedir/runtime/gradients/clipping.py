@@ -94,7 +94,7 @@ class Norms:
         self._alone = len(processes) == 1
         self._group: Group | None = None
         if plan.accelerator.queues and row[grid.rank] in processes:
-            self._group = groups.make(f"norms/{processes}", processes, self._device)
+            self._group = groups.for_numbers(processes, self._device)
 
     def of_all(self, own: Mapping[int, Sequence[Tensor | None]]) -> tuple[Tensor, Sequence[int]]:
         """The norms of all stages in their order, and of each the stage; `own` are the gradients

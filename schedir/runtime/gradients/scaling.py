@@ -59,7 +59,7 @@ class Scaling:
             members = sorted({*self._told, *self._tellers})
             processes = tuple(grid.everyone[number] for number in members)
             if len(processes) > 1:
-                self._group = groups.make("weights of steps", processes, plan.device)
+                self._group = groups.for_numbers(processes, plan.device)
         self._exchange: Exchange | None = None
         self._unread = Unread()
 

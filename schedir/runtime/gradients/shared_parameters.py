@@ -33,8 +33,9 @@ from schedir.runtime.gradients.reduction import (
     reduction_groups,
 )
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.connecting import in_turn
 from schedir.runtime.processes.control import DRIFT_TAG, Control
-from schedir.runtime.processes.groups import Group, in_turn
+from schedir.runtime.processes.groups import Group
 from schedir.runtime.session import Claim, Session, agree, digest
 
 _INTERVAL = 16  # steps, from the first on
@@ -118,12 +119,6 @@ class Shared:
     def _trained(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self._stages[stage].parameters() if p.requires_grad]
 
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The processes of every group for sums that takes in a part of this pipeline."""
-        tied = [processes for processes in self._tied if len(processes) > 1]
-        return [*(processes for _, processes in self._summed), *tied]
-
     def _connect(self, purpose: str, processes: Sequence[int]) -> tuple[Group, Group]:
         """A group for sums, and the one in which hosts tell each other what gradients there are:
         on the CPU the same."""
@@ -155,10 +150,16 @@ class Shared:
     def ties(self) -> list[Tie]:
         """The ties that have copies here."""
         elsewhere: dict[int, tuple[Group, GradientMask]] = {}
+        # Ties of the same stages are summed one after the other, before the same steps.
+        groups: dict[frozenset[int], tuple[Group, Group]] = {}
         for number in in_turn(self._tied, self._own):
             if len(processes := self._tied[number]) > 1:
-                purpose = f"tie/{number}/{','.join(map(str, processes))}"
-                group, beside = self._connect(purpose, processes)
+                stages = frozenset(stage for stage, _ in self._plan.tied[number][0])
+                if stages not in groups:
+                    listed = (",".join(map(str, sorted(each))) for each in (stages, processes))
+                    purpose = f"ties/{'/'.join(listed)}"
+                    groups[stages] = self._connect(purpose, processes)
+                group, beside = groups[stages]
                 elsewhere[number] = group, self._mask(beside, "a tied parameter's")
         # What replicas have is the sum over them already, where a REDUCE_GRAD is listed.
         summed = {stage for stages, _ in self._summed for stage in stages}

@@ -37,6 +37,7 @@ _CLOCK_TAG = 9
 SHARES_TAG = 10
 VERDICT_TAG = 11
 _DESCRIBED_TAGS = {True: 12, False: 13}  # in training, in evaluation
+_MEETING_TAG = 14
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -100,6 +101,24 @@ class Control:
             self._send(value, 0)
             return None
         return [value, *map(self._receive, range(1, len(self._everyone)))]
+
+    def meet(self, processes: Sequence[int]) -> None:
+        """Wait until all of some processes, of which this is one, have come to this. Raises
+        WaitError where they don't in time."""
+        first, *others = map(self._everyone.index, processes)
+        here = torch.zeros(1, dtype=torch.int64, device="cpu")
+        peers = others if self._own == first else [first]
+
+        def hear() -> None:
+            for number in peers:
+                self._group.expect(1, number, _MEETING_TAG, "a connection from").wait()
+
+        def tell() -> None:
+            for number in peers:
+                self._group.tell(here, number, _MEETING_TAG, "a connection").wait()
+
+        for go in (hear, tell) if self._own == first else (tell, hear):
+            go()
 
     def beside(self) -> Beside:
         """How ranks send each other what their hosts know, where payloads are on a device."""

@@ -1,18 +1,18 @@
 """Process groups of one's own: each of some processes alone, for one purpose, on its own keys.
 
-Those of NCCL are at the end: all that is said to torch's ProcessGroupNCCL is said there.
+Those between hosts, of gloo, are there once they are made. Those of NCCL are asked for, one after
+the other, and made together (`connecting`): how much of a GPU each may take depends on all.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from threading import Thread
 from typing import Any, ClassVar
 
 import attrs
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from schedir.runtime.processes.failure import Board, Patience, WaitError, waiting
+from schedir.runtime.processes.nccl import Shares, end, nccl_backend
 
 _MAKING = "all ranks to make their executors"
 
@@ -126,14 +127,31 @@ class Group:
             raise WaitError(error.cause, what) from error
 
 
-class NcclGroup(Group):
-    """A process group of NCCL, which makes its communicator with what is posted first.
+@attrs.frozen
+class Asked:
+    """What a communicator of NCCL is asked for by, alike in all of its processes: it `sums`, or it
+    moves tensors between two ends."""
 
-    What is posted is noted in `posted`, as waiting for it has the device wait, and not the host.
+    purpose: str
+    processes: tuple[int, ...]
+    sums: bool
+
+
+class NcclGroup(Group):
+    """A process group of NCCL: what it is `asked` for, and the communicator once that is made.
+
+    `warm_up` posts what makes it, in all of its processes at once. What is posted is noted in
+    `posted`, as waiting for it has the device wait, and not the host.
     """
 
-    def __init__(self, backend: Any, posted: list[dist.Work]) -> None:
-        super().__init__(backend)
+    def __init__(
+        self,
+        asked: Asked,
+        warm_up: Callable[[NcclGroup], Iterable[dist.Work]],
+        posted: list[dist.Work],
+    ) -> None:
+        super().__init__(None)
+        self.asked, self.warm_up = asked, warm_up
         self._posted = posted
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
@@ -206,7 +224,8 @@ class Groups:
         self.timeout = _timeout_of_user() if timeout is None else timeout
         self.patience = Patience(self.timeout, Board(self.store).has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
-        self._max_ctas: int | None = None
+        self.asked: list[NcclGroup] = []
+        self._for_numbers: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []
 
     def make(
@@ -220,30 +239,40 @@ class Groups:
         if len(processes) == 1:
             return Group(None)
         if goes_over_nccl(device):
-            group = self.make_nccl(purpose, processes)
-            self.settle([group.allreduce([torch.zeros(1, device=device)])])
-            return group
+
+            def warm_up(group: NcclGroup) -> list[dist.Work]:
+                return [group.allreduce([torch.zeros(1, device=device)])]
+
+            return self.ask(Asked(purpose, tuple(processes), sums=True), warm_up)
         with waiting(_MAKING):
             place = self._place(purpose, processes)
             self._groups.append(Group(dist.ProcessGroupGloo(*place, len(processes), self.timeout)))
         return self._groups[-1]
 
-    def make_nccl(self, purpose: str, processes: Sequence[int]) -> NcclGroup:
-        """One of NCCL, which has to be warmed up by what it is for, on all processes at once."""
+    def for_numbers(self, processes: Sequence[int], device: torch.device) -> Group:
+        """The group in which some processes sum a call's numbers on a device: its samples, its
+        scales, the norms of its gradients. In that order all post them, so one serves all."""
+        key = tuple(sorted(processes))
+        if key not in self._for_numbers:
+            purpose = f"numbers/{','.join(map(str, key))}"
+            self._for_numbers[key] = self.make(purpose, key, device)
+        return self._for_numbers[key]
+
+    def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
+        """Ask for a group of NCCL, which `warm_up` has post what it is for."""
+        self.asked.append(NcclGroup(asked, warm_up, self.posted))
+        return self.asked[-1]
+
+    def make_asked(self, group: NcclGroup, share: Shares) -> None:
+        """Make one that was asked for, as its other processes do at the same time."""
         if not Groups._told_rank:
             # The first one of a process gives it the rank that its flight recorder's file is named
             # by. So it is one of all processes; it is never used, and no communicator is made.
             Groups._told_rank = True
-            self.make_nccl("everyone", range(dist.get_world_size()))
-        name, place = f"{self._name}/{purpose}", self._place(purpose, processes)
-        with waiting(_MAKING):
-            backend = nccl_backend(*place, processes, name, self.timeout, self._max_ctas)
-        group = NcclGroup(backend, self.posted)
-        self._groups.append(group)
-        return group
-
-    def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
-        return PrefixStore(purpose, self.store), processes.index(dist.get_rank())
+            everyone = Asked("everyone", tuple(range(dist.get_world_size())), sums=True)
+            self._make_backend(NcclGroup(everyone, group.warm_up, self.posted), 1)
+        self._make_backend(group, share.sum if group.asked.sums else share.transfer)
+        self.settle(group.warm_up(group))
 
     def settle(self, works: Iterable[dist.Work]) -> None:
         """Wait for works that warm a group up, host and device."""
@@ -253,12 +282,15 @@ class Groups:
                 work.wait()
         self.posted.clear()
 
-    def share_gpu(self, processors: int, most: int) -> None:
-        """Let the kernels of all communicators fit on a GPU at once; a process has up to `most`.
+    def _make_backend(self, group: NcclGroup, max_ctas: int) -> None:
+        purpose, processes = group.asked.purpose, group.asked.processes
+        name, place = f"{self._name}/{purpose}", self._place(purpose, processes)
+        with waiting(_MAKING):
+            group.backend = nccl_backend(*place, processes, name, self.timeout, max_ctas)
+        self._groups.append(group)
 
-        All processes say the same: both ends of a channel must take as many multiprocessors.
-        """
-        self._max_ctas = shares(processors, most)
+    def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
+        return PrefixStore(purpose, self.store), processes.index(dist.get_rank())
 
     def close(self, abort: bool = False) -> None:
         """Let all groups go; the latest first, as all processes do."""
@@ -303,115 +335,3 @@ def init_process_group(timeout: timedelta | None) -> None:
     store, rank, world = next(rendezvous("env://"))
     own = PrefixStore(f"schedir/{_attempt()}/{next(_groups_made)}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
-
-
-# In which order process groups are made, so that no process waits for a chain of others.
-#
-# The members of a group meet when it is made. In an order of all groups, ranks of a pipeline would
-# make theirs one after the other; in rounds, each of which has at most one group of any process, as
-# many as there are ranks make theirs at the same time:
-#
-#     ring of 4 ranks    round 0   0─1   2─3
-#                        round 1   1─2   3─0     as many rounds as a rank has groups, or some more
-
-
-def rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
-    """The numbers of the groups, of which each is given by its members, round by round.
-
-    Each goes to the first round in which none of its members has another one, so all processes that
-    list the groups alike find the same. Of two members each, with at most n a process, they take
-    fewer than 2 n rounds (an edge colouring); neighbours that are listed in turn take about n.
-    """
-    found: list[list[int]] = []
-    taken: dict[int, set[int]] = {}  # by member, the rounds in which it has a group
-    for number, members in enumerate(groups):
-        busy = set().union(*(taken.setdefault(member, set()) for member in members))
-        turn = next(turn for turn in count() if turn not in busy)
-        for member in members:
-            taken[member].add(turn)
-        if turn == len(found):
-            found.append([])
-        found[turn].append(number)
-    return found
-
-
-def in_turn(groups: Sequence[Collection[int]], own: int) -> list[int]:
-    """The numbers of the groups that a process is in, in the order in which it makes them."""
-    return [n for together in rounds(groups) for n in together if own in groups[n]]
-
-
-# What ProcessGroupNCCL does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which this
-# builds on:
-#
-# - `pointToPoint`: a send or receive alone goes over a communicator of its two ranks, those within
-#   `startCoalescing` and `endCoalescing` over one of the whole group, as collectives do; each has a
-#   stream of its own. So one group uses one of the two ways alone. Inside, no call returns a work;
-#   the one at the end is of all, and holds none of their tensors once it is waited for, as that of
-#   a transfer or sum alone would (`batch_isend_irecv` and `_coalescing_manager`, which do that for
-#   torch's own groups, are in torch/distributed/distributed_c10d.py).
-# - It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
-#   host has seen the transfer's stream come past; see `schedir.runtime.boundaries.buffers`.
-# - A work's `wait` has the current stream wait, not the host.
-# - `shutdown` waits for what is under way, `abort` does not. Each ends its kernels first and then
-#   frees memory, which waits for the kernels of all communicators, and does so on a thread of its
-#   own that the caller waits for: several are aborted at the same time, or the first one waits for
-#   what only the others would end. (A group of NCCL's calls around them, as `_abort_process_group`
-#   of distributed_c10d.py has, does not reach those threads.)
-# - The first group of a process, of whatever library, tells it its rank (`globalRank`).
-# - The watchdog ends the process where a work is not done in time, counted from its post.
-
-_WATCHDOG = timedelta(minutes=10)  # torch's own default
-
-
-def shares(processors: int, communicators: int) -> int:
-    """How many of a GPU's multiprocessors each of its communicators may take.
-
-    The kernels of all of them run at once, for a receive is a kernel that runs until its data has
-    come; half of the GPU is left to compute, which they wait for. Of 132 multiprocessors, ten
-    communicators may take 6 each.
-    """
-    return max(1, processors // 2 // communicators)
-
-
-def nccl_backend(
-    store: Store,
-    position: int,
-    processes: Sequence[int],
-    name: str,
-    timeout: timedelta,
-    max_ctas: int | None = None,
-) -> Any:
-    """A process group of NCCL of some processes, by their ranks in the default process group.
-
-    A kernel of its communicator takes at most `max_ctas` of a GPU's multiprocessors; see `shares`.
-    """
-    # Of high priority: what has been computed goes on its way before more is computed.
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # The watchdog counts from the post, which may be a call ahead of the device, and ends the
-    # process without a word of where it stands: it is there for a host that hangs.
-    options._timeout = max(2 * timeout, _WATCHDOG)
-    # By these the flight recorder names what is in its files.
-    options.group_name = name
-    options.global_ranks_in_group = list(processes)
-    if max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
-        options.config.max_ctas = max_ctas
-    return dist.ProcessGroupNCCL(store, position, len(processes), options)
-
-
-def end(backends: Sequence[Any], abort: bool) -> None:
-    """Let communicators go, which would outlive their groups: once what is under way is done, or
-    at once."""
-    if not abort:
-        for backend in backends:
-            backend.shutdown()
-        return
-    threads = [Thread(target=_abort, args=(backend,)) for backend in backends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _abort(backend: Any) -> None:
-    with suppress(RuntimeError):  # it has failed already
-        backend.abort()

@@ -9,6 +9,7 @@ never does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import attrs
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.processes.groups import Groups, NcclGroup, Post, in_turn
+from schedir.runtime.processes.groups import Asked, Groups, NcclGroup, Post
 from schedir.runtime.transports.communicators import Channel, ranks_of
 from schedir.runtime.transports.transport import Work
 
@@ -40,6 +41,7 @@ class NcclTransport:
     """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
 
     `communicators` has the channels of each communicator: all in which ranks send to each other.
+    They are asked for of `groups`, and there once that has connected.
     What is alone is posted as a batch of one: other ranks may post their end of it in a batch, and
     the work of a batch keeps no tensor alive, for as long as somebody looks whether it is done.
     """
@@ -59,23 +61,23 @@ class NcclTransport:
     ) -> None:
         self._rank = rank
         self._lanes: dict[Channel, _Lane] = {}
-        held = list(map(ranks_of, communicators))
-        for number in in_turn(held, rank):
-            channels, ranks = communicators[number], held[number]
+        for channels in communicators:
+            if rank not in (ranks := ranks_of(channels)):
+                continue
             members = sorted(processes[rank] for rank in ranks)
-            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
-            group = groups.make_nccl(f"channel/{listed}", members)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
-            lane = _Lane(group, positions)
-            self._lanes.update(dict.fromkeys(channels, lane))
+            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
+            asked = Asked(f"channel/{listed}", tuple(members), sums=False)
             # What is posted first makes the communicator, and connects the ends of the channels.
-            posts = [
-                Post(torch.zeros(1, device=device), target if sends else source, sends)
+            ends = [
+                (target if sends else source, sends)
                 for source, target in channels
                 for sends in (True, False)
                 if rank == (source if sends else target)
             ]
-            groups.settle(lane.post(posts))
+            warm_up = partial(_warm_up, positions=positions, ends=ends, device=device)
+            lane = _Lane(groups.ask(asked, warm_up), positions)
+            self._lanes.update(dict.fromkeys(channels, lane))
 
     def tagged(self, tag: int) -> NcclTransport:
         """NCCL has no tags: what is posted in order meets in order."""
@@ -109,6 +111,17 @@ class _Lane:
         own = [Post(_carried(p.tensor), self.positions[p.peer], p.sends) for p in posts]
         # One work of all, which may be waited for more than once.
         return [self.group.together(own)] * len(own)
+
+
+def _warm_up(
+    group: NcclGroup,
+    positions: dict[int, int],
+    ends: Sequence[tuple[int, bool]],
+    device: torch.device,
+) -> Sequence[dist.Work]:
+    """Post a number at each of these ends, given by the peer and by whether it sends."""
+    posts = [Post(torch.zeros(1, device=device), peer, sends) for peer, sends in ends]
+    return _Lane(group, positions).post(posts)
 
 
 def _carried(tensor: Tensor) -> Tensor:
