@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from datetime import timedelta
 from threading import Event
 from types import SimpleNamespace
@@ -88,7 +89,7 @@ class Works:
             self.looked.append(number)
             return self.done[number]
 
-        return SimpleNamespace(is_completed=is_completed)
+        return SimpleNamespace(is_completed=is_completed, wait=lambda: True)
 
 
 def test_a_call_waits_for_the_one_before_the_latest_alone() -> None:
@@ -109,6 +110,52 @@ def test_a_call_waits_for_the_one_before_the_latest_alone() -> None:
         progress.settle()
     works.done[1] = True
     progress.settle()
+
+
+SENT: Any = SimpleNamespace(
+    rank=1, listed_at=4, action=schedir.send_act(1, 0), peer=2, parts=(), run=lambda: None
+)
+
+
+def failing(says: Callable[[], object], posted_before: int) -> WaitError:
+    """What comes of a work that is done, and fails as it `says`, after some that are fine."""
+    posted: list[Any] = []
+    progress = Progress(Patience(SECOND, lambda: False), posted, Host(CPU), follows=True)
+    fine = SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+    posted += [fine] * posted_before
+    progress._take(None)
+    posted.append(SimpleNamespace(is_completed=lambda: True, wait=says))
+    progress._take(SENT)
+    posted.append(SimpleNamespace(is_completed=lambda: False, wait=lambda: True))
+    progress._take(None)
+    with pytest.raises(WaitError) as failed:
+        progress.reach(lambda: False)
+    return failed.value
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_work_that_has_failed_is_not_taken_for_done(before: int) -> None:
+    """NCCL counts it as completed, and what comes behind it never ends."""
+
+    def raises() -> None:
+        raise RuntimeError("remote process exited or there was a network error")
+
+    failed = failing(raises, before)
+    assert (failed.rank, failed.index, failed.action) == (1, 4, schedir.send_act(1, 0))
+    assert failed.what == "1SEND_ACT0 to rank 2"
+    assert "network error" in str(failed.cause)
+
+
+def test_a_failed_work_that_never_says_so_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL aborts its communicator before, which may take for ever."""
+    monkeypatch.setattr("schedir.runtime.program.progress.ABORT", 0.1)
+    never = Event()
+    try:
+        failed = failing(never.wait, 1)
+    finally:
+        never.set()
+    assert failed.index == 4
+    assert "does not end" in str(failed.cause)
 
 
 def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:

@@ -8,13 +8,16 @@ kept in list order, and where the host comes to wait for the device, it looks at
     device    call 3: … 0RECV_GRAD0 never comes
                         └─ the first that is not done: where the rank stands, and for whom it waits
 
-The host is at most one call ahead of the device.
+The host is at most one call ahead of the device. A work that has failed counts as completed, and
+says so only to who waits for it. NCCL then aborts its communicator first, which may never end: so a
+thread beside asks, and the host waits for its answer no longer than for any abort.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from threading import Thread
 
 import attrs
 import torch.distributed as dist
@@ -22,14 +25,17 @@ import torch.distributed as dist
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.processes.failure import Patience, WaitError
-from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.processes.nccl import ABORT
+from schedir.runtime.program.instruction import Instruction, nothing
 
 
 @attrs.frozen(eq=False)
 class _Step:
-    """One thing that is under way: what an instruction has posted, or, without one, a call."""
+    """One thing that is under way: what an instruction has posted, or, without one, a call. Once it
+    is done, `check` raises what it has failed with."""
 
     is_done: Callable[[], bool]
+    check: Callable[[], object]
     instruction: Instruction | None = None
 
     def awaited(self) -> str:
@@ -76,7 +82,9 @@ class Progress:
         return attrs.evolve(instruction, run=followed)
 
     def _take(self, instruction: Instruction | None) -> None:
-        self._latest.extend(_Step(work.is_completed, instruction) for work in self._posted)
+        self._latest.extend(
+            _Step(work.is_completed, work.wait, instruction) for work in self._posted
+        )
         self._posted.clear()
 
     def begin(self) -> None:
@@ -93,7 +101,7 @@ class Progress:
             return lambda: True
         self._take(None)
         ended = self._accelerator.mark().query
-        self._latest.append(_Step(ended))
+        self._latest.append(_Step(ended, nothing))
         return ended
 
     def reach(self, ended: Callable[[], bool]) -> None:
@@ -110,19 +118,51 @@ class Progress:
     def _end(self, posted: deque[_Step], early: Callable[[], bool] = lambda: False) -> None:
         """Wait for one after the other, or until there is an early end; each has the timeout to
         itself, so a step may take longer."""
-        while posted and not early():
-            first = posted[0]
-            try:
+        done: list[_Step] = []
+        try:
+            while posted and (posted[0].is_done() or not early()):
+                first = posted[0]
                 self._patience.until(lambda: first.is_done() or early(), first.awaited)  # noqa: B023  # called within
-            except WaitError as stalled:
-                if (at := first.instruction) is not None:
-                    stalled.at(at.rank, at.listed_at, at.action)
-                raise
-            if first.is_done():
-                posted.popleft()
+                if first.is_done():
+                    done.append(posted.popleft())
+        except WaitError as stalled:
+            _check(done)  # one that failed may be why
+            raise _at(stalled, posted[0]) from None
+        _check(done)
 
     def drop(self) -> None:
         """A call has failed: nothing of it will be done."""
         self._posted.clear()
         self._before.clear()
         self._latest.clear()
+
+
+def _check(done: Sequence[_Step]) -> None:
+    """Raise WaitError for the first of these that has failed."""
+    asked: list[_Step] = []
+    found: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            for step in done:
+                asked.append(step)
+                step.check()
+        except Exception as error:
+            found.append(error)
+
+    if not done:
+        return
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(ABORT)
+    if asking.is_alive():
+        found.append(RuntimeError("it has failed, and its communicator does not end"))
+    for error in found:
+        raise _at(WaitError(error, asked[-1].awaited()), asked[-1])
+
+
+def _at(stalled: WaitError, step: _Step) -> WaitError:
+    """The error at the place in the list that has posted a step."""
+    if (at := step.instruction) is not None:
+        stalled.at(at.rank, at.listed_at, at.action)
+    return stalled
