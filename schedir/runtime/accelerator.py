@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 T = TypeVar("T")
 
@@ -62,14 +63,16 @@ class Accelerator:
         """A new stream."""
         return self._module.Stream(self.device)
 
-    def side(self) -> Any:
-        """A new stream for compute beside that of a rank.
+    def accumulate_on(self, stream: Any, parameters: Iterable[Tensor]) -> Sequence[object]:
+        """Have gradients of parameters be added to on a stream, as long as what this returns lives.
 
-        A parameter's gradients then come from both. Autograd has them wait for each other, which is
-        what it would warn of.
+        Else autograd adds on the stream of the first forward whose graph is alive, and other
+        streams' backwards and forwards wait for each other there. Its warning of backwards on other
+        streams than that is turned off.
         """
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        return self.stream()
+        with self.on(stream):
+            return [get_gradient_edge(p).node for p in parameters if p.requires_grad]
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make it the current stream inside; None leaves the one that is."""
@@ -207,6 +210,24 @@ class Host(Accelerator):
     def generators(self) -> Iterable[torch.Generator]:
         """None but its own."""
         return ()
+
+
+class Streams:
+    """The streams of this process's ranks and stages, each made when it is first asked for.
+
+    Calls that train and others share them: cuBLAS keeps tens of MiB for each.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def of(self, what: str, number: int) -> Any:
+        """The one of a rank or stage that `what` is done on; None on a device without streams."""
+        key = what, number
+        if key not in self._made:
+            self._made[key] = self._accelerator.stream()
+        return self._made[key]
 
 
 class Late(Generic[T]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schedir.passes import forward_only
+from schedir.runtime.accelerator import Streams
 from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.clipping import Clipping
@@ -25,6 +27,7 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
+from schedir.runtime.program.together import on_two_streams
 from schedir.runtime.session import Session
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
@@ -57,6 +60,7 @@ class Parts:
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
+    streams: Streams
     progress: Progress
     clock: BusyClock
     trace: Trace | None
@@ -84,6 +88,7 @@ class Parts:
             self.control.beside() if self.queues and not plan.grid.alone else None,
             trains,
             self.now,
+            self.streams,
         )
         return Programs(
             plan,
@@ -132,7 +137,8 @@ def assemble(plan: Plan, session: Session) -> Parts:
     scaling = Scaling(plan, session.control, session.groups)
     replica_check = shared.replica_check()
     clock = busy_clock(plan.accelerator)
-    stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy)
+    streams = Streams(plan.accelerator)
+    stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy, streams)
     return Parts(
         plan,
         session.control,
@@ -150,6 +156,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         optimizers,
         stages,
         _replicas(plan, stages),
+        streams,
         Progress(
             session.groups.patience,
             session.groups.posted,
@@ -167,13 +174,21 @@ def _stages(
     optimizers: Mapping[int, torch.optim.Optimizer],
     nonfinite: NonFinite,
     busy: list[float],
+    streams: Streams,
 ) -> dict[int, Stage]:
     read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
+    apart = _on_several_streams(plan) if plan.accelerator.queues else set()
+
+    def accumulators(stage: int) -> Callable[[Sequence[Tensor]], Sequence[object]] | None:
+        if stage not in apart:
+            return None
+        return partial(plan.accelerator.accumulate_on, streams.of("gradients", stage))
+
     return {
         stage: Stage(
             plan,
             stage,
-            StageWeights(plan.trained[stage], read.get(stage)),
+            StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
             reductions.get(stage),
             optimizers.get(stage),
             nonfinite,
@@ -181,6 +196,12 @@ def _stages(
         )
         for stage in plan.local_stages
     }
+
+
+def _on_several_streams(plan: Plan) -> set[int]:
+    """The stages here that more than one stream computes: those of several ranks, or in pairs."""
+    held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
+    return held.union(*(on_two_streams(plan.schedule.actions[rank]) for rank in plan.local_ranks))
 
 
 def _replicas(plan: Plan, stages: Mapping[int, Stage]) -> dict[int, Replicas]:

@@ -255,7 +255,7 @@ def test_without_any_one_of_the_waits_there_is_a_race(
     waits = set(range(len(whole.waits))) - whole.needless
     missed = {n for n in waits if not run.on(FakeDevice(left_out=n))}
     assert len(waits) > 10
-    first = {("rank 1 #0 1RECV_ACT0", 7), ("rank 1 #4 1SEND_GRAD0", 6)} if communicators else set()
+    first = {("rank 1 #0 1RECV_ACT0", 5), ("rank 1 #4 1SEND_GRAD0", 4)} if communicators else set()
     assert {whole.waits[n] for n in missed} == {(CALLER, 2), *first}
 
 
@@ -357,18 +357,20 @@ def test_memory_that_a_pair_gives_back_is_not_given_again_within_it(
     assert any(race.freed for race in device.races) is not holds
 
 
-def test_the_two_of_a_pair_do_not_wait_for_each_other() -> None:
-    """What both of them touched would be raced for."""
+class Touches(nn.Linear):
+    """Its forward and its backward write to one memory: what both of a pair touch is raced for."""
+
     touched = torch.zeros(1)
 
-    class Touches(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made = super().forward(x)
-            if made.requires_grad:
-                touched.add_(1)
-                made.register_hook(lambda _: touched.add_(1) and None)
-            return made
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        if made.requires_grad:
+            self.touched.add_(1)
+            made.register_hook(lambda _: self.touched.add_(1) and None)
+        return made
 
+
+def test_the_two_of_a_pair_do_not_wait_for_each_other() -> None:
     device = FakeDevice()
     schedule = bidirectional_v(2, 4)
     with watching(device, communicators=False):
@@ -383,6 +385,33 @@ def test_the_two_of_a_pair_do_not_wait_for_each_other() -> None:
     }
     assert pairs
     assert tokens(device.races) == pairs
+
+
+def test_calls_that_train_and_others_share_their_streams() -> None:
+    """A matrix product keeps a workspace for each stream."""
+    device = FakeDevice()
+    assert not Run(built("1f1b", 2, 2), communicators=False).on(device)
+    assert len(device._streams) == 1 + 2  # the caller's, and one of each rank
+
+
+def test_a_forward_does_not_wait_for_what_its_partner_adds_to_gradients() -> None:
+    """The accumulators of stage 1 would be made by 1F0, on the side stream, where 0F3 runs next."""
+    device = FakeDevice()
+    schedule = listed(
+        4,
+        "0 0",
+        "0F0 0F1 0F2 1F1 1B1 (1F0;0B1) 1F2 (1B2;0F3) 1B0 0B0 0B2 1F3 1B3 0B3 "
+        "0OPTIM_STEP 1OPTIM_STEP",
+    )
+    stages = numbered([Touches(4, 4) for _ in range(2)])
+    with (
+        watching(device, communicators=False),
+        Executor(schedule, stages, MSE, adamw, **QUIET) as executor,
+    ):
+        x, y = torch.randn(2, 8, 4)
+        for _ in range(2):
+            executor.step(x, target=y)
+    assert tokens(device.races) == {("1F0", "0B1"), ("1B2", "0F3")}
 
 
 def test_memory_that_another_stream_still_uses_is_not_given_again() -> None:

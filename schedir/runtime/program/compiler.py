@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import attrs
 import numpy as np
@@ -31,7 +30,7 @@ from schedir.ir import (
     Schedule,
     Together,
 )
-from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.accelerator import Accelerator, Streams
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
@@ -97,8 +96,8 @@ class Compiler:
     left to the caller. `scaling` is for those that apply other microbatches than the loss stage's,
     and `nonfinite` looks at what they apply. `observers` watch every run. `beside` takes from rank
     to rank what hosts have to know; None where the transport of the payloads does that as well.
-    `sides` are the streams beside those of the ranks, for the second of two that run abreast, and
-    `pools` what ranks send from and receive into. `copiers` move what ranks offload.
+    `streams` are those of the ranks, and those beside them; `pools` what ranks send from and
+    receive into. `copiers` move what ranks offload.
     """
 
     accelerator: Accelerator
@@ -111,7 +110,7 @@ class Compiler:
     beside: Poster | None
     trains: bool
     now: Now
-    sides: dict[int, Any] = attrs.field(factory=dict)
+    streams: Streams
     pools: dict[int, Pool] = attrs.field(factory=dict)
     copiers: dict[int, Copier] = attrs.field(factory=dict)
 
@@ -331,13 +330,11 @@ class _List:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        sides, accelerator = self._compiler.sides, self._compiler.accelerator
-        if self._rank not in sides:
-            sides[self._rank] = accelerator.side()
+        side = self._compiler.streams.of("pairs", self._rank)
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
-        made = Pair(accelerator, sides[self._rank], self._cell(first.action))
+        made = Pair(self._compiler.accelerator, side, self._cell(first.action))
         return made.abreast(first, second, aside)
 
     def _in_turn(self, made: Instruction) -> Instruction:

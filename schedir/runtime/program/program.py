@@ -261,7 +261,8 @@ class Programs:
         self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
         self._sees_input = 0 in plan.local_stages
         self._is_alone = len(transports) > 1
-        self._streams = [plan.accelerator.stream() for _ in transports] if self._is_alone else []
+        own = transports if self._is_alone else ()
+        self._streams = [compiler.streams.of("lists", rank) for rank in own]
         self._numbers: dict[object, int] = {}
         self._next = 0  # the number of a signature that is new
         self._known: OrderedDict[int, _Known] = OrderedDict()

@@ -136,6 +136,13 @@ def forwards_aside(entries: Iterable[Entry]) -> set[int]:
     return found
 
 
+def on_two_streams(entries: Sequence[Entry]) -> set[int]:
+    """The stages of a rank's list whose forwards run on the side stream, and on its own."""
+    pairs = (entries[index] for index in forwards_aside(entries))
+    parts = (action for pair in pairs if isinstance(pair, Together) for action in pair.actions)
+    return {action.stage for action in parts if action.kind is Kind.FORWARD}
+
+
 class Pair:
     """One pair; `cell` is that of its first action, `side` the stream beside the rank's own."""
 

@@ -9,7 +9,7 @@ wrong gradients, since a saved leaf unpacks to the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import attrs
@@ -68,14 +68,23 @@ class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
     `lives` says which versions are still read when they are replaced; None where the caller steps,
-    so that only one version exists. `latest` is the newest version in this call. It `stashes` where
-    older versions are kept, as copies, and `collects` where what a backward has made is to be taken
-    in: the first gradients of parameters, or those of copies.
+    so that only one version exists. `accumulators` makes what adds to the gradients of some
+    parameters, where that must not be left to the first forward. `latest` is the newest version in
+    this call. It `stashes` where older versions are kept, as copies, and `collects` where what a
+    backward has made is to be taken in: the first gradients of parameters, or those of copies.
     """
 
-    def __init__(self, module: nn.Module, lives: Lives | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        lives: Lives | None,
+        accumulators: Callable[[Sequence[nn.Parameter]], Sequence[object]] | None = None,
+    ) -> None:
         self._newest = list(module.parameters())
         self._lives = lives or Lives((), ())
+        self._accumulators = accumulators
+        # Of each version, for which parameters they were made, and they.
+        self._held: dict[int, tuple[list[int], Sequence[object]]] = {}
         self.stashes = any(self._lives.outlives)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
@@ -107,6 +116,7 @@ class StageWeights:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
         self.latest = version
+        self._hold(self._newest)
         self._without_gradient = [*filter(_REQUIRES_GRAD, self._newest)]
         self.collects = True
         outlives = self._lives.outlives
@@ -117,8 +127,17 @@ class StageWeights:
             for kept, parameter in zip(copy, self._newest, strict=True):
                 kept.copy_(parameter)
                 kept.requires_grad_(parameter.requires_grad)
+        self._hold(copy)
         self._stashed[version] = copy
         self._readers[version] = self._lives.readers[version]
+
+    def _hold(self, parameters: list[nn.Parameter]) -> None:
+        """Hold the accumulators of a version, which would end with the graphs that use them."""
+        if self._accumulators is None:
+            return
+        trained = [id(parameter) for parameter in filter(_REQUIRES_GRAD, parameters)]
+        if self._held.get(id(parameters), ((), ()))[0] != trained:
+            self._held[id(parameters)] = trained, self._accumulators(parameters)
 
     def look_at_gradients(self) -> None:
         """The parameters have been given other gradients, or none."""

@@ -9,7 +9,7 @@ counts, so that a wait that is missing shows even where all went well by chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
@@ -86,6 +86,7 @@ class FakeDevice(Accelerator):
         self._host: Clock = {}
         self._freed: dict[int, list[Block]] = {}
         self._streams: list[Stream] = []
+        self._added: list[Stream] = []
         self.current = self.stream()
 
     # As the runtime sees it.
@@ -169,6 +170,26 @@ class FakeDevice(Accelerator):
             self.needless.add(number)
         if number != self._left_out:
             advance(own, clock)
+
+    @contextmanager
+    def adding(self, accumulator: Stream | None, added: Sequence[Tensor]) -> Iterator[None]:
+        """A backward of the current stream adds to gradients on that of their accumulator, inside:
+        autograd has it wait for what is `added`, and keeps that memory from others."""
+        if accumulator is None:
+            yield
+            return
+        advance(accumulator.clock, self.current.clock)
+        self._added.append(accumulator)
+        with self.on(accumulator):
+            for tensor in added:
+                self.used(tensor)
+            yield
+
+    def join(self) -> None:
+        """A backward is over: autograd has its caller's stream wait for all that was added."""
+        for stream in self._added:
+            advance(self.current.clock, stream.clock)
+        self._added.clear()
 
     def settle(self, clock: Clock) -> None:
         """The host waits."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import attrs
 import pytest
+import torch
 
+from schedir.runtime.program import compute
 from schedir.runtime.program.instruction import Bound, Instruction
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.communicators import Communicators
-from tests.runtime.streams.sanitizer import Sanitizer
+from tests.runtime.streams.sanitizer import Graphs, Sanitizer
 
 
 @contextmanager
@@ -31,8 +34,23 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
         if communicators:
             patch.setattr("schedir.runtime.session.InProcessTransport", Communicators)
             patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
-        with Sanitizer(device):
+        engine = torch.autograd.Variable._execution_engine
+        for place in ("torch.autograd._engine_run_backward", f"{compute.__name__}._run_backward"):
+            patch.setattr(place, _joined(device, engine.run_backward))
+        with Graphs(device), Sanitizer(device):
             yield patch
+
+
+def _joined(device: FakeDevice, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose caller comes after all that it has added to gradients."""
+
+    def joined(outputs: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return run_backward(outputs, *arguments, **options)
+        finally:
+            device.join()
+
+    return joined
 
 
 def _tells(device: FakeDevice) -> Callable[[Instruction], Instruction]:
