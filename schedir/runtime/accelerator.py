@@ -10,6 +10,7 @@ happens before what.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from socket import gethostname
@@ -53,6 +54,7 @@ class Accelerator:
         self._module = torch.get_device_module(device)
         # Who waits for one on CUDA would else keep a core busy.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
+        self._timed: list[Any] = []  # events that keep time, to be recorded again
 
     def chosen(self) -> AbstractContextManager[object]:
         """Make it the current device inside."""
@@ -83,9 +85,19 @@ class Accelerator:
 
     def mark(self, timed: bool = False) -> Mark:
         """A mark on the current stream."""
-        event: Mark = self._module.Event(enable_timing=timed, **self._event_options)
+        if timed and self._timed:
+            event: Any = self._timed.pop()
+        else:
+            event = self._module.Event(enable_timing=timed, **self._event_options)
         self._module.current_stream(self.device).record_event(event)
-        return event
+        mark: Mark = event
+        return mark
+
+    def use_again(self, marks: Iterable[Mark], after: object) -> None:
+        """Make others of these timed marks after the end of `after`, the last that asks for them:
+        a step has two for each of its actions, and to make one costs what a send does."""
+        unlike = {id(mark): mark for mark in marks}
+        weakref.finalize(after, self._timed.extend, [*unlike.values()]).atexit = False
 
     def makes(self, tensor: Tensor) -> bool:
         """Whether the host would have to wait for its value."""

@@ -201,6 +201,10 @@ class Recorder(BusyClock):
         return [step.stamps for step in steps], 0.0
 
 
+class _Marks(list[Any]):
+    """The stamps of a step on a device; 0 for none."""
+
+
 class QueuedRecorder(Recorder):
     """On a device that queues its work: it leaves marks, which are read after the step.
 
@@ -217,11 +221,13 @@ class QueuedRecorder(Recorder):
 
     def take(self) -> Callable[[], float]:
         """How to get the seconds; the host waits for the device then."""
-        taken = self.latest = self._stamps[:]
+        taken = self.latest = _Marks(self._stamps)
         self._stamps[:] = [0] * len(taken)
-        spans = [(taken[row + BEGAN], taken[row + ENDED]) for row in self._computes]
+        self._accelerator.use_again(filter(None, taken), after=taken)
+        computes = self._computes[:]
 
         def seconds() -> float:
+            spans = ((taken[row + BEGAN], taken[row + ENDED]) for row in computes)
             made = [(began, ended) for began, ended in spans if ended]
             for _, ended in made:
                 ended.synchronize()

@@ -5,7 +5,7 @@ Whoever waits for it within a step fails: the host must not. Another thread may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Condition, current_thread, main_thread
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.runtime import StepResult, arguments, plan
-from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import shared_parameters
@@ -81,6 +81,9 @@ class FarDevice(Accelerator):
 
     def mark(self, timed: bool = False) -> _Mark:
         return _Mark(self)
+
+    def use_again(self, marks: Iterable[Mark], after: object) -> None:
+        """Marks cost nothing here."""
 
     def used(self, tensor: Tensor) -> None:
         assert tensor.device.type == self.device.type

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -16,6 +18,9 @@ from schedir.runtime import Executor, plan, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
 from schedir.runtime.batch.microbatches import placed
+from schedir.runtime.program.instruction import Instruction
+from schedir.runtime.program.observers import QueuedClock
+from schedir.runtime.recorder import QueuedRecorder
 from schedir.runtime.session import Claim, compare
 from tests.runtime.kit import MSE, message_of, random_batch, sgd
 from tests.runtime.queueing import Queueing
@@ -158,6 +163,67 @@ def test_a_gpu_tells_its_name_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found._module = type("module", (), {"get_device_properties": lambda _: Properties()})
     monkeypatch.setattr("schedir.runtime.accelerator.gethostname", lambda: "here")
     assert (found.name, found.processors) == ("GPU-1 of here", 132)
+
+
+class CountedEvent:
+    """One of CUDA's, whose device is done at once."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self, enable_timing: bool, blocking: bool) -> None:
+        assert blocking
+        self.timed, self.recorded = enable_timing, 0
+        CountedEvent.made += enable_timing
+
+    def synchronize(self) -> None:
+        """It is there."""
+
+    def elapsed_time(self, end: CountedEvent) -> float:
+        assert self.timed
+        assert end.timed
+        return end.recorded - self.recorded
+
+
+class CountedDevice(Accelerator):
+    """CUDA as far as events go."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0))
+        recorded = count(1)
+
+        def record_event(event: CountedEvent) -> None:
+            event.recorded = next(recorded)
+
+        stream = SimpleNamespace(record_event=record_event)
+        self._module = SimpleNamespace(Event=CountedEvent, current_stream=lambda _: stream)
+
+
+@pytest.mark.parametrize("clock", [QueuedClock, QueuedRecorder])
+def test_events_that_keep_time_are_used_again(
+    clock: type[QueuedClock] | type[QueuedRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many are made as are in use at once; two steps' times never share one."""
+    monkeypatch.setattr(CountedEvent, "made", 0)
+    watch, actions = clock(CountedDevice()), 5
+    runs = [
+        watch(Instruction(0, n, n, schedir.forward(0, n), lambda: None, computes=True)).run
+        for n in range(actions)
+    ]
+
+    def step() -> Callable[[], float]:
+        for run in runs:
+            run()
+        return watch.take()
+
+    first, second = step(), step()
+    assert CountedEvent.made == 4 * actions
+    assert (first(), second()) == (1e-3 * actions, 1e-3 * actions)
+    del first, second
+    if isinstance(watch, QueuedRecorder):
+        watch.latest = None
+    for _ in range(3):
+        assert step()() == pytest.approx(1e-3 * actions)
+    assert CountedEvent.made == 4 * actions
 
 
 def test_modules_without_values_are_told_where_to_put_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -33,7 +34,7 @@ from tests.runtime import aliasing
 from tests.runtime.features import round_robin
 from tests.runtime.kit import MSE, adamw, numbered
 from tests.runtime.lists import ROUNDS, STALE_REPLICAS, bidirectional_v, megatron
-from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice
+from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice, Stream
 from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
 from tests.runtime.streams.sanitizer import Sanitizer
@@ -392,6 +393,25 @@ def test_calls_that_train_and_others_share_their_streams() -> None:
     device = FakeDevice()
     assert not Run(built("1f1b", 2, 2), communicators=False).on(device)
     assert len(device._streams) == 1 + 2  # the caller's, and one of each rank
+
+
+def test_replicas_of_a_stage_add_on_one_stream_that_no_rank_computes_on() -> None:
+    """Else the first forward's rank would have those of all others wait, and torch would warn."""
+    added: set[tuple[int, int]] = set()
+
+    class Noting(FakeDevice):
+        @contextmanager
+        def adding(
+            self, accumulator: Stream | None, reads: Sequence[torch.Tensor]
+        ) -> Iterator[None]:
+            if accumulator is not None:
+                added.add((self.current.number, accumulator.number))
+            with super().adding(accumulator, reads):
+                yield
+
+    assert not Run(built(round_robin, 3, 6), communicators=False).on(Noting())
+    # Stage 0 has a stream of its own, 1; those of the ranks are 2, 3, 4, and stage 1 is of rank 2.
+    assert added == {(2, 1), (3, 1), (4, 4)}
 
 
 def test_a_forward_does_not_wait_for_what_its_partner_adds_to_gradients() -> None:

@@ -16,6 +16,7 @@ record when each entry of each rank has started and ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 import attrs
@@ -75,6 +76,7 @@ class QueuedClock(BusyClock):
                 ended.synchronize()
             return sum(started.elapsed_time(ended) for started, ended in spans) / 1e3
 
+        self._accelerator.use_again(chain.from_iterable(spans), after=seconds)
         return seconds
 
 

@@ -114,6 +114,9 @@ class FakeDevice(Accelerator):
         """All that the current stream has queued, and what that comes after."""
         return Mark(self, dict(self.current.clock))
 
+    def use_again(self, marks: Iterable[object], after: object) -> None:
+        """Marks cost nothing here."""
+
     def used(self, tensor: Tensor) -> None:
         """The tensor's memory is not given out before the current stream is done with it."""
         self._block(tensor).users.add(self.current.number)
