@@ -329,8 +329,8 @@ class Engine:
             if still_works:
                 # End what is under way, and say that there is no other call.
                 self._leave.detach()
+                self.parts.progress.settle()  # it names the place where that is in vain
                 wait_for(self.parts.under_way)
-                self.parts.progress.settle()
                 self.parts.shared.settle()
                 self._session.control.courier.finish()
                 self.parts.handshake.last(Call(CLOSE, self._session.calls))
@@ -357,7 +357,7 @@ def _arrive(
     works: list[Work], progress: Progress, courier: Courier, accelerator: Accelerator
 ) -> None:
     with suppress(WaitError):  # the other side may be gone, and the device wait for it for ever
-        wait_for(works)
         progress.settle()
+        wait_for(works)
         accelerator.synchronize()
         courier.finish()

@@ -7,7 +7,9 @@ thread that stands for its stream. Refused is
 - a type that NCCL does not take, and memory that is not in one piece;
 - a transfer whose ends differ in type or size, on both of its sides: NCCL would hang, or worse;
 - a communicator that is not made by a warm-up, and one that is used before the host knows that it
-  is made: others may be made in another order, or by what must not wait.
+  is made: others may be made in another order, or by what must not wait;
+- kernels that leave compute less than half of a GPU: those of a transfer take a power of two of its
+  multiprocessors, rounded up.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.runtime import plan
+from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import groups
 from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
@@ -132,12 +135,17 @@ class Communicator:
         return [other]
 
 
+PROCESSORS = 132
+
+
 class NcclOverGloo:
-    """In place of a process group of NCCL; what becomes of it is written to `log`."""
+    """In place of a process group of NCCL; what becomes of it is written to `log`, and the
+    multiprocessors that its kernels take to `taken`."""
 
     def __init__(
         self,
         log: list[str],
+        taken: dict[str, int],
         store: Any,
         position: int,
         processes: Sequence[int],
@@ -149,6 +157,12 @@ class NcclOverGloo:
         self._name = name.split("/", 4)[-1]  # without what tells executors apart
         self._communicators: dict[str, Communicator] = {}
         self._as_one: list[End] | None = None
+        if max_ctas is not None and not name.endswith("everyone"):
+            transfers = self._name.startswith("channel/")
+            taken[name] = 1 << (max_ctas - 1).bit_length() if transfers else max_ctas
+            if sum(taken.values()) > PROCESSORS // 2:
+                raise RefusedError(f"all kernels take {taken} of {PROCESSORS} multiprocessors")
+        self._taken, self._name_taken = taken, name
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work | None:
         (tensor,) = map(_taken, tensors)
@@ -194,6 +208,7 @@ class NcclOverGloo:
     def _end(self, how: str) -> None:
         if self._communicators:
             self._log.append(f"{how} {self._name}")
+        self._taken.pop(self._name_taken, None)
         self._communicators.clear()
 
     def abort(self) -> None:
@@ -215,14 +230,16 @@ def _taken(tensor: Tensor) -> Tensor:
 def nccl_over_gloo() -> Iterator[list[str]]:
     """Executors inside take the CPU for a GPU; what their process groups do is in the list."""
     log: list[str] = []
+    taken: dict[str, int] = {}
 
     def backend(*arguments: Any) -> NcclOverGloo:
-        return NcclOverGloo(log, *arguments)
+        return NcclOverGloo(log, taken, *arguments)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(groups, "nccl_backend", backend)
         monkeypatch.setattr(groups, "goes_over_nccl", lambda device: device is not None)
         monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
+        monkeypatch.setattr(Host, "processors", PROCESSORS)
         yield log
 
 
@@ -231,4 +248,4 @@ def connect_all(made: groups.Groups, processes: Sequence[int]) -> None:
     grid = Grid((tuple(processes),), 0, processes.index(dist.get_rank()))
     control = Control(grid)
     control.connect(made)
-    connect(made, control, processors=132)
+    connect(made, control, PROCESSORS)

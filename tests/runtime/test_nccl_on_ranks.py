@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import groups as module
+from schedir.runtime.processes import nccl
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Groups, Post
@@ -270,6 +272,64 @@ def test_a_failure_aborts_all_groups_at_once(rank: int) -> None:
         assert "broken" in message_of(executor.step, x, target=y)
         executor.close()
         assert sorted(log[len(made) :]) == ended
+
+
+@on_ranks(2)
+def test_aborts_that_never_return_hold_no_rank_up(rank: int) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    x, y = random_batch()
+    never = Event()
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        executor = Executor(schedule, stage, MSE, sgd, timeout=60)
+        monkeypatch.setattr(nccl, "ABORT", 0.1)
+        monkeypatch.setattr(NcclOverGloo, "abort", lambda _: never.wait())
+        assert "rank 1 #1 1F0: ValueError: on purpose" in message_of(executor.step, x, target=y)
+        executor.close()
+        everyone(rank)
+        never.set()
+
+
+class Failed:
+    """A work that its communicator has given up: completed, as NCCL counts."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        raise RuntimeError("remote process exited or there was a network error")
+
+
+@on_ranks(2)
+def test_a_rank_names_what_has_failed_on_its_device(rank: int) -> None:
+    """Not what comes behind it, which never ends."""
+    stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    x, y = random_batch(6)
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        executor = Executor(schedule, stage, MSE, sgd, timeout=60)
+        executor.step(x, target=y)  # goes through the hosts
+        if rank == 1:
+            post = NcclOverGloo._end_coalescing
+            sent: list[Any] = []
+
+            def fails(self: NcclOverGloo) -> Any:
+                sent.extend(end for end in self._as_one or () if end.sends)
+                work = post(self)
+                return Failed() if len(sent) == schedule.microbatches else work
+
+            monkeypatch.setattr(NcclOverGloo, "_end_coalescing", fails)
+        executor.step(x, target=y)
+        message = message_of(executor.close)
+        if rank == 1:
+            index = schedule.actions[1].index(schedir.send_grad(1, 2))
+            assert f"rank 1 #{index} 1SEND_GRAD2: " in message
+            assert "waited for 1SEND_GRAD2 to rank 0, but the connection has ended" in message
+        everyone(rank)
 
 
 def _never(host: Host, timed: bool = False) -> Any:
