@@ -144,6 +144,9 @@ def _collect(
             f"{blamed_line(frame, generator)}: rank {rank} yielded more than {limit} actions, far "
             f"beyond {pipe.microbatches} microbatches; does it end?"
         )
+    # In Python 3.12 the frame of a generator that has ended refers to this one: a cycle, with all
+    # that the callers hold.
+    frame = None
     return entries
 
 

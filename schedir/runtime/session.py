@@ -147,6 +147,8 @@ class Session:
             said = f"waited for {awaited}, but {describe(stalled.cause)}"
         else:
             said = f"waited for {awaited}, but the connection has ended"
+        if stalled.timed_out and stalled.advice and not reason:
+            said += f"; {stalled.advice}"
         if reason:
             said += f"; the first to fail was {reason}"
         return OneLineError(

@@ -120,8 +120,9 @@ def test_another_autocast_is_named(rank: int) -> None:
 @on_ranks(2)
 @sweep("limit", [4.0, timedelta(seconds=4)], quick=[4.0], ids=str)
 def test_a_rank_that_makes_no_call_is_waited_for_as_long_as_said(
-    rank: int, limit: float | timedelta
+    rank: int, limit: float | timedelta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as on two hosts, which have met
     executor = executor_on(rank, timeout=limit)
     step(executor, 8)
     started = time.monotonic()
@@ -129,13 +130,19 @@ def test_a_rank_that_makes_no_call_is_waited_for_as_long_as_said(
     seconds = time.monotonic() - started
     first, waited = everyone((said, seconds))[0]
     assert "call 1, step: waited 4 s in vain for 0RECV_GRAD0 from rank 1" in first
+    assert "GLOO_SOCKET_IFNAME" not in first
     assert 3.9 < waited < LONG
     assert rank == 0 or message_of(step, executor, 8)
 
 
 @on_ranks(2)
-def test_the_timeout_is_that_of_the_process_group_by_default(rank: int) -> None:
-    """Which a rank that never makes its executor shows as well."""
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_timeout_is_that_of_the_process_group_by_default(
+    rank: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a rank that never makes its executor shows as well. On several hosts gloo may have
+    taken the wrong interface."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 // hosts))
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     before = default.options._timeout
     default.options._timeout = timedelta(seconds=2)
@@ -143,5 +150,7 @@ def test_the_timeout_is_that_of_the_process_group_by_default(rank: int) -> None:
         said = message_of(executor_on, rank, timeout=None) if rank == 0 else ""
     finally:
         default.options._timeout = before
-    assert "waited 2 s in vain for all ranks to make their executors" in everyone(said)[0]
+    first = everyone(said)[0]
+    assert "waited 2 s in vain for all ranks to make their executors" in first
+    assert ("GLOO_SOCKET_IFNAME" in first) == (hosts == 2)
     assert all(everyone(message_of(executor_on, rank, timeout=1.0) if rank else "-"))

@@ -41,12 +41,14 @@ class WaitError(Exception):
     """A wait for other processes has ended without what it was for.
 
     `what` says what that was, in words; empty where the action at which the rank stands says it.
+    `advice` is what may help where nothing came in time.
     """
 
-    def __init__(self, cause: BaseException, what: str = "") -> None:
+    def __init__(self, cause: BaseException, what: str = "", advice: str = "") -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.what = what
+        self.advice = advice
         self.rank: int | None = None
         self.index: int | None = None
         self.action: Action | None = None
@@ -62,7 +64,7 @@ class WaitError(Exception):
     @property
     def timed_out(self) -> bool:
         """Whether nothing came in time, rather than the other side went away."""
-        return any(word in str(self.cause).lower() for word in ("timed out", "timeout"))
+        return _timed_out(self.cause)
 
 
 class OneLineError(ExecutionError):
@@ -70,12 +72,43 @@ class OneLineError(ExecutionError):
 
 
 @contextmanager
-def waiting(what: str = "") -> Iterator[None]:
+def waiting(what: str = "", advice: str = "") -> Iterator[None]:
     """What fails inside is a wait for other processes. Raises WaitError for it."""
     try:
         yield
     except RuntimeError as error:
-        raise WaitError(error, what) from error
+        raise WaitError(error, what, advice) from error
+
+
+@contextmanager
+def joining() -> Iterator[None]:
+    """What fails inside is the rendezvous of all processes: there is no way yet to tell each other
+    why. Raises ExecutionError for it, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        advice = interface_advice() if _timed_out(error) else ""
+        line = f"making the executor: not all processes have come together: {error}"
+        found = OneLineError("; ".join(filter(None, (line, advice))), cause=error)
+        record(found)
+        end_in_one_line(found)
+        raise found from None
+
+
+def interface_advice() -> str:
+    """What to set where gloo may have taken an address that other hosts cannot reach; empty where
+    torchrun has started all processes on this host."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        return ""
+    return (
+        "gloo takes the address that its host's name stands for, which other hosts cannot reach "
+        "where that is 127.0.0.1: on each host set GLOO_SOCKET_IFNAME to the name of one of its "
+        "network interfaces that they can"
+    )
+
+
+def _timed_out(error: BaseException) -> bool:
+    return any(word in str(error).lower() for word in ("timed out", "timeout"))
 
 
 @attrs.frozen

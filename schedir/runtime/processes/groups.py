@@ -29,7 +29,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.runtime.processes.failure import Board, Patience, WaitError, waiting
+from schedir.runtime.processes.failure import (
+    Board,
+    Patience,
+    WaitError,
+    interface_advice,
+    joining,
+    waiting,
+)
 from schedir.runtime.processes.nccl import Shares, end, nccl_backend
 
 _MAKING = "all ranks to make their executors"
@@ -244,7 +251,7 @@ class Groups:
                 return [group.allreduce([torch.zeros(1, device=device)])]
 
             return self.ask(Asked(purpose, tuple(processes), sums=True), warm_up)
-        with waiting(_MAKING):
+        with waiting(_MAKING, interface_advice()):
             place = self._place(purpose, processes)
             self._groups.append(Group(dist.ProcessGroupGloo(*place, len(processes), self.timeout)))
         return self._groups[-1]
@@ -334,4 +341,5 @@ def init_process_group(timeout: timedelta | None) -> None:
     """
     store, rank, world = next(rendezvous("env://"))
     own = PrefixStore(f"schedir/{_attempt()}/{next(_groups_made)}", store)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
+    with joining():
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
