@@ -91,9 +91,9 @@ def streamed(
 
 
 def assert_is_one_call(rank: int | None, ranks: int, name: str, **parameters: Any) -> None:
-    modules = noisy_stages(ranks)
-    batches, whole = batches_of(8)
     schedule = built(name, ranks, **parameters)
+    modules = noisy_stages(schedule.stages)
+    batches, whole = batches_of(8)
     found = streamed(rank, schedule, batches, modules, segment=64)
     expected = trained(rank, built(name, ranks, 64, **parameters), [whole], modules)
     assert found[0] == expected[0]
@@ -105,6 +105,7 @@ def assert_is_one_call(rank: int | None, ranks: int, name: str, **parameters: An
     assert_equal(found[1], expected[1])
 
 
+ROUND_ROBIN: tuple[str, dict[str, Any]] = ("1f1b-rr", {"flush": False})
 LISTS = [
     ("pipedream", {}),
     ("pipedream", {"vertical_sync": True}),
@@ -125,8 +126,14 @@ def test_it_is_so_on_two_ranks(name: str, parameters: dict[str, Any], rank: int)
 
 
 @on_ranks(4)
-def test_it_is_so_on_four_ranks(rank: int) -> None:
-    assert_is_one_call(rank, 4, "pipedream")
+@pytest.mark.parametrize(("name", "parameters"), [("pipedream", {}), ROUND_ROBIN], ids=str)
+def test_it_is_so_on_four_ranks(name: str, parameters: dict[str, Any], rank: int) -> None:
+    assert_is_one_call(rank, 4, name, **parameters)
+
+
+def test_it_is_so_with_replicas_that_share_a_module() -> None:
+    name, parameters = ROUND_ROBIN
+    assert_is_one_call(None, 4, name, **parameters)
 
 
 @on_ranks(2)
