@@ -203,7 +203,7 @@ def test_of_pieces_that_fail_together_those_left_are_run_singly(
     assert gpu_hour.main(["--part", "T", "--device", "cpu", "-o", str(table)]) == 1
     expected = {"all, on 2 ranks": "failed", "b, on 2 ranks": "failed", "c, on 2 ranks": "ok"}
     assert states(table) == expected | {"last": "ok"}
-    results = Results(table)
+    results = Results(table, "cpu")
     assert results.outcomes["all, on 2 ranks"].undone == ["b", "c"]
     assert [check.name for check in results.of_part("T")][1] == "last"
 
@@ -212,16 +212,33 @@ def test_a_row_that_was_cut_off_is_run_once_more(part: list[Check], tmp_path: Pa
     table = tmp_path / "table.md"
     part += [script("first", "print('>> done')"), script("all, here", "", pieces=["a", "b"])]
     for run_of_it in range(3):
-        results = Results(table)
+        results = Results(table, "cpu")
         assert results.begin(part[1]) == (run_of_it < 2)
     assert results.outcomes["all, here"].state == "was cut off"
     assert [check.name for check in results.of_part("T")][2:] == ["a, here", "b, here"]
     with table.with_suffix(".jsonl").open("a") as lines:
         lines.write('\n{"name": "fir')  # killed as it wrote
-    results = Results(table)
-    assert results.begin(part[0])
-    results.add(Outcome("first", "ok"))
-    assert Results(table).outcomes["first"].state == "ok"
+    Results(table, "cpu").add(Outcome("first", "ok"))
+    assert Results(table, "cpu").outcomes["first"].state == "ok"
+
+
+def test_what_one_device_has_shown_says_nothing_of_another(tmp_path: Path) -> None:
+    table = tmp_path / "table.md"
+    Results(table, "cpu").add(Outcome("1f1b, on 2 ranks", "ok"))
+    assert not Results(table, "cuda:0").outcomes
+    assert Results(table, "cpu").outcomes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_or_a_folder_the_mistake_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu_hour.main(["--part", "A"])
+    assert "error: no GPU is visible; --device cpu tries" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu_hour.main(["--part", "A", "--device", "cpu", "-o", str(tmp_path / "none" / "file")])
+    assert "error: -o: " in capsys.readouterr().err
 
 
 KILLED = """

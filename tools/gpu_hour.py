@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
+import torch
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of schedir and the tests
 from on_gpu.checks import PART, PARTS, listing, named
 from on_gpu.launch import run
@@ -41,10 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         print(listing())
         return 0
-    results = Results(args.output)
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --device cpu tries all that it can over gloo")
+    results = Results(args.output, args.device)
     again = named(args.only) if args.only else []
     for check in again:
         results.outcomes.pop(check.name, None)
+    try:
+        results.write({})
+    except OSError as error:
+        parser.error(f"-o: {error}")
     until, missed = monotonic() + PART, dict[str, str]()
     while left := [
         check

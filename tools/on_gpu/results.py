@@ -26,9 +26,10 @@ _HEAD = "| check | result | seconds | |\n| --- | --- | --- | --- |"
 
 
 class Results:
-    """The outcomes by row, kept beside the Markdown at `path`."""
+    """The outcomes by row, on one device, kept beside the Markdown at `path`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: str) -> None:
+        self._device = device
         self._table, self._lines = path, path.with_suffix(".jsonl")
         self._log = path.with_suffix(".log")
         self.outcomes: dict[str, Outcome] = {}
@@ -39,9 +40,12 @@ class Results:
 
     def _take(self, line: str) -> None:
         try:
-            outcome = Outcome(**json.loads(line))
+            found = json.loads(line)
         except ValueError:  # it was cut off, too
             return
+        if found.pop("device") != self._device:
+            return
+        outcome = Outcome(**found)
         if outcome.state == _BEGUN:
             self._cut_off[outcome.name] += 1
             self.outcomes.pop(outcome.name, None)
@@ -68,7 +72,7 @@ class Results:
         self._append(attrs.evolve(outcome, printed=kept))
 
     def _append(self, outcome: Outcome) -> None:
-        line = json.dumps(attrs.asdict(outcome))
+        line = json.dumps({"device": self._device, **attrs.asdict(outcome)})
         with self._lines.open("a", encoding="utf-8") as lines:
             print(f"\n{line}", file=lines)  # a line that was cut off ends here
         self._take(line)
