@@ -1,8 +1,8 @@
 """GPUs that promise no two streams progress of their own: do the ranks of a schedule come through?
 
 Each rank's host posts its list in order, and waits for nothing but what the adversary makes it wait
-for. What it posts goes to streams, one for compute and one for each channel and each group that
-sums, which share the few hardware queues of its device in turn:
+for. What it posts goes to streams: for compute and what runs abreast, for each channel and each
+group that sums, for the gradients of each stage. They share the device's few queues in turn:
 
     the list           0F0    0SEND_ACT0     1RECV_ACT0    0F1
     queue 0, compute   0F0                                 0F1
@@ -30,7 +30,7 @@ import attrs
 
 from schedir import Action, Kind, Schedule
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS, Entry, Ties, flat
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, CONSUMES, RECEIVES, SENDS, Entry, Ties, flat
 
 Meeting: TypeAlias = tuple[Hashable, int, int]
 """What kernels of several ranks run together for, the j-th of a channel or a group; how many."""
@@ -128,7 +128,8 @@ class Host:
 
     def _compute(self, actions: Sequence[Action]) -> None:
         """After what they consume; its stream keeps it after all compute before. The parts of a
-        pair start together."""
+        pair start together, one of them on a stream beside; and gradients of parameters are added
+        to on a stream of the stage, for which the rank's own waits."""
         for action in actions:
             if self._adversary.lazy and (action.kind, action.stage) not in self._loaded:
                 self._loaded.add((action.kind, action.stage))
@@ -138,6 +139,14 @@ class Host:
             for a in actions
         ]
         self._computed = self._post("compute", Kernel(), *received)
+        if len(actions) > 1:
+            beside = self._post("beside", Kernel(), self._computed)
+            self._computed = self._post("compute", Kernel())
+            self._posts.append((self._queue("compute"), Wait(beside)))
+        for action in actions:
+            if action.kind in COMPLETES_GRADIENTS:
+                added = self._post(("gradients", action.stage), Kernel(), self._computed)
+                self._posts.append((self._queue("compute"), Wait(added)))
 
     def _transfer(self, actions: Sequence[Action]) -> None:
         """After all compute before, on the streams of the channels: those of a batch are joined,

@@ -1,15 +1,18 @@
-"""The first hour on a GPU: everything that no machine without one can show, as one table.
+"""The first hours on a GPU: what no machine without one can show, in parts of nine minutes.
 
-    python tools/gpu_hour.py -o gpu_hour.md        # on one GPU, which all ranks share
-    python tools/gpu_hour.py --device cpu          # the same over gloo, to try the script itself
-    python tools/gpu_hour.py --only ties batches   # rows whose names contain one of these
-    python tools/gpu_hour.py --minutes 9 --skip 20 # as far as that goes, after the first 20 rows
+    python tools/gpu_hour.py --list                   # the parts, their rows and what each shows
+    python tools/gpu_hour.py --part A -o gpu_hour.md  # on one GPU, which all ranks share; then B, C
+    python tools/gpu_hour.py --only transformer       # rows whose names contain this, again
+    python tools/gpu_hour.py --part A --device cpu    # over gloo, to try the script itself
 
 It stops at nothing: each row runs in processes of its own with a time limit, one that fails or
-hangs is shown with where each of its ranks was, and the next one goes on. The file is written anew
-after every row. NCCL refuses two ranks on one GPU unless each claims to be a host of its own
-(NCCL_HOSTID); their traffic then goes over sockets, which is good for correctness and worthless for
-timing.
+hangs is shown with where each of its ranks was, and the next one goes on. Where a row of several
+features fails, those that were not done are run singly. The files are written after every row:
+`gpu_hour.md` is the table, `gpu_hour.log` all that was printed, and with `gpu_hour.jsonl` the same
+call goes on with what it has not reached, or where it was killed.
+
+NCCL refuses two ranks on one GPU unless each claims to be a host of its own (NCCL_HOSTID); their
+traffic then goes over sockets, which is good for correctness and worthless for timing.
 """
 
 from __future__ import annotations
@@ -20,64 +23,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-from on_gpu.launch import Check, Outcome, run
+import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the tests
-from on_gpu.checks import checks
-
-from schedir.files import write_text
-
-HEAD = "| check | result | seconds | |\n| --- | --- | --- | --- |"
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of schedir and the tests
+from on_gpu.checks import PART, PARTS, listing, named
+from on_gpu.launch import run
+from on_gpu.results import Results, line_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--list", action="store_true", help="print all rows, and run none")
+    what.add_argument("--part", choices=PARTS)
+    what.add_argument("--only", nargs="+", metavar="TEXT", help="rows of any part, again")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
-    parser.add_argument("--skip", type=int, default=0, metavar="ROWS")
-    parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("-o", "--output", type=Path, help="write the table to this file, too")
+    parser.add_argument("-o", "--output", type=Path, default=Path("gpu_hour.md"), metavar="FILE")
     args = parser.parse_args(arguments)
-    until = monotonic() + 60 * args.minutes
-    wanted = [c for c in checks(args.device) if any(text in c.name for text in args.only)]
-    outcomes: list[Outcome] = []
-    print(HEAD, flush=True)
-    for check in wanted[args.skip :]:
-        outcomes.append(_outcome(check, args.device, until - monotonic()))
-        print(row(outcomes[-1]), flush=True)
-        if args.output:
-            write_text(args.output, table(outcomes))
-    print(failures(outcomes))
-    return int(any(outcome.printed for outcome in outcomes))
-
-
-def _outcome(check: Check, device: str, left: float) -> Outcome:
-    if device == "cpu" and check.cpu:
-        return Outcome(check, "makes no sense here", note=check.cpu)
-    if check.limit > left:
-        return Outcome(check, "not reached", note=f"it may take {check.limit:.0f} s")
-    return run(check)
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """All that was found, as Markdown."""
-    return "\n".join((HEAD, *map(row, outcomes), failures(outcomes)))
-
-
-def row(outcome: Outcome) -> str:
-    """A line of the table."""
-    note = outcome.note.replace("|", "\\|")[:300]
-    return f"| {outcome.check.name} | {outcome.state} | {outcome.seconds:.0f} | {note} |"
-
-
-def failures(outcomes: Sequence[Outcome]) -> str:
-    """What the ranks of all that failed have printed last."""
-    lines = [""]
-    for outcome in outcomes:
-        for rank, text in enumerate(outcome.printed):
-            lines += [f"### {outcome.check.name}: {outcome.state}, rank {rank}", ""]
-            lines += ["```", text.strip(), "```", ""]
-    return "\n".join(lines)
+    if args.list:
+        print(listing())
+        return 0
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --device cpu tries all that it can over gloo")
+    results = Results(args.output, args.device)
+    again = named(args.only) if args.only else []
+    for check in again:
+        results.outcomes.pop(check.name, None)
+    try:
+        results.write({})
+    except OSError as error:
+        parser.error(f"-o: {error}")
+    until, missed = monotonic() + PART, dict[str, str]()
+    while left := [
+        check
+        for check in again or results.of_part(args.part)
+        if check.name not in results.outcomes and check.name not in missed
+    ]:
+        check = left[0]
+        if check.limit > until - monotonic():
+            missed[check.name] = f"it may take {check.limit:.0f} s"
+        else:
+            if results.begin(check):
+                results.add(run(check, args.device))
+            print(line_of(results.outcomes[check.name]), flush=True)
+        results.write(missed)
+    rows = again or results.of_part(args.part)
+    return int(any(c.name in missed or results.outcomes[c.name].bad for c in rows))
 
 
 if __name__ == "__main__":

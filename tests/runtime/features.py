@@ -7,6 +7,7 @@ them on the CPU and on a GPU in one process, `tools/gpu_hour` on ranks that shar
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -59,12 +60,45 @@ class Setting:
 
 
 @frozen
+class Workload:
+    """What is trained: `stages` makes so many of a width, `batch` draws inputs and target of so
+    many rows and a width.
+
+    `given` is what the executor gets of a tensor of the batch, for a device. Losses may differ by
+    `near`, relatively.
+    """
+
+    stages: Callable[[int, int], list[nn.Module]]
+    batch: Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = MSE
+    given: Callable[[Tensor, str], Tensor] = Tensor.to
+    near: float = 1e-5
+
+
+def linear_layers(dropout: float) -> Callable[[int, int], list[nn.Module]]:
+    """A linear layer in each stage."""
+    return lambda number, width: [
+        nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())
+        for _ in range(number)
+    ]
+
+
+def rows_of_numbers(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, rows, width, generator=generator)
+    return x, y
+
+
+DROPOUT = Workload(linear_layers(0.25), rows_of_numbers)
+NO_DROPOUT = Workload(linear_layers(0.0), rows_of_numbers)
+
+
+@frozen
 class Feature:
     """A schedule, with what the executor is told to do beside it.
 
     `pipelines` run it, on ranks of their own, where there are several processes. The tied
     parameters of the `tied` stages start equal. What updates oftener than once is held against its
-    `recurrence`.
+    `recurrence`, which draws no dropout.
     """
 
     schedule: schedir.Schedule
@@ -72,6 +106,11 @@ class Feature:
     pipelines: int = 1
     tied: tuple[int, ...] = ()
     recurrence: Callable[..., float] | None = None
+    workload: Workload = field()
+
+    @workload.default
+    def _drawn(self) -> Workload:
+        return NO_DROPOUT if self.recurrence else DROPOUT
 
     @property
     def processes(self) -> int:
@@ -133,29 +172,29 @@ def _two_rates(whole: Any, loss_fn: Any, optimizers: Any, pieces: Any) -> float:
     return delayed(whole, loss_fn, optimizers, pieces, (3, 2), lambda s, m: m // (2 if s else 3))
 
 
-def _built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
+def built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
     return schedir.build(target, ranks=ranks, microbatches=MICROBATCHES, **parameters)
 
 
 FEATURES: dict[str, Callable[[], Feature]] = {
-    "fill-drain": lambda: Feature(_built("fill-drain")),
-    "1f1b": lambda: Feature(_built("1f1b")),
-    "interleaved": lambda: Feature(_built("interleaved-1f1b", chunks=2)),
-    "weight versions": lambda: Feature(_built("pipedream"), recurrence=pipedream),
-    "different rates": lambda: Feature(_built(two_rates), recurrence=_two_rates),
+    "fill-drain": lambda: Feature(built("fill-drain")),
+    "1f1b": lambda: Feature(built("1f1b")),
+    "interleaved": lambda: Feature(built("interleaved-1f1b", chunks=2)),
+    "weight versions": lambda: Feature(built("pipedream"), recurrence=pipedream),
+    "different rates": lambda: Feature(built(two_rates), recurrence=_two_rates),
     "different rates, counted": lambda: Feature(
-        _built(two_rates), {"count": _counted}, recurrence=_two_rates
+        built(two_rates), {"count": _counted}, recurrence=_two_rates
     ),
-    "split backward": lambda: Feature(_built(zero_bubble)),
-    "recompute": lambda: Feature(recomputed_early(_built("1f1b"), {0}), {"recompute": [1]}),
-    "clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}),
-    "ties": lambda: Feature(_built("1f1b"), tied=(0, 1)),
-    "ties and clipping": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, tied=(0, 1)),
-    "replicas of a stage": lambda: Feature(_built(round_robin, ranks=3)),
+    "split backward": lambda: Feature(built(zero_bubble)),
+    "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),
+    "clipping": lambda: Feature(built("1f1b"), {"clip_grad_norm": 0.05}),
+    "ties": lambda: Feature(built("1f1b"), tied=(0, 1)),
+    "ties and clipping": lambda: Feature(built("1f1b"), {"clip_grad_norm": 0.05}, tied=(0, 1)),
+    "replicas of a stage": lambda: Feature(built(round_robin, ranks=3)),
     "ties of replicas": lambda: Feature(
-        _built(round_robin, ranks=3), {"clip_grad_norm": 0.05}, tied=(0, 1)
+        built(round_robin, ranks=3), {"clip_grad_norm": 0.05}, tied=(0, 1)
     ),
-    "two pipelines": lambda: Feature(_built("1f1b"), {"clip_grad_norm": 0.05}, pipelines=2),
+    "two pipelines": lambda: Feature(built("1f1b"), {"clip_grad_norm": 0.05}, pipelines=2),
     "batches": lambda: Feature(megatron(RANKS, MICROBATCHES)),
     "overlapped pairs": lambda: Feature(bidirectional_v(RANKS, MICROBATCHES)),
 }
@@ -187,8 +226,13 @@ FEATURES |= {
 
 
 def check(name: str, setting: Setting) -> None:
+    """Compare training with the feature of that name."""
+    compare(FEATURES[name](), setting)
+
+
+def compare(feature: Feature, setting: Setting) -> None:
     """Train with a feature and without schedir; raises AssertionError where the two differ."""
-    feature = FEATURES[name]()
+    loss_fn, near = feature.workload.loss_fn, feature.workload.near
     whole = _stages(feature, setting)
     line, place = 0, setting.rank
     options = {"timeout": setting.timeout, "in_process": place is None, **feature.options}
@@ -203,21 +247,23 @@ def check(name: str, setting: Setting) -> None:
     here = stages if place is None else feature.schedule.stages_of(place)
     local = {stage: copy.deepcopy(whole[stage]) for stage in here}
     optimizers = [momentum(stage.parameters()) for stage in whole]
-    with Executor(feature.schedule, local, MSE, momentum, **options) as executor:
-        for step, batches in enumerate(_batches(feature, setting)):
-            x, y = batches[line]
+    with Executor(feature.schedule, local, loss_fn, momentum, **options) as executor:
+        for step, drawn in enumerate(_batches(feature, setting)):
+            given = [feature.workload.given(tensor, setting.device) for tensor in drawn[line]]
+            batches = [(x.to(setting.device), y.to(setting.device)) for x, y in drawn]
             with _no_host_read() if step and not setting.reads else nullcontext():
-                result = executor.step(x, target=y)
+                result = executor.step(given[0], target=given[1])
             if feature.recurrence is not None:
-                pieces = [*zip(split(x, MICROBATCHES), split(y, MICROBATCHES), strict=True)]
+                x, y = (split(tensor, MICROBATCHES) for tensor in batches[line])
+                pieces = [*zip(x, y, strict=True)]
                 expected = feature.recurrence(whole, MSE, optimizers, pieces)
             else:
                 expected = _plain_step(feature, whole, optimizers, batches, step, result.grad_norm)
-            _assert_near("the loss", result.loss, expected)
-        evaluated = executor.evaluate(x, target=y).loss
+            _assert_near("the loss", result.loss, expected, near)
+        evaluated = executor.evaluate(given[0], target=given[1]).loss
         if feature.options.get("trace"):
             _check_timelines(executor, setting, line, result.busy)
-    _assert_near("the loss of evaluate", evaluated, _evaluated(whole, batches))
+    _assert_near("the loss of evaluate", evaluated, _evaluated(feature, whole, batches), near)
     for stage, module in local.items():
         _assert_equal(stage, module, whole[stage])
 
@@ -225,21 +271,23 @@ def check(name: str, setting: Setting) -> None:
 @contextmanager
 def _no_host_read() -> Iterator[None]:
     """Inside, it is an error to have the host wait for a GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        _set_sync_debug_mode("default")
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    """Set it; torch warns, once it is set, that it does not see all waits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
     torch.manual_seed(7)
-    dropout = 0.0 if feature.recurrence else 0.25
-    width = setting.width
-    stages: list[nn.Module] = [
-        nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())
-        for _ in range(feature.schedule.stages)
-    ]
+    stages = feature.workload.stages(feature.schedule.stages, setting.width)
     for stage in feature.tied[1:]:
         stages[stage].load_state_dict(
             {"0.weight": stages[feature.tied[0]].state_dict()["0.weight"]}, strict=False
@@ -250,10 +298,16 @@ def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
 def _batches(feature: Feature, setting: Setting) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """For each step the batch of every pipeline; the same on all ranks."""
     generator = torch.Generator().manual_seed(11)
-    shape = (2, setting.rows * MICROBATCHES, setting.width)
+    rows = setting.rows * MICROBATCHES
     for _ in range(setting.steps):
-        drawn = [torch.randn(shape, generator=generator) for _ in range(feature.pipelines)]
-        yield [(x.to(setting.device), y.to(setting.device)) for x, y in drawn]
+        yield [
+            feature.workload.batch(rows, setting.width, generator) for _ in range(feature.pipelines)
+        ]
+
+
+def _through(stage: nn.Module, boundary: Any) -> Any:
+    """What a stage makes of what the one before has made."""
+    return stage(*boundary) if isinstance(boundary, tuple) else stage(boundary)
 
 
 def _plain_step(
@@ -274,8 +328,8 @@ def _plain_step(
             a, b = split(x, MICROBATCHES)[m], split(y, MICROBATCHES)[m]
             for number, stage in enumerate(whole):
                 rng(0, step, number, line * MICROBATCHES + m)
-                a = stage(a)
-            loss = MSE(a, b)
+                a = _through(stage, a)
+            loss = feature.workload.loss_fn(a, b)
             (loss * (len(b) / total)).backward()
             losses += len(b) * float(loss.detach())
             for number, stage in enumerate(whole):
@@ -330,9 +384,14 @@ def _order(schedule: schedir.Schedule) -> list[int]:
 
 
 @torch.no_grad()
-def _evaluated(whole: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    model = nn.Sequential(*whole).eval()
-    losses = [float(MSE(model(x), y)) for x, y in batches]
+def _evaluated(
+    feature: Feature, whole: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    losses = []
+    for x, y in batches:
+        for stage in whole:
+            x = _through(stage.eval(), x)
+        losses.append(float(feature.workload.loss_fn(x, y)))
     return sum(losses) / len(losses)
 
 
@@ -389,9 +448,9 @@ def check_timeline(timeline: schedir.Timeline) -> None:
     assert not compute[before].any()  # a rank's first, which waits for nobody
 
 
-def _assert_near(what: str, found: float, expected: float) -> None:
+def _assert_near(what: str, found: float, expected: float, near: float = 1e-5) -> None:
     """Of numbers that are summed up on the device, or in another order."""
-    assert abs(found - expected) <= 1e-5 * abs(expected), f"{what} is {found}, not {expected}"
+    assert abs(found - expected) <= near * abs(expected), f"{what} is {found}, not {expected}"
 
 
 def _assert_equal(stage: int, mine: nn.Module, theirs: nn.Module) -> None:

@@ -1,32 +1,35 @@
-"""Runs one check, as one process or as one process per rank, and stops it in time.
+"""Runs a check, as one process or as one process per rank, and ends it in time.
 
-Every rank has a file of its own for what it prints. A rank that still runs shortly before the time
-is up prints where each of its threads is (`faulthandler`), after schedir has named the place in the
-list, whose timeout is half of the time.
+Every process has a file of its own for what it prints. A rank that still runs shortly before the
+time is up prints where each of its threads is (`faulthandler`), after schedir has named the place
+in the list, whose timeout is half of the time.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, time
+from typing import TypeAlias
 
 from attrs import field, frozen
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, unlisted
 
 ROOT = Path(__file__).resolve().parents[2]
 # Several ranks on one GPU: NCCL takes them for hosts of their own, which talk over sockets.
 SOCKETS = {
+    "NCCL_NET": "Socket",
+    "NCCL_NET_PLUGIN": "none",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 ALWAYS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products are the same on every stream
@@ -34,102 +37,172 @@ ALWAYS = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
+    "PYTHONUTF8": "1",
 }
 UNTIL = "GPU_HOUR_UNTIL"  # when the process that reads it will be ended
+DEVICE = "GPU_HOUR_DEVICE"
+SAID = ">> "  # begins a line for the table; see `rank.say`
+SKIPPED = 77  # the exit status of a check that can't be made here
 _GRACE = 20.0  # seconds for the other ranks, once one has failed
-_KEPT = 4000  # characters of what a rank has printed
+
+Codes: TypeAlias = Sequence[int | None]
+"""The exit status of each process; None of one that runs."""
 
 
 @frozen
 class Check:
-    """Python with some arguments, on so many `ranks`; 0: one process that is none.
+    """A row of the table: Python with some arguments, on so many `ranks`; 0: one process that is
+    none.
 
-    `cpu` says why it makes no sense without a GPU; empty where it does.
+    `claim` says what it shows where it is ok. It should take the `expected` seconds, and is ended
+    after `limit`. The `pieces` are further arguments, each done after the other, so that those of a
+    row that fails can be run singly. `cpu` says why it makes no sense on the CPU, if it does not.
     """
 
     name: str
+    claim: str
     arguments: Sequence[str]
+    pieces: Sequence[str] = ()
     ranks: int = 0
-    limit: float = 120.0  # seconds
+    expected: float = 20.0
+    limit: float = 60.0
     environment: Mapping[str, str] = field(factory=dict)
     cpu: str = ""
 
 
 @frozen
 class Outcome:
-    """How a check has ended: ok, failed, hung or skipped; `note` is the line that says most."""
+    """How a check has ended; `note` is the line that says most.
 
-    check: Check
+    `state` is ok, failed, hung, skipped or was cut off. `undone` are the pieces that not every
+    process has said to be done.
+    """
+
+    name: str
     state: str
     seconds: float = 0.0
     note: str = ""
-    printed: Sequence[str] = ()  # by each process, where it is not ok
+    printed: Sequence[str] = ()  # by each process
+    undone: Sequence[str] = ()
+
+    @property
+    def bad(self) -> bool:
+        return self.state not in ("ok", "skipped")
 
 
-def run(check: Check) -> Outcome:
+@frozen
+class Ended:
+    """What a process has printed, and its exit status at which `time`; None: it had to be ended."""
+
+    printed: str
+    code: int | None
+    time: float
+
+    @property
+    def last(self) -> str:
+        """Its last line, but for those of NCCL."""
+        lines = [line.strip() for line in self.printed.splitlines() if line.strip()]
+        own = [line for line in lines if " NCCL " not in line]
+        return own[-1] if own else "it has printed nothing"
+
+
+def run(check: Check, device: str) -> Outcome:
     """Run a check; whatever happens in it, this returns, and leaves no process behind."""
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, str(number)) for number in range(max(1, check.ranks))]
-        begun = monotonic()
-        processes = [_start(check, rank, port, log) for rank, log, port in _places(check, logs)]
-        try:
-            hung = not _ended(processes, begun + check.limit)
-        finally:
-            for process in processes:
-                _kill(process)
-        printed = [log.read_text(errors="replace") for log in logs]
-    codes = [process.returncode for process in processes]
-    state = "hung" if hung else "failed" if any(codes) else "ok"
+    if device == "cpu" and check.cpu:
+        return Outcome(check.name, "skipped", note=check.cpu)
+    begun = monotonic()
+    ended = launch(
+        [*check.arguments, *check.pieces],
+        check.ranks,
+        check.limit,
+        {**check.environment, DEVICE: device},
+    )
+    state = _state([process.code for process in ended])
     return Outcome(
-        check,
+        check.name,
         state,
         monotonic() - begun,
-        _note(printed, codes, state),
-        () if state == "ok" else [text[-_KEPT:] for text in printed],
+        _note(ended, state),
+        [process.printed for process in ended],
+        [piece for piece in check.pieces if not all(_has_done(e.printed, piece) for e in ended)],
     )
 
 
-def _places(check: Check, logs: Sequence[Path]) -> list[tuple[int, Path, int]]:
-    with socket.socket() as probe:  # a port that is free
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [(rank, log, port) for rank, log in enumerate(logs)]
+def _until_one_fails(codes: Codes) -> float:
+    return _GRACE if any(codes) else float("inf")
 
 
-def _start(check: Check, rank: int, port: int, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **ALWAYS, UNTIL: str(time() + check.limit)}
-    if check.ranks:
-        environment |= {
-            **SOCKETS,
-            "NCCL_HOSTID": f"schedir-{rank}",  # read when NCCL is loaded
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(check.ranks),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+def launch(
+    arguments: Sequence[str],
+    ranks: int,
+    limit: float,
+    environment: Mapping[str, str],
+    patience: Callable[[Codes], float] = _until_one_fails,
+) -> list[Ended]:
+    """Run Python as so many ranks, or as one process for 0, for `limit` seconds at most.
+
+    `patience` says for how many seconds more, after a process has ended. The store is held here, as
+    torchrun does, so that no rank takes it away.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    until = monotonic() + limit
+    common = {**os.environ, **ALWAYS, **environment, UNTIL: str(time() + limit)}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(number)) for number in range(max(1, ranks))]
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                own = _of_rank(rank, ranks, store.port) if ranks else {}
+                processes.append(_start(arguments, {**common, **own}, log))
+            codes, times = _wait(processes, until, patience)
+        finally:
+            for process in processes:
+                _kill(process)
+        printed = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+    return [Ended(*found) for found in zip(printed, codes, times, strict=True)]
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        **SOCKETS,
+        "NCCL_HOSTID": f"schedir-{rank}",  # read when NCCL is loaded
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+    }
+
+
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *check.arguments],
+            [sys.executable, *arguments],
             cwd=ROOT,
-            env={**environment, **check.environment},
+            env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
 
-def _ended(processes: Sequence[subprocess.Popen[bytes]], until: float) -> bool:
-    """Wait for all of them; whether they have ended in time, or one has failed."""
-    failed = False
-    while any(process.poll() is None for process in processes):
-        if not failed and any(process.poll() for process in processes):
-            failed, until = True, min(until, monotonic() + _GRACE)
-        if monotonic() > until:
-            return failed
-        sleep(0.1)
-    return True
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], until: float, patience: Callable[[Codes], float]
+) -> tuple[Codes, list[float]]:
+    """The exit status of each, and when it ended."""
+    codes: list[int | None] = [None] * len(processes)
+    times = [0.0] * len(processes)
+    changed = monotonic()
+    while None in codes and monotonic() <= min(until, changed + patience(codes)):
+        sleep(0.05)
+        for number, process in enumerate(processes):
+            if codes[number] is None and process.poll() is not None:
+                codes[number], times[number] = process.returncode, time()
+                changed = monotonic()
+    return codes, [ended or time() for ended in times]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -139,12 +212,23 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _note(printed: Sequence[str], codes: Sequence[int], state: str) -> str:
-    """The last line of the first rank, or of the first one that has failed by itself."""
-    number = 0
-    if state == "failed":
-        # What was killed here has failed after another one.
-        number = next((n for n, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
-    lines = [line for line in printed[number].splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "it has printed nothing"
-    return f"rank {number}: {last}" if state != "ok" and len(codes) > 1 else last
+def _state(codes: Codes) -> str:
+    if set(codes) == {SKIPPED}:
+        return "skipped"
+    if any(codes):
+        return "failed"
+    return "hung" if None in codes else "ok"
+
+
+def _note(ended: Sequence[Ended], state: str) -> str:
+    """What the first rank has said last, or the last line of the first one that has failed."""
+    if state in ("ok", "skipped"):
+        lines = ended[0].printed.splitlines()
+        said = [line for line in lines if line.startswith(SAID)]
+        return said[-1].removeprefix(SAID) if said else ended[0].last
+    number = next((n for n, process in enumerate(ended) if process.code), 0)
+    return f"rank {number}: {ended[number].last}" if len(ended) > 1 else ended[number].last
+
+
+def _has_done(printed: str, piece: str) -> bool:
+    return any(line.startswith(f"{SAID}{piece}: ") for line in printed.splitlines())

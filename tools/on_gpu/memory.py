@@ -1,6 +1,6 @@
 """What many steps take at their peak, with few and with many microbatches.
 
-    python -m on_gpu.memory [--steps 200]
+    python -m on_gpu.memory [--steps 200] [--rows 1024]
 
 The device's peak must not depend on the number of microbatches, nor the allocator ever have to
 wait, give back and try again.
@@ -8,41 +8,40 @@ wait, give back and try again.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import nn
 
 import schedir
-from on_gpu.rank import begin, end, left, rank, say
+from on_gpu.rank import arguments, begin, end, left, rank, say
 from schedir.runtime import Executor
 
-ROWS, WIDTH = 1024, 1024  # a boundary takes 4 MiB
+RANKS, WIDTH = 2, 1024
+FEW, MANY = 8, 64  # microbatches
 SLACK = 1.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda:0")
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=1024, help="1024: a boundary takes 4 MiB")
     args = parser.parse_args()
     begin(args.device)
-    few, many = (peak(args.device, args.steps, number) for number in (8, 64))
-    mebibytes = f"{few / 2**20:.0f} MiB at 8 microbatches, {many / 2**20:.0f} MiB at 64"
+    few, many = (peak(args.device, number, args.steps, args.rows) for number in (FEW, MANY))
+    found = f"{few / 2**20:.1f} MiB at {FEW} microbatches, {many / 2**20:.1f} MiB at {MANY}"
     if many > SLACK * few:
-        raise SystemExit(f"the peak grows with the microbatches: {mebibytes}")
-    say(f"{args.steps} steps each, no retry of the allocator; peak of rank 0 {mebibytes}")
+        raise SystemExit(f"the peak grows with the microbatches: {found}")
+    say(f"{args.steps} steps each, no retry of the allocator; peak beside what stays {found}")
     end()
 
 
-def peak(device: str, steps: int, microbatches: int) -> int:
-    """The bytes that are allocated at most, by steps whose shapes are known."""
-    torch.cuda.empty_cache()
+def peak(device: str, microbatches: int, steps: int, rows: int) -> int:
+    """The bytes that steps of known shapes allocate at most, beside what is there between them:
+    weights and cuBLAS's workspaces would blur the comparison."""
     own = rank()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=microbatches)
-    here = range(2) if own is None else schedule.stages_of(own)
+    schedule = schedir.build("1f1b", ranks=RANKS, microbatches=microbatches)
+    here = range(RANKS) if own is None else schedule.stages_of(own)
     stages: dict[int, nn.Module] = {s: nn.Linear(WIDTH, WIDTH, device=device) for s in here}
-    x, y = torch.randn(2, ROWS, WIDTH, device=device)
+    x, y = torch.randn(2, rows, WIDTH, device=device)
     # One tensor for all: the batch itself must not grow.
     inputs, target = [x] * microbatches, [y] * microbatches
 
@@ -54,14 +53,18 @@ def peak(device: str, steps: int, microbatches: int) -> int:
         executor.step(inputs, target=target)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["num_alloc_retries"]
+        stays = torch.cuda.memory_allocated()
+        retries = _retries()
         for _ in range(steps):
             executor.step(inputs, target=target)
         torch.cuda.synchronize()
-        retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
-        if retries:
-            raise SystemExit(f"the allocator had to try again {retries} times")
-    return torch.cuda.max_memory_allocated()
+        if (more := _retries() - retries) > 0:
+            raise SystemExit(f"the allocator had to try again {more} times")
+        return torch.cuda.max_memory_allocated() - stays
+
+
+def _retries() -> int:
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
 if __name__ == "__main__":

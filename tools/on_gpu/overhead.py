@@ -9,10 +9,11 @@ with a backward of its own, as a pipeline has to.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from argparse import Namespace
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 import schedir
-from on_gpu.rank import begin, end, say
+from on_gpu.rank import arguments, begin, end, say
 from schedir.runtime import Executor
 
 STAGES, MICROBATCHES, WIDTH, ROWS = 4, 8, 64, 2
@@ -29,11 +30,12 @@ LOSS = nn.functional.mse_loss
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda:0")
+    parser = arguments(__doc__)
     parser.add_argument("--blocks", type=int, default=60)
     args = parser.parse_args()
     begin(args.device)
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # with NaN, which takes time
     modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH, device=args.device) for _ in range(STAGES)]
     x, y = torch.randn(2, MICROBATCHES * ROWS, WIDTH, device=args.device)
     shape = {"ranks": 1, "microbatches": MICROBATCHES, "chunks": STAGES}
@@ -81,7 +83,7 @@ def _torch_step(
     return lambda: schedule.step(x, target=y, losses=[])
 
 
-def _times(step: Callable[[], object], args: argparse.Namespace) -> list[float]:
+def _times(step: Callable[[], object], args: Namespace) -> list[float]:
     """The milliseconds of a step, again and again, once it is warm."""
     for _ in range(5):
         step()
