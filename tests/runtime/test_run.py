@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir import Action, Pipeline, Schedule, backward, forward, optim_step
@@ -30,6 +31,7 @@ from tests.runtime.kit import (
     sgd,
     split,
 )
+from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import pipedream
 
@@ -134,6 +136,48 @@ def test_it_is_so_on_four_ranks(name: str, parameters: dict[str, Any], rank: int
 def test_it_is_so_with_replicas_that_share_a_module() -> None:
     name, parameters = ROUND_ROBIN
     assert_is_one_call(None, 4, name, **parameters)
+
+
+@on_ranks(2)
+def test_it_is_so_over_nccl(rank: int) -> None:
+    with nccl_over_gloo():
+        assert_is_one_call(rank, 2, "pipedream")
+
+
+@on_ranks(4)
+def test_it_is_so_in_two_pipelines(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    own, line = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    batches, _ = batches_of(8)
+    batches = batches[4 * line : 4 * line + 4]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    found = []
+    for streams in (True, False):
+        stages = {own: noisy_stages(2)[own]}
+        schedule = built("pipedream", 2, SIZE if streams else 32)
+        with Executor(schedule, stages, MSE, momentum, mesh=mesh) as executor:
+            if streams:
+                losses = [result.loss for result in executor.run(batches, segment=32)]
+            else:
+                assert executor.step(x, target=y).loss == pytest.approx(sum(losses) / 4)
+        found.append(bits(stages.values()))
+    assert_equal(*found)
+    assert everyone(losses) == [losses] * 4
+
+
+def test_a_traced_segment_has_one_timeline() -> None:
+    batches, (x, y) = batches_of(5)
+    schedule = built("pipedream", 2)
+    with Executor(
+        schedule, numbered(linear_stages()), MSE, sgd, in_process=True, trace=True
+    ) as executor:
+        executor.step(x[:8], target=y[:8])
+        for _ in executor.run(batches, segment=24):
+            pass
+        executor.step(x[:8], target=y[:8])
+        lines = executor.timelines()
+    assert [line.schedule.microbatches for line in lines] == [8, 24, 16, 8]
+    assert [line.measured.step for line in lines if line.measured] == [0, 1, 2, 3]
 
 
 @on_ranks(2)
