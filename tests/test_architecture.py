@@ -52,6 +52,7 @@ RUNTIME = (
     "trace",
     "assembly",
     "engine",
+    "segments",
     "executor",
 )
 

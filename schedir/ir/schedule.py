@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias
 
@@ -74,8 +74,9 @@ class Schedule:
 
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
     `actions[rank]` is a rank's list, given as any iterable of entries (an `Action` each, or several
-    `Together`) or as `Columns`. `sources` are the lines of Python that yielded the actions; they
-    take no part in equality or the hash.
+    `Together`) or as `Columns`. `sources` are the lines of Python that yielded the actions, and
+    `rebuild` makes the same schedule of another number of microbatches, where `schedir.build` knows
+    how; these take no part in equality or the hash, and passes keep them.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
     no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
@@ -87,6 +88,7 @@ class Schedule:
     placement: Placement = attrs.field(converter=_ranks_of_stages)
     columns: Columns = attrs.field(alias="actions", converter=_columns, repr=False)
     sources: Sources | None = attrs.field(default=None, eq=False, repr=False)
+    rebuild: Callable[[int], Schedule] | None = attrs.field(default=None, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         name = self.name

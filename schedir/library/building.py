@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
@@ -85,7 +89,14 @@ def load(
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks
     expect_fewer(ranks, chunks, microbatches)
-    return generate(generator, ranks, microbatches, chunks, parameters, costs)
+    found = generate(generator, ranks, microbatches, chunks, parameters, costs)
+    shape = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
+    return attrs.evolve(found, rebuild=partial(_again, generator, shape))
+
+
+def _again(generator: Generator, shape: dict[str, Any], microbatches: int) -> Schedule:
+    """The same schedule of another number of microbatches."""
+    return build(generator, microbatches=microbatches, **shape)
 
 
 def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:

@@ -72,8 +72,9 @@ class Parts:
         """Whether the stages are on a device that queues its work."""
         return self.plan.accelerator.queues
 
-    def programs(self, trains: bool) -> Programs:
-        """The programs of the plan's list, or of its forwards alone."""
+    def programs(self, trains: bool, batch: int | None) -> Programs:
+        """The programs of the plan's list, or of its forwards alone; a call that trains has several
+        batches where `batch` says of how many microbatches each is."""
         plan = self.plan
         schedule = plan.schedule if trains else forward_only(plan.schedule)
         trace = self.trace if trains else None
@@ -100,6 +101,7 @@ class Parts:
             FirstCall(self._messengers(trains), plan.arguments.boundaries or {}, self._stepped()),
             self.under_way,
             None if trace is None else trace.observers,
+            batch if trains else None,
         )
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:

@@ -25,13 +25,14 @@ class Request:
 
 
 STEP = Request("step", trains=True, updates=True)
+RUN = Request("run", trains=True, updates=True)
 ACCUMULATE = Request("step(update=False)", trains=True)
 EVALUATE = Request("evaluate")
 INFER = Request("infer", has_loss=False)
 CLOSE = Request("close", has_loss=False)
 GATHER = Request("gather", has_loss=False)
 COLLECT = Request("collect", has_loss=False)
-REQUESTS = (STEP, ACCUMULATE, EVALUATE, INFER, CLOSE, GATHER, COLLECT)
+REQUESTS = (STEP, RUN, ACCUMULATE, EVALUATE, INFER, CLOSE, GATHER, COLLECT)
 
 
 Keep: TypeAlias = Callable[[Any, Any], Any]

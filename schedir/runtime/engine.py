@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,10 +16,21 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
+from schedir.runtime.batch.batches import batches_of
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder, Losses
-from schedir.runtime.call import CLOSE, COLLECT, GATHER, Call, Keep, Request, autocast_kinds
+from schedir.runtime.call import (
+    CLOSE,
+    COLLECT,
+    GATHER,
+    RUN,
+    STEP,
+    Call,
+    Keep,
+    Request,
+    autocast_kinds,
+)
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import Control, Courier
+from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import OneLineError, WaitError, describe
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.handshake import Announcement
@@ -27,8 +39,10 @@ from schedir.runtime.program.program import Opened, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
+from schedir.runtime.stage.activations import Cells
 from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating
+from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.transports.transport import Work, wait_for
 from schedir.simulator import Timeline
 
@@ -39,12 +53,13 @@ class Engine:
     """Carries out a plan, call by call, together with the other processes.
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
-    processes a failure breaks it for good.
+    processes a failure breaks it for good. A call that trains has several batches where `batch`
+    says of how many microbatches each is; they are carried out by `stream`.
 
     Raises ExecutionError where processes differ, or the others don't come in time.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, batch: int | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
@@ -56,9 +71,13 @@ class Engine:
                 self.parts = parts = assemble(plan, self._session)
                 self._feeder = Feeder(plan, self._session.control, self._session.groups)
                 self._session.connect(parts.shared.processors)
-            self._losses = Losses(plan, self._session.control)
-            self.training = parts.programs(trains=True)
-            self.evaluation = parts.programs(trains=False)
+            microbatches = plan.schedule.microbatches
+            self._losses = [
+                Losses(plan, self._session.control, own)
+                for own in batches_of(microbatches, batch or microbatches)
+            ]
+            self.training = parts.programs(trains=True, batch=batch)
+            self.evaluation = parts.programs(trains=False, batch=None)
         # What a plan has none of is not looked at in its steps.
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
@@ -107,6 +126,23 @@ class Engine:
         """The list that the latest step has carried out, or the first one would."""
         return self.training.schedule
 
+    def check_usable(self) -> None:
+        """Raise ExecutionError where there can be no call now."""
+        self._session.check_usable()
+
+    def pause(self, reason: str | None) -> None:
+        """Refuse calls for that reason, until there is none."""
+        self._session.paused = reason
+
+    def break_off(self, reason: str) -> None:
+        """There can be no further call, as a stream of this executor has failed."""
+        self._session.break_off(reason)
+
+    def cut(self, given: CallArguments) -> Feed:
+        """The microbatches of a step. Raises ExecutionError for arguments that don't fit."""
+        with self._plan.accelerator.chosen():
+            return self._feeder.cut(given, STEP)
+
     def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, as every rank does.
 
@@ -135,13 +171,36 @@ class Engine:
         self.steps += 1
         return result
 
+    def stream(self, given: CallArguments) -> Iterator[StepResult]:
+        """Make a call that trains on several batches, and give the result of each as soon as its
+        last OPTIM_STEP here is over. Between them modules, random states and autocast are the
+        caller's."""
+        if torch.is_inference_mode_enabled():
+            raise ExecutionError("run trains, which torch.inference_mode() rules out; leave it")
+        under_way = self._carry_out(RUN, given, None)
+        while True:
+            with self._plan.accelerator.chosen(), torch.enable_grad():
+                result = next(under_way, None)
+            if result is None:
+                break
+            yield result
+        self.steps += 1
+
     def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        session, parts, mark = self._session, self.parts, self._plan.accelerator.mark
-        busy_here = self._busy
-        if session.closed or session.broken is not None:
+        for result in self._carry_out(request, given, keeps):
+            last = result
+        return last
+
+    def _carry_out(
+        self, request: Request, given: CallArguments, keeps: Keep | None
+    ) -> Iterator[StepResult]:
+        """Make a call; gives the result of each of its batches when that is over, of the last one
+        when all is."""
+        session, parts = self._session, self.parts
+        if session.closed or session.broken is not None or session.paused is not None:
             session.check_usable()
-        began = mark(timed=True) if self._marks else None
-        started = perf_counter()
+        began, started = self._moment()
+        first = began
         autocast = tuple(filter(torch.is_autocast_enabled, self._autocast_kinds))
         precision = None
         if self._device_type in autocast:
@@ -150,7 +209,7 @@ class Engine:
         programs, clock = self.training, self._clock
         if not request.trains:
             programs, clock = self.evaluation, parts.clock if self._queues else None
-        busy_here[0] = 0.0
+        self._busy[0] = 0.0
         saved = SavedRng(self._generators)
         try:
             # What is refused here has moved nothing.
@@ -159,7 +218,26 @@ class Engine:
                 for check in self._checks:
                     check()
             try:
-                opened, losses, outputs = self._run(programs, call, given, feed)
+                opened, exchanges = self._open(programs, call, given, feed)
+                cells = opened.program.cells
+                if autocast:
+                    set_autocast(autocast, enabled=False)
+                try:
+                    for batch in programs.run(opened, call):
+                        losses = self._report(batch, exchanges, feed, cells)
+                        result = self._of_batch(call, losses, began, started)
+                        for weights in self._versioned:
+                            weights.install(NEWEST)
+                        set_autocast(autocast, enabled=True)
+                        saved.restore()
+                        yield result
+                        saved = SavedRng(self._generators)
+                        set_autocast(autocast, enabled=False)
+                        began, started = self._moment()
+                finally:
+                    if autocast:
+                        set_autocast(autocast, enabled=True)
+                found, outputs = self._finish(programs, opened, call, exchanges, feed)
                 ended = parts.progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
@@ -170,30 +248,57 @@ class Engine:
             for restore in self._restores:
                 restore()
             saved.restore()
-            busy = busy_here[0] if clock is None else clock.take()
+            busy = self._busy[0] if clock is None else clock.take()
         session.calls += 1
-        if request.trains and parts.trace is not None and began is not None:
-            parts.trace.keep(call, opened.program.schedule, began, opened.program.cells)
+        if request.trains and parts.trace is not None and first is not None:
+            parts.trace.keep(call, opened.program.schedule, first, cells)
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
         skipped = tuple(sorted(parts.nonfinite.skipped)) if request.updates else ()
-        elapsed: float | Callable[[], float] = perf_counter() - started
-        if began is not None and self._queues:
-            elapsed = partial(_between, began, mark(timed=True))
         read = partial(self._read, call, ended)
-        return StepResult(losses, norm, outputs, skipped, busy, elapsed, read)
+        yield StepResult(found, norm, outputs, skipped, busy, self._since(began, started), read)
 
-    def _run(
+    def _moment(self) -> tuple[Mark | None, float]:
+        """Now, on the device where its time is taken, and on the host."""
+        mark = self._plan.accelerator.mark(timed=True) if self._marks else None
+        return mark, perf_counter()
+
+    def _since(self, began: Mark | None, started: float) -> float | Callable[[], float]:
+        """The seconds since a moment, by the device's time where it queues."""
+        if began is not None and self._queues:
+            return partial(_between, began, self._plan.accelerator.mark(timed=True))
+        return perf_counter() - started
+
+    def _of_batch(
+        self,
+        call: Call,
+        losses: Callable[[], CallLosses] | None,
+        began: Mark | None,
+        started: float,
+    ) -> StepResult:
+        """The result of a batch that is over, in a call that goes on."""
+        parts = self.parts
+        ended = self._plan.accelerator.mark().query if self._follows else _at_once
+        busy: float | Callable[[], float] = math.nan
+        if self._clock is None:
+            busy, self._busy[0] = self._busy[0], 0.0
+        elif parts.trace is None:  # else the times are of the whole call
+            busy = self._clock.take()
+        skipped = tuple(sorted(parts.nonfinite.skipped))
+        read = partial(self._read, call, ended)
+        return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
+
+    def _open(
         self, programs: Programs, call: Call, given: CallArguments, feed: Feed
-    ) -> tuple[Opened, Callable[[], CallLosses] | None, list[Any] | None]:
-        """Run the list; returns what was run, how to get the losses, and the outputs, where they
-        are wanted."""
+    ) -> tuple[Opened, Sequence[Exchange]]:
+        """Announce a call, and get all ready for its list; gives what is to be run, and where the
+        losses of its batches go."""
         request, parts = call.request, self.parts
         if self._follows:
             parts.progress.begin()
         for look in self._look_at_earlier:
             look(wait=False)
-        exchange = self._losses.expect() if request.has_loss else None
+        exchanges = [losses.expect() for losses in self._losses] if request.has_loss else []
         opened = programs.open(call, given.inputs, given.target, feed)
         cells = opened.program.cells
         cells.fill(feed)
@@ -210,27 +315,37 @@ class Engine:
                 begin()
             for stage in self._stages:
                 stage.weights.begin(0)
-        if call.autocast:
-            set_autocast(call.autocast, enabled=False)
-        try:
-            programs.run(opened, call)
-        finally:
-            if call.autocast:
-                set_autocast(call.autocast, enabled=True)
+        return opened, exchanges
+
+    def _finish(
+        self,
+        programs: Programs,
+        opened: Opened,
+        call: Call,
+        exchanges: Sequence[Exchange],
+        feed: Feed,
+    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None]:
+        """The list has been run: leave nothing of it behind; gives how to get the losses of the
+        last batch, and the outputs, where they are wanted."""
         self._session.control.settle()
-        if request.trains:
+        if call.request.trains:
             for end in self._ends:
                 end()
-        losses = None
-        if exchange is not None:
-            ran = cells.losses() if feed.counts else ()
-            losses = self._losses.report(exchange, feed.counts, ran)
+        cells = opened.program.cells
+        losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # Of a short batch the last microbatches were copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
         cells.clear(feed)
         if opened.learns:
             programs.learn(opened)
-        return opened, losses, outputs
+        return losses, outputs
+
+    def _report(
+        self, batch: int, exchanges: Sequence[Exchange], feed: Feed, cells: Cells
+    ) -> Callable[[], CallLosses]:
+        """Send the losses of a batch on their way; gives how to get those of all ranks."""
+        ran = cells.losses() if feed.counts else ()
+        return self._losses[batch].report(exchanges[batch], feed.counts, ran)
 
     def _sum_ties(self) -> None:
         """Where the caller steps, take the sums of tied copies."""
@@ -275,10 +390,10 @@ class Engine:
             named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
             raise self._session.failure(named, what) from error
 
-    def gather(self, value: Any) -> list[Any]:
-        """What all processes give, by number, on each of them."""
-        with self._message("gather") as control:
-            self._announce(GATHER)
+    def gather(self, value: Any, request: Request = GATHER) -> list[Any]:
+        """What all processes give, by number, on each of them; all make the same request."""
+        with self._message(request.name) as control:
+            self._announce(request)
             return control.gather(value)
 
     def collect(self, value: Any) -> list[Any] | None:

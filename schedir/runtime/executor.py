@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -24,6 +24,7 @@ from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
 from schedir.runtime.program.compiler import expect_carried_out
 from schedir.runtime.result import StepResult
+from schedir.runtime.segments import Segments
 from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline
 
@@ -195,6 +196,7 @@ class Executor:
         self.loss_fn = loss_fn
         self.ties = tuple(ties)
         self._engine = Engine(plan)
+        self._segments = Segments(self._engine, plan)
         self.optimizers = self._engine.parts.optimizers
         self._make_optimizer = optimizer
         self.nonfinite = nonfinite
@@ -264,6 +266,38 @@ class Executor:
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         keeps = _kept(outputs) if outputs else None
         return self._engine.call(STEP if update else ACCUMULATE, given, keeps)
+
+    def run(
+        self,
+        batches: Iterable[tuple[Batch, Batch] | Mapping[str, Any]],
+        schedule: Callable[[int], Schedule] | None = None,
+        segment: int = 256,
+    ) -> Iterator[StepResult]:
+        """Train on a stream of batches while the pipeline stays full; yields the result of each.
+
+        For lists that step between backwards, such as pipedream. Each batch is what one `step` is
+        given, of as many microbatches: a pair (inputs, target), or a dict of `step`'s arguments
+        without `update` and `outputs`. The stream is cut into segments of `segment` microbatches,
+        a multiple of a batch's, of which the last may be shorter. A segment is one call: its list
+        runs once from beginning to end, weight versions begin at 0, and at its end the pipeline is
+        drained; `steps` counts it as one, and its random numbers are of that step. Its batches are
+        drawn before it begins. `schedule` makes its list for a number of microbatches; by default
+        it is made as the executor's own was, by `schedir.build`. Lists and connections are kept
+        for each length.
+
+        A batch's result comes once its last OPTIM_STEP on this rank is done: a learning-rate
+        scheduler that is stepped then changes the rate of the next batch, on every stage. Its loss
+        is the mean over that batch; it has no gradient norm and no outputs. In between the
+        module's parameters are the newest ones, but the pipeline is full: any other call of this
+        executor is refused. Whoever leaves the loop early has the segment finished first, so that
+        the weights are those of a drained pipeline; all ranks leave after the same result. So does
+        Ctrl-C, which is raised then; a second one at once.
+
+        Raises ExecutionError for a list that drains after each batch, for batches that differ
+        between ranks in number or content, and what `step` raises; what drawing a batch raises is
+        raised between two segments, with how many batches were applied.
+        """
+        return self._segments.run(batches, schedule, segment)
 
     def evaluate(
         self,
@@ -348,10 +382,12 @@ class Executor:
 
         Raises ExecutionError where nothing is recorded, or other ranks do not call it in time.
         """
-        return self._engine.timelines()
+        engines = (self._engine, *self._segments.engines)
+        return sorted((t for engine in engines for t in engine.timelines()), key=_step_of)
 
     def close(self) -> None:
         """Give back the process groups that this executor made; safe to call twice."""
+        self._segments.close()
         self._engine.close()
 
     def __enter__(self) -> Executor:
@@ -366,6 +402,10 @@ class Executor:
         # After a failure the other ranks may never answer; the process is about to end anyway.
         if error is None:
             self.close()
+
+
+def _step_of(timeline: Timeline) -> int:
+    return -1 if timeline.measured is None else timeline.measured.step
 
 
 def _kept(outputs: bool | Keep) -> Keep | None:

@@ -57,6 +57,7 @@ class Session:
         self._plan = plan
         self.grid = grid = plan.grid
         self.broken: str | None = None
+        self.paused: str | None = None  # why no call can be made just now
         self.closed = False
         self.calls = 0
         self._made_group = not grid.alone and not dist.is_initialized()
@@ -105,6 +106,15 @@ class Session:
                 f"this executor is broken, since {self.broken}; make another one, on every rank, "
                 "and go on from a checkpoint"
             )
+
+        if self.paused is not None:
+            raise ExecutionError(f"this executor is {self.paused}")
+
+    def break_off(self, reason: str) -> None:
+        """End for good, and let all who wait for this process know by their connections."""
+        if self.broken is None:
+            self.broken = reason
+            self._let_go(abort=True)
 
     def failure(self, error: BaseException, what: str) -> BaseException:
         """Something has failed that processes do together; returns what to raise.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
 from os import PathLike
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
-from schedir.runtime import Executor
+from schedir.runtime import Executor, StepResult
 from schedir.training.callbacks import AfterEpoch, Callback, callbacks_of, shown
 from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
 from schedir.training.checkpoint.collective import everywhere
@@ -59,6 +59,10 @@ class Trainer:
     the training, by a name, in `others`: all that has `state_dict` and `load_state_dict`, such as
     a scheduler that a callback steps, or averaged weights.
 
+    With `segment`, an epoch is a stream whose pipeline stays full, in segments of so many
+    microbatches: see `Executor.run`. That trains otherwise than a step for each batch would, so a
+    training that goes on from a checkpoint must have the same.
+
     With `patience` it ends after so many epochs without a better evaluation loss than the best,
     on every rank after the same. Rank 0 prints a line per epoch, on a terminal with a bar, unless
     `progress` is False. `history` has the epochs so far.
@@ -80,12 +84,15 @@ class Trainer:
         keep: int = 2,
         others: Mapping[str, Stateful] | None = None,
         patience: int | None = None,
+        segment: int | None = None,
         autocast: torch.dtype | None = None,
         callbacks: Sequence[Callback | AfterEpoch] = (),
         progress: bool = True,
     ) -> None:
-        counts = {"epochs": epochs, "keep": keep, "patience": 1 if patience is None else patience}
-        for name, number in counts.items():
+        may_be_none = {"patience": patience, "segment": segment}
+        for name, number in {"epochs": epochs, "keep": keep, **may_be_none}.items():
+            if number is None and name in may_be_none:
+                continue
             if not (is_number(number) and number):
                 raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
         for name, given in {"metrics": metrics, "patience": patience}.items():
@@ -116,6 +123,7 @@ class Trainer:
         self.scheduler, self.scheduler_by = scheduler, scheduler_by
         self.evaluation, self.metrics = evaluation, measures(metrics)
         self.patience, self.autocast, self.progress = patience, autocast, progress
+        self.segment = segment
         self.callbacks = callbacks_of(callbacks)
         self.optimizer = executor.optimizer  # refused at once where there is none
         self.history = History()
@@ -133,7 +141,7 @@ class Trainer:
         data: Any = batches
         if hasattr(evaluation, "state_dict"):  # it may be shuffled, and floats add up in order
             data = _Data(data, evaluation)
-        self._epochs = _Epochs()
+        self._epochs = _Epochs(segment)
         others = {_HISTORY: self._epochs, **(others or {})}
         self._checkpoint = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
 
@@ -146,10 +154,8 @@ class Trainer:
             callbacks = [*progress, *self.callbacks]
             while len(self.history) < self.epochs and not self.is_stale:
                 loss, rate = MeanLoss(skips=self.executor.nonfinite == "skip"), 0.0
-                for inputs, target in pairs(self.batches, "training"):
+                for result in self._results():
                     rate = self.optimizer.param_groups[0]["lr"]
-                    with self._precision():
-                        result = self.executor.step(inputs, target=target)
                     loss.add(result)
                     if self.scheduler is not None and self.scheduler_by == "step":
                         self.scheduler.step()
@@ -166,6 +172,23 @@ class Trainer:
                 finally:  # with what they have changed, and whatever they raise
                     self._save()
         return self.history
+
+    def _results(self) -> Iterator[StepResult]:
+        """Train for an epoch; gives the result of each batch, outside of autocast."""
+        batches = pairs(self.batches, "training")
+        if self.segment is None:
+            for inputs, target in batches:
+                with self._precision():
+                    result = self.executor.step(inputs, target=target)
+                yield result
+            return
+        stream = self.executor.run(batches, segment=self.segment)
+        while True:
+            with self._precision():
+                following = next(stream, None)
+            if following is None:
+                return
+            yield following
 
     @property
     def is_stale(self) -> bool:
@@ -280,13 +303,19 @@ class _Data:
 
 
 class _Epochs:
-    """Gives a history a state that a checkpoint can hold."""
+    """Gives a history, and the segments that it is of, a state that a checkpoint can hold."""
 
-    def __init__(self) -> None:
-        self.history = History()
+    def __init__(self, segment: int | None) -> None:
+        self.history, self._segment = History(), segment
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": [attrs.asdict(epoch) for epoch in self.history]}
+        return {"epochs": [attrs.asdict(epoch) for epoch in self.history], "segment": self._segment}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        segment = state.get("segment")
+        if segment != self._segment:
+            raise ExecutionError(
+                f"the checkpoint is of a training with segment={segment}, and this one has "
+                f"segment={self._segment}, which trains otherwise; give it the same"
+            )
         self.history = History(tuple(Epoch(**fields) for fields in state["epochs"]))

@@ -106,6 +106,27 @@ def test_nor_does_it_where_receive_buffers_are_used_again() -> None:
     assert peak(8) == peak(64) > 4 * BOUNDARY
 
 
+def peaks_of_segments(segment: int) -> list[int]:
+    """Of each segment of a stream, all shapes known; batches of eight microbatches."""
+    schedule = schedir.build("pipedream", ranks=4, microbatches=8)
+    stages = numbered(linear_stages(4, WIDTH))
+    x, y = torch.randn(2, ROWS, WIDTH)
+    batch: Any = [x] * 8, [y] * 8
+    found = []
+    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+        for turn in range(11):
+            with Live() as live:
+                for _ in executor.run([batch] * (segment // 8), segment=segment):
+                    pass
+            found += [live.peak] * bool(turn)
+    return found
+
+
+@pytest.mark.usefixtures("no_spare")
+def test_the_peak_of_a_stream_grows_neither_with_its_segments_nor_with_their_length() -> None:
+    assert {*peaks_of_segments(16), *peaks_of_segments(64)} == {peaks_of_segments(8)[0]}
+
+
 @pytest.mark.parametrize(
     ("device", "expected"),
     [

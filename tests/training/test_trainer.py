@@ -322,9 +322,10 @@ def test_steps_that_are_skipped_are_no_part_of_the_loss() -> None:
     assert skipped == [()] * (len(TRAINED) + 1) + [((0, 0), (1, 0))] + [()] * len(others)
 
 
-def noisy_executor(rank: int | None, chunks: int = 1) -> Executor:
+def noisy_executor(rank: int | None, chunks: int = 1, segment: int | None = None) -> Executor:
     """Of layers with dropout, cut in two or four."""
     name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    name = name if segment is None else "pipedream"
     schedule = schedir.build(name, ranks=2, microbatches=4, chunks=chunks)
     torch.manual_seed(7)
     layers = [nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, CLASSES)]
@@ -349,6 +350,7 @@ def fitted(
     epochs: int,
     ends: int | None = None,
     reader: str = "all",
+    segment: int | None = None,
 ) -> tuple[History, dict[str, Tensor] | None]:
     """Shuffled batches, and a shuffled evaluation set; the history, and the whole model."""
     x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
@@ -369,6 +371,7 @@ def fitted(
         evaluation=batches(),
         metrics={"accuracy": accuracy},
         checkpoint=folder,
+        segment=segment,
         callbacks=[] if ends is None else [Ends(executor, ends)],
         progress=False,
     )
@@ -377,23 +380,73 @@ def fitted(
     return trainer.history, gathered_state(executor)
 
 
-def assert_resumes(rank: int | None, folder: Path) -> None:
-    with noisy_executor(rank) as executor:
-        expected, weights = fitted(executor, None, 4)
-    with noisy_executor(rank) as executor:
-        history, _ = fitted(executor, folder, 4, ends=8)  # in the third epoch of three steps
+def assert_resumes(rank: int | None, folder: Path, segment: int | None = None) -> None:
+    ends, steps = (8, 12) if segment is None else (5, 8)  # in the third epoch of three batches
+    with noisy_executor(rank, segment=segment) as executor:
+        expected, weights = fitted(executor, None, 4, segment=segment)
+    with noisy_executor(rank, segment=segment) as executor:
+        history, _ = fitted(executor, folder, 4, ends=ends, segment=segment)
     assert history == expected[:2]
-    with noisy_executor(rank) as executor:
-        found, resumed = fitted(executor, folder, 4)
-        assert executor.steps == 12
+    with noisy_executor(rank, segment=segment) as executor:
+        found, resumed = fitted(executor, folder, 4, segment=segment)
+        assert executor.steps == steps
         assert found == expected
-        assert fitted(executor, folder, 4)[0] == expected  # there is nothing left to do
-        assert executor.steps == 12
+        assert fitted(executor, folder, 4, segment=segment)[0] == expected  # nothing is left to do
+        assert executor.steps == steps
     assert (weights is None) == (resumed is None) == (rank == 1)
     for name in weights or ():
         assert resumed is not None
         assert weights is not None
         assert torch.equal(weights[name], resumed[name]), name
+
+
+def test_segments_are_those_of_run(tmp_path: Path) -> None:
+    """And a training goes on only with the same."""
+    x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
+    data = [*zip(x[:16].split(8), y[:16].split(8), strict=True)]
+    weights = []
+    for by_hand in (True, False):
+        with noisy_executor(None, segment=8) as executor:
+            if by_hand:
+                losses = [result.loss for result in executor.run(data, segment=8)]
+                loss = sum(losses) / 2
+            else:
+                trainer = Trainer(executor, Batches(data), epochs=1, segment=8, progress=False)
+                assert trainer.fit()[0].loss == loss
+            weights.append(gathered_state(executor))
+    assert weights[0] is not None
+    assert weights[1] is not None
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    for segment, other in ((8, 4), (None, 8)):
+        folder = tmp_path / str(segment)
+        with noisy_executor(None, segment=8) as executor:
+            fitted(executor, folder, 1, segment=segment)
+        with noisy_executor(None, segment=8) as executor:
+            said = f"segment={segment}, and this one has segment={other}"
+            with pytest.raises(schedir.ExecutionError, match=said):
+                fitted(executor, folder, 2, segment=other)
+
+
+@pytest.mark.parametrize("segment", [4, 8, 64])
+def test_a_stream_that_was_interrupted_goes_on_bit_for_bit(segment: int, tmp_path: Path) -> None:
+    if segment == 8:
+        assert_resumes(None, tmp_path / "run", segment)
+        return
+    with noisy_executor(None, segment=segment) as executor:
+        expected, _ = fitted(executor, None, 2, segment=segment)
+    with noisy_executor(None, segment=segment) as executor:
+        fitted(executor, tmp_path, 1, segment=segment)
+    with noisy_executor(None, segment=segment) as executor:
+        assert fitted(executor, tmp_path, 2, segment=segment)[0] == expected
+
+
+@on_ranks(2)
+def test_a_stream_on_ranks_that_was_interrupted_goes_on_bit_for_bit(
+    rank: int, tmp_path: Path
+) -> None:
+    (folder, _) = everyone(tmp_path)
+    assert_resumes(rank, folder / "run", segment=8)
 
 
 def test_a_training_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -478,6 +531,8 @@ def once() -> Iterator[Batch]:
     [
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
         ({"epochs": None}, "epochs must be an int of at least 1, not None"),
+        ({"segment": 0}, "segment must be an int of at least 1, not 0"),
+        ({"segment": 4}, "1f1b has its OPTIM_STEPs last"),
         ({"patience": 0}, "patience must be an int of at least 1, not 0"),
         ({"patience": 2}, "patience needs an evaluation set: give evaluation= as well"),
         ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),

@@ -385,24 +385,25 @@ _IGNORED = -100
 class Losses:
     """Who has the losses of which microbatches, and the numbers of their samples; all processes
     get them. A report has the sum of the losses here over all samples and the number of these, then
-    the samples of each microbatch, then the losses."""
+    the samples of each microbatch, then the losses. Of a stream, each of its batches has its own,
+    over the `microbatches` that it has of the call."""
 
-    def __init__(self, plan: Plan, control: Control) -> None:
+    def __init__(self, plan: Plan, control: Control, microbatches: range) -> None:
         schedule, grid = plan.schedule, plan.grid
         self._control, self._accelerator = control, plan.accelerator
-        self._microbatches = range(schedule.microbatches)
+        self.microbatches = microbatches
         lines, last = range(grid.pipelines), plan.last_stage
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
-        self._sizes = dict.fromkeys(holders, 2 + 2 * schedule.microbatches)
+        self._sizes = dict.fromkeys(holders, 2 + 2 * len(microbatches))
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
         self._nothing = Exchange(control, LOSS_TAG, ())  # of one process alone
         report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs
         self._found_in = [
-            (report_of[grid.number(int(runs[last, m]), at)], m)
+            (report_of[grid.number(int(runs[last, m]), at)], place)
             for at in lines
-            for m in self._microbatches
+            for place, m in enumerate(microbatches)
         ]
 
     def expect(self) -> Exchange:
@@ -414,8 +415,11 @@ class Losses:
     def report(
         self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], CallLosses]:
-        """Send the losses of the microbatches that ran here on their way; returns how to get those
-        of all."""
+        """Send the losses of the microbatches that ran here, of the whole call's, on their way;
+        returns how to get those of all."""
+        if len(counts) > len(self.microbatches):
+            own = slice(self.microbatches.start, self.microbatches.stop)
+            counts, losses = counts[own], losses[own]
         if not self._accelerator.queues:
             if not self._has_part:
                 return lambda: self._found(exchange.result())
@@ -455,7 +459,7 @@ class Losses:
                 next(read) if m in found and isinstance(n, Tensor) else n
                 for m, n in enumerate(counts)
             ]
-            return self._listed(numbers, [*map(found.get, self._microbatches)])
+            return self._listed(numbers, [*map(found.get, range(len(losses)))])
 
         return Late(self._accelerator, values, listed)
 

@@ -16,6 +16,7 @@ another.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
 from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.batch.batches import ends_of_batches
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.boundaries.boundary import meta_of
@@ -62,7 +64,9 @@ _MOST_POSTED = 4
 class Program:
     """The compiled lists of the ranks here, with the cells that their tensors lie in.
 
-    Compiled from `schedule`; `ahead` posts the receives that its only list begins with.
+    Compiled from `schedule`; `ahead` posts the receives that its only list begins with. `ends` says
+    of each list how many of its instructions there are up to the end of each batch but the last,
+    where a call has several: it stops there.
     """
 
     def __init__(
@@ -71,9 +75,10 @@ class Program:
         cells: Cells,
         lists: Sequence[Sequence[Instruction]],
         ahead: Sequence[Bound] = (),
+        ends: Sequence[Sequence[int]] = (),
     ) -> None:
         self.schedule, self.cells, self.lists = schedule, cells, lists
-        self._ahead = ahead
+        self._ahead, self._ends = ahead, ends or [()] * len(lists)
         self.posts_ahead = bool(ahead)
         self.is_posted = False
         self._at = [0]
@@ -91,18 +96,26 @@ class Program:
                 post()
         self.is_posted = self.posts_ahead
 
-    def run(self, observers: Sequence[Observer]) -> None:
-        """Run the list of the only rank here.
+    def run(self, observers: Sequence[Observer]) -> Iterator[int]:
+        """Run the list of the only rank here; gives the number of each batch but the last once that
+        is over.
 
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
-        calls, places = _flat(observed(self.lists[0], observers)) if observers else self._flat
-        at = self._at
+        instructions = observed(self.lists[0], observers) if observers else self.lists[0]
+        calls, places = _flat(instructions) if observers else self._flat
+        at, start = self._at, 0
         at[0] = 0
         try:
             self.post_ahead()
             self.is_posted = False
-            for at[0], call in enumerate(calls):  # where an error finds it
+            for batch, end in enumerate(self._ends[0]):
+                stop = len(_flat(instructions[:end])[0])
+                for at[0], call in enumerate(calls[start:stop], start):
+                    call()
+                start = stop
+                yield batch
+            for at[0], call in enumerate(calls[start:] if start else calls, start):  # for an error
                 call()
         except WaitError as stalled:
             place = places[at[0]]
@@ -115,36 +128,56 @@ class Program:
 
     def run_in_turn(
         self, observers: Sequence[Observer], accelerator: Accelerator, streams: Sequence[Any]
-    ) -> None:
-        """Run the ranks of this process in turn, each as far as it gets until it is blocked.
+    ) -> Iterator[int]:
+        """Run the ranks of this process in turn, each as far as it gets until it is blocked; gives
+        what `run` gives.
 
         Each has a stream of its own, of `streams`, where the device has any. Raises ExecutionError,
         with the place in the list.
         """
         lists = [observed(instructions, observers) for instructions in self.lists]
         reached = [0] * len(lists)
-        begun = accelerator.mark()
+        for batch, goals in enumerate(zip(*self._ends, strict=True)):
+            _go_on(lists, reached, goals, accelerator, streams)
+            yield batch
+        _go_on(lists, reached, [*map(len, lists)], accelerator, streams)
+
+
+def _go_on(
+    lists: Sequence[Sequence[Instruction]],
+    reached: list[int],
+    goals: Sequence[int],
+    accelerator: Accelerator,
+    streams: Sequence[Any],
+) -> None:
+    """Run ranks in turn from where they have `reached` to their goals, or on where another rank
+    needs that to reach its own."""
+    begun = accelerator.mark()
+    for stream in streams:
+        with accelerator.on(stream):
+            begun.wait()
+    limits, progress = goals, True
+    try:
+        while any(at < goal for at, goal in zip(reached, goals, strict=True)):
+            if not progress:
+                if limits is not goals:
+                    break
+                limits = [*map(len, lists)]
+            progress = False
+            for turn, instructions in enumerate(lists):
+                with accelerator.on(streams[turn]):
+                    ran = _run_until_blocked(instructions, reached[turn], limits[turn])
+                progress |= ran > reached[turn]
+                reached[turn] = ran
+    finally:
+        # After an error too: what was computed is given up, and its memory given out again.
         for stream in streams:
             with accelerator.on(stream):
-                begun.wait()
-        progress = True
-        try:
-            while progress:
-                progress = False
-                for turn, instructions in enumerate(lists):
-                    with accelerator.on(streams[turn]):
-                        ran = _run_until_blocked(instructions, reached[turn])
-                    progress |= ran > reached[turn]
-                    reached[turn] = ran
-        finally:
-            # After an error too: what was computed is given up, and its memory given out again.
-            for stream in streams:
-                with accelerator.on(stream):
-                    ended = accelerator.mark()
-                ended.wait()
-        for at, instructions in zip(reached, lists, strict=True):
-            if at < len(instructions):
-                raise _placed(ExecutionError("what it waits for never comes"), instructions[at])
+                ended = accelerator.mark()
+            ended.wait()
+    for at, goal, instructions in zip(reached, goals, lists, strict=True):
+        if at < goal:
+            raise _placed(ExecutionError("what it waits for never comes"), instructions[at])
 
 
 def listening() -> Sequence[Observer]:
@@ -164,9 +197,9 @@ def _flat(instructions: Sequence[Instruction]) -> tuple[list[Bound], list[Instru
     return calls, places
 
 
-def _run_until_blocked(instructions: Sequence[Instruction], at: int) -> int:
-    """Run instructions from a place on; returns that of the first that is blocked."""
-    for instruction in instructions[at:]:
+def _run_until_blocked(instructions: Sequence[Instruction], at: int, limit: int) -> int:
+    """Run instructions from a place up to a limit; returns that of the first that is blocked."""
+    for instruction in instructions[at:limit]:
         try:
             if instruction.is_blocked():  # what ranks do together is done by the one that asks last
                 break
@@ -239,7 +272,8 @@ class Programs:
     `newcomers` are who watches a call of another signature than the call before, by its number, and
     whether that is to be learned. `under_way` are the sends that may not have arrived by the end of
     a call. `schedule` is the list of the latest program, or would be where receives take no more
-    buffers than the list needs.
+    buffers than the list needs. A call has several batches where `batch` says of how many
+    microbatches each is.
     """
 
     def __init__(
@@ -253,7 +287,9 @@ class Programs:
         first: FirstCall,
         under_way: list[Work],
         newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
+        batch: int | None = None,
     ) -> None:
+        self._batch = batch
         self._plan, self._listed, self._control = plan, schedule, control
         self._handshake, self._first, self._newcomers = handshake, first, newcomers
         self.compiler, self._transports, self._under_way = compiler, transports, under_way
@@ -292,8 +328,11 @@ class Programs:
                 observers = [*observers, *self._newcomers(number, learns)]
         return Opened(announcement, program, observers, learns)
 
-    def run(self, opened: Opened, call: Call) -> None:
-        """Run the list. Raises ExecutionError, or WaitError for what never comes."""
+    def run(self, opened: Opened, call: Call) -> Iterator[int]:
+        """Run the list; gives the number of each batch but the last once that is over.
+
+        Raises ExecutionError, or WaitError for what never comes.
+        """
         self.compiler.now.call = call
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
@@ -304,9 +343,9 @@ class Programs:
             copier.trim()
         program = opened.program
         if self._is_alone:
-            program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
+            yield from program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
         else:
-            program.run(opened.observers)
+            yield from program.run(opened.observers)
         self._under_way += program.cells.take_sends()
         if opened.learns:  # beside the payloads, where a failure must end all messages
             self._wait_for_sends("this call")
@@ -409,7 +448,16 @@ class Programs:
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
             lists.append(observed(instructions, self.compiler.observers))
-        return Program(schedule, cells, lists, ahead)
+        return Program(schedule, cells, lists, ahead, self._ends(schedule, lists))
+
+    def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
+        """Of each list, how many instructions there are up to the end of each batch."""
+        found = []
+        for rank, instructions in zip(self._transports, lists, strict=True):
+            entries = [one.index for one in instructions]
+            ends = ends_of_batches(schedule, rank, self._batch) if self._batch else ()
+            found.append([bisect_left(entries, end) for end in ends])
+        return found
 
     def _room(self, lessons: Lessons) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""

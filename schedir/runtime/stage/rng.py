@@ -69,24 +69,25 @@ class Seeds:
     """The seeds of one stage's forwards, by the microbatches' numbers over all pipelines."""
 
     def __init__(self, seed: int, stage: int, microbatches: Iterable[int]) -> None:
-        self._seed, self._stage = seed & _MASK, _mixed(stage + 1)[0]
-        self._microbatches = [_mixed(m + 1)[0] for m in microbatches]
+        self._seed, self._stage = seed & _MASK, _mixed(stage + 1)
+        self._microbatches = [_mixed(m + 1) for m in microbatches]
 
     def of(self, step: int) -> list[int]:
         """Those of a step."""
-        (of_step,) = _mixed(step + 1)
-        (of_seed,) = _mixed(self._seed ^ of_step)
-        (of_stage,) = _mixed(of_seed ^ self._stage)
-        return _mixed(of_stage, self._microbatches)
+        of_stage = _mixed(_mixed(self._seed ^ _mixed(step + 1)) ^ self._stage)
+        found = []
+        for microbatch in self._microbatches:  # at every step, so as `_mixed`, but without a call
+            mixed = ((of_stage ^ microbatch) + 0x9E3779B97F4A7C15) & _MASK
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+            found.append(mixed ^ (mixed >> 31))
+        return found
 
 
-def _mixed(number: int, others: Sequence[int] = (0,)) -> list[int]:
-    """A number, combined with others, so that neighbours end far apart: the finaliser of SplitMix64
-    (Steele, Lea & Flood, OOPSLA 2014)."""
-    found = []
-    for other in others:  # at every step, so without a call for each
-        mixed = ((number ^ other) + 0x9E3779B97F4A7C15) & _MASK
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        found.append(mixed ^ (mixed >> 31))
-    return found
+def _mixed(number: int) -> int:
+    """A number, so that neighbours end far apart: the finaliser of SplitMix64 (Steele, Lea & Flood,
+    OOPSLA 2014)."""
+    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

@@ -61,6 +61,9 @@ def lives_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Lives]:
     return found
 
 
+NEWEST = -1
+"""In place of a version: the module's own parameters."""
+
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -196,7 +199,7 @@ class StageWeights:
         """Give the module its own parameters back and forget all older versions."""
         for version in list(self._stashed):
             self._drop(version)
-        self.install(-1)
+        self.install(NEWEST)
 
 
 def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:

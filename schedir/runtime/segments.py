@@ -1,0 +1,318 @@
+"""A stream of batches as segments, each of which is one call that keeps the pipeline full.
+
+    batches    0 1 2 3 4 5 6 7 │ 8 9 …            of 8 microbatches
+    segment    one call of 64  │ the next one     versions from 0, drained at its end
+    results     0 1 2 … 7      │
+
+The batches of a segment are drawn before it begins. Then all processes say how many each has, so
+that none begins what another one can't. A list is built, proved and compared once for each length
+of segments, and has an engine of its own, whose connections are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, TypeAlias
+from weakref import ReferenceType, ref
+
+import attrs
+
+from schedir.errors import ExecutionError
+from schedir.ir import Schedule
+from schedir.runtime.batch.batches import check_batches
+from schedir.runtime.batch.feeding import CallArguments, Feed
+from schedir.runtime.call import RUN
+from schedir.runtime.engine import Engine
+from schedir.runtime.plan import Plan, plan_of, proved
+from schedir.runtime.processes.failure import describe
+from schedir.runtime.program.handshake import differ, fingerprint
+from schedir.runtime.result import StepResult
+
+logger = logging.getLogger("schedir")
+
+Build: TypeAlias = Callable[[int], Schedule]
+"""From a number of microbatches to the list of a segment of so many."""
+
+
+@attrs.frozen
+class _Said:
+    """What a process says before each segment: how many results it has given out, how many batches
+    it has drawn, and their fingerprints where it reads them.
+
+    Or that it has left the loop, was interrupted, or could draw none as that has failed.
+    """
+
+    given: int
+    drawn: int = 0
+    prints: Sequence[tuple[int, int]] = ()
+    left: bool = False
+    interrupted: bool = False
+    failed: str = ""
+
+
+class Segments:
+    """The streams of an executor, whose own `engine` has the plan of one batch; that of a segment
+    has another one, of the same list for more microbatches."""
+
+    def __init__(self, engine: Engine, plan: Plan) -> None:
+        self._engine, self._plan = engine, plan
+        self._engines: dict[int, Engine] = {}
+        self._stream: ReferenceType[Generator[StepResult, None, None]] | None = None
+        self._reads = not {0, plan.last_stage}.isdisjoint(plan.local_stages)
+
+    def run(
+        self, batches: Iterable[Any], schedule: Build | None, segment: int
+    ) -> Iterator[StepResult]:
+        """See `Executor.run`. What can be refused at once is refused here."""
+        plan, size = self._plan, self._plan.schedule.microbatches
+        self._engine.check_usable()
+        if plan.steps_last:
+            raise ExecutionError(
+                f"{plan.schedule.name} has its OPTIM_STEPs last, so the pipeline drains at the end "
+                "of each batch whatever follows: call step, or take a list that steps between "
+                "backwards, such as pipedream"
+            )
+        if not plan.updates:
+            raise ExecutionError("run steps while the pipeline is full, so it needs an optimizer")
+        if type(segment) is not int or segment < size or segment % size:
+            raise ExecutionError(
+                f"segment must be a multiple of the {size} microbatches of a batch, not {segment!r}"
+            )
+        check_batches(plan.schedule, size)
+        if not isinstance(batches, Iterable):
+            raise ExecutionError(
+                "batches must be an iterable of pairs (inputs, target), or of dicts of step's "
+                f"arguments, not {type(batches).__name__}"
+            )
+        stream = self._results(iter(batches), schedule or self._rebuild(), segment // size)
+        self._stream = ref(stream)
+        return stream
+
+    def _rebuild(self) -> Build:
+        """How the executor's own list was made. Raises ExecutionError where that is not known."""
+        own = self._plan.arguments.schedule
+        if own.rebuild is not None:
+            again = own.rebuild(own.microbatches)
+            if proved(again, "async", self._ties) == proved(own, "async", self._ties):
+                return own.rebuild
+        raise ExecutionError(
+            f"how {own.name} was made is not known, or it was changed after that: pass "
+            "schedule=lambda microbatches: …, which makes the same list for more microbatches"
+        )
+
+    @property
+    def _ties(self) -> list[list[int]]:
+        return [[stage for stage, _ in tie] for tie in self._plan.arguments.ties]
+
+    def _results(
+        self, batches: Iterator[Any], build: Build, most: int
+    ) -> Generator[StepResult, None, None]:
+        """The result of each batch, segment by segment, of at most so many batches each."""
+        given, left = 0, None
+        with _interrupts() as interrupted:
+            while True:
+                drawn: list[CallArguments] = []
+                error = None
+                if left is None and not interrupted:
+                    drawn, error = self._draw(batches, most)
+                said = _Said(
+                    given if left is None else left,
+                    len(drawn),
+                    [(fingerprint(one.inputs), fingerprint(one.target)) for one in drawn]
+                    if self._reads
+                    else (),
+                    left is not None,
+                    bool(interrupted),
+                    "" if error is None else describe(error),
+                )
+                self._agree(said, given, error)
+                if not drawn:
+                    return
+                for result in self._segment(drawn, build):
+                    given += 1
+                    if left is not None or interrupted:
+                        continue  # the pipeline drains
+                    self._engine.pause("in the midst of run: leave its loop first")
+                    try:
+                        yield result
+                    except GeneratorExit:
+                        left = given
+                    finally:
+                        self._engine.pause(None)
+
+    def _draw(
+        self, batches: Iterator[Any], most: int
+    ) -> tuple[list[CallArguments], Exception | None]:
+        """The batches of a segment; none, and the error, where drawing them has failed."""
+        try:
+            return [_arguments(batch) for batch in islice(batches, most)], None
+        except Exception as error:
+            return [], error
+
+    def _agree(self, own: _Said, applied: int, error: Exception | None) -> None:
+        """Compare with the other processes before a segment.
+
+        Raises what has ended the stream here, or ExecutionError for what has in another process, or
+        where processes go on apart.
+        """
+        said: list[_Said] = self._engine.gather(own, RUN)
+        done = f"{applied} batches were applied; the pipeline is drained"
+        if error is not None:
+            error.add_note(f"Executor.run: {done}")
+            raise error
+        if own.interrupted:
+            raise KeyboardInterrupt(done)
+        first = said[0]
+        for number, other in enumerate(said):
+            if other.failed:
+                raise ExecutionError(
+                    f"process {number} could not draw its next batches: {other.failed}; {done}"
+                )
+            if other.interrupted:
+                raise ExecutionError(f"process {number} was interrupted; {done}")
+            if (other.left, other.given) != (first.left, first.given) and (
+                other.drawn or first.drawn or other.given != first.given
+            ):
+                stands = (f"process 0 {_stand(first)}", f"process {number} {_stand(other)}")
+                parted = (
+                    f"{', but '.join(stands)}; all ranks must leave the loop after the same result"
+                )
+                self._engine.break_off(parted)
+                if own.left:  # nobody would catch it: the loop is over here
+                    logger.error("%s", parted)
+                    return
+                raise ExecutionError(parted)
+            if other.drawn != first.drawn:
+                raise ExecutionError(
+                    f"process 0 has {first.drawn} batches for its next segment, process {number} "
+                    f"{other.drawn}; give every rank as many. {done}"
+                )
+            self._compare(number, other, said)
+
+    def _compare(self, number: int, other: _Said, said: Sequence[_Said]) -> None:
+        """Raise ExecutionError where a process holds other batches than the first stage's."""
+        grid = self._plan.grid
+        speaker = grid.number(self._plan.schedule.placement[0][0])
+        mine = [grid.number(rank) for rank in range(grid.ranks)]
+        if number not in mine:
+            return
+        for batch, pair in enumerate(zip(said[speaker].prints, other.prints, strict=False)):
+            if any(differ(one, another) for one, another in zip(*pair, strict=True)):
+                raise ExecutionError(
+                    f"batch {other.given + batch} of process {number} is another one than that of "
+                    f"process {speaker}, so inputs of one would go with the target of the other; "
+                    "draw the same batches on every rank"
+                )
+
+    def _segment(self, drawn: Sequence[CallArguments], build: Build) -> Iterator[StepResult]:
+        """Run the batches of one segment as one call."""
+        size = self._plan.schedule.microbatches
+        engine = self._engine_of(size * len(drawn), build)
+        given = _joined([self._engine.cut(batch) for batch in drawn])
+        engine.steps = self._engine.steps
+        try:
+            yield from engine.stream(given)
+        except BaseException as error:
+            self._engine.break_off(str(error))
+            raise
+        self._engine.steps = engine.steps
+
+    def _engine_of(self, microbatches: int, build: Build) -> Engine:
+        """That of the segments of a length, which all processes make at the same time."""
+        if microbatches not in self._engines:
+            schedule = build(microbatches)
+            self._check(schedule, microbatches)
+            optimizers = iter(self._engine.parts.optimizers.values())
+            arguments = attrs.evolve(
+                self._plan.arguments, schedule=schedule, optimizer=lambda _: next(optimizers)
+            )
+            size = self._plan.schedule.microbatches
+            self._engines[microbatches] = Engine(plan_of(arguments), batch=size)
+        return self._engines[microbatches]
+
+    def _check(self, schedule: Schedule, microbatches: int) -> None:
+        """Raise ExecutionError where a segment's list is of another shape than the executor's."""
+        own = self._plan.schedule
+        found = schedule.microbatches, schedule.placement
+        if found != (microbatches, own.placement):
+            raise ExecutionError(
+                f"schedule({microbatches}) gave {schedule.name} of {found[0]} microbatches, with "
+                f"stages on ranks {found[1]}; the executor's are on {own.placement}"
+            )
+        check_batches(schedule, own.microbatches)
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Those of all lengths that there have been."""
+        return [*self._engines.values()]
+
+    def close(self) -> None:
+        """End a stream that has not ended, and let all connections go."""
+        stream = None if self._stream is None else self._stream()
+        if stream is not None:
+            stream.close()
+        for engine in self._engines.values():
+            engine.close()
+
+
+def _stand(said: _Said) -> str:
+    if said.left:
+        return f"has left the loop after result {said.given}"
+    return "goes on" if said.drawn else f"has had its last result, {said.given}"
+
+
+def _arguments(batch: Any) -> CallArguments:
+    """What one step would be given. Raises ExecutionError for what it can't be."""
+    if isinstance(batch, Mapping):
+        known = {field.name for field in attrs.fields(CallArguments)}
+        if unknown := sorted(set(batch) - known):
+            raise ExecutionError(
+                f"run: a batch has {', '.join(map(str, unknown))}, but can have "
+                f"{', '.join(sorted(known))} only"
+            )
+        return CallArguments(**{"inputs": None, **batch})
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return CallArguments(*batch)
+    raise ExecutionError(
+        "run: each batch must be a pair (inputs, target), or a dict of step's arguments, not "
+        f"{type(batch).__name__}"
+    )
+
+
+def _joined(feeds: Sequence[Feed]) -> CallArguments:
+    """The microbatches of several batches as those of one call."""
+    stages = {stage for feed in feeds for stage in feed.extras}
+    return CallArguments(
+        [m for feed in feeds for m in feed.inputs] or None,
+        [m for feed in feeds for m in feed.targets] or None,
+        {stage: [m for feed in feeds for m in feed.extras[stage]] for stage in stages},
+        [m for feed in feeds for m in feed.loss_keywords] or None,
+    )
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Inside, Ctrl-C is noted: the pipeline is drained before it ends anything. A second one is
+    raised at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            signal.default_int_handler(number, frame)
+        noted.append(number)
+        logger.warning("interrupted: the segment is finished first; again to end at once")
+
+    if current_thread() is not main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
