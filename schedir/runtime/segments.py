@@ -30,7 +30,7 @@ from schedir.runtime.batch.feeding import CallArguments, Feed
 from schedir.runtime.call import RUN
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import Plan, plan_of, proved
-from schedir.runtime.processes.failure import describe
+from schedir.runtime.processes.failure import OneLineError, describe, end_in_one_line
 from schedir.runtime.program.handshake import differ, fingerprint
 from schedir.runtime.result import StepResult
 
@@ -171,11 +171,11 @@ class Segments:
         first = said[0]
         for number, other in enumerate(said):
             if other.failed:
-                raise ExecutionError(
+                raise _line(
                     f"process {number} could not draw its next batches: {other.failed}; {done}"
                 )
             if other.interrupted:
-                raise ExecutionError(f"process {number} was interrupted; {done}")
+                raise _line(f"process {number} was interrupted; {done}")
             if (other.left, other.given) != (first.left, first.given) and (
                 other.drawn or first.drawn or other.given != first.given
             ):
@@ -187,9 +187,9 @@ class Segments:
                 if own.left:  # nobody would catch it: the loop is over here
                     logger.error("%s", parted)
                     return
-                raise ExecutionError(parted)
+                raise _line(parted)
             if other.drawn != first.drawn:
-                raise ExecutionError(
+                raise _line(
                     f"process 0 has {first.drawn} batches for its next segment, process {number} "
                     f"{other.drawn}; give every rank as many. {done}"
                 )
@@ -204,7 +204,7 @@ class Segments:
             return
         for batch, pair in enumerate(zip(said[speaker].prints, other.prints, strict=False)):
             if any(differ(one, another) for one, another in zip(*pair, strict=True)):
-                raise ExecutionError(
+                raise _line(
                     f"batch {other.given + batch} of process {number} is another one than that of "
                     f"process {speaker}, so inputs of one would go with the target of the other; "
                     "draw the same batches on every rank"
@@ -259,6 +259,13 @@ class Segments:
             stream.close()
         for engine in self._engines.values():
             engine.close()
+
+
+def _line(text: str) -> ExecutionError:
+    """An error that its message says all of, whichever rank prints it."""
+    error = OneLineError(text)
+    end_in_one_line(error)
+    return error
 
 
 def _stand(said: _Said) -> str:
