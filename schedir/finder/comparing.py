@@ -132,6 +132,8 @@ class _Job:
             line = simulate(complete, self._of(complete))
             if isinstance(self.costs, CostModel):
                 row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
+            if is_asynchronous(complete):
+                row = attrs.evolve(row, steady=self._steady(variant, complete))
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
         return self._figures(row, line)
@@ -195,6 +197,13 @@ class _Job:
             self._ranks.add(schedule.ranks)
             return recut(self.costs, schedule.stages, of=schedule.ranks)
         return self.costs(schedule.stages)
+
+    def _steady(self, variant: Variant, complete: Schedule) -> SteadyState | None:
+        from schedir.finder.full_pipeline import look  # few schedules have a steady state
+
+        # The generator's list, which longer ones go on from, where there are any.
+        schedule = complete if variant.longer is None else _schedule_of(variant.make())
+        return look(schedule, self._of(complete), variant.longer).steady
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs anywhere, and why not under the channel model."""
