@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -17,15 +18,15 @@ from schedir.checker import CHANNELS, prove
 from schedir.errors import SchedirError
 from schedir.ir import Kind, Schedule
 from schedir.library import Costs, Generator, GeneratorFunction, Parameter, find, is_list, load
-from schedir.simulator import CostModel, simulate
+from schedir.simulator import CostModel, Timeline, simulate
 from schedir.simulator.steady_state import SteadyState, is_asynchronous, steady_state_of
 
 _MOST_ACTIONS = 200_000  # of a list, about a second
 _MULTIPLES = 8  # tried of each length: where updates come once a batch, it may divide few
 
-Longer = Callable[[int], Schedule]
-"""From a number of microbatches to the schedule with so many, as it is written; what it raises
-where there is none is a SchedirError."""
+Longer: TypeAlias = Callable[..., Schedule]
+"""Makes a schedule, as it is written, with as many `microbatches` as it is called with; it raises
+SchedirError where it can't."""
 
 
 def steady_state(
@@ -54,32 +55,34 @@ def steady_state(
     Raises what `build` and `simulate` raise, for the schedule of the shape that is asked for.
     """
     if isinstance(target, Schedule):
-        return look(target, costs).steady
-    found = target if isinstance(target, (str, Path)) and is_list(target) else find(target)
-    make = partial(load, found, ranks=ranks, chunks=chunks, costs=costs, **parameters)
-    schedule = make(microbatches=microbatches)
-    longer = None if isinstance(found, (str, Path)) else lambda many: make(microbatches=many)
+        schedule, longer = target, None
+    else:
+        found = target if isinstance(target, (str, Path)) and is_list(target) else find(target)
+        shape: dict[str, Any] = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
+        make = partial(load, found, **shape)
+        schedule = make(microbatches=microbatches)
+        longer = make if isinstance(found, Generator) else None
+    if not is_asynchronous(schedule):
+        model = costs(schedule.stages) if callable(costs) else costs
+        simulate(schedule, model)  # raises what is wrong with either
+        return None
     return look(schedule, costs, longer).steady
 
 
 @attrs.frozen
 class Look:
-    """What a look for a steady state has found, if anything, in lists of up to so many
-    `microbatches`; whether the schedule is `asynchronous`, and so may have one."""
+    """A look for a steady state: at the `timeline` of a list, the longest that was tried, and what
+    it shows; None where that is nothing."""
 
-    asynchronous: bool
-    microbatches: int
-    steady: SteadyState | None = None
+    timeline: Timeline
+    steady: SteadyState | None
 
 
 def look(schedule: Schedule, costs: Costs = None, longer: Longer | None = None) -> Look:
-    """Look for the steady state of a schedule, in the list itself and in those that are `longer`.
+    """Look for the steady state of an asynchronous schedule, in its list and in `longer` ones.
 
     Raises what `simulate` raises for the schedule itself.
     """
-    found = Look(is_asynchronous(schedule), schedule.microbatches)
-    if not found.asynchronous:
-        return found
     model = costs(schedule.stages) if callable(costs) else costs
     found = _looked_at(schedule, model)
     for each in () if longer is None else _lengthened(schedule, longer):
@@ -94,7 +97,7 @@ def look(schedule: Schedule, costs: Costs = None, longer: Longer | None = None) 
 
 def _looked_at(schedule: Schedule, costs: CostModel | None) -> Look:
     line = simulate(prove(schedule, CHANNELS[-1]).proved(), costs)
-    return Look(True, schedule.microbatches, steady_state_of(line))
+    return Look(line, steady_state_of(line))
 
 
 def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
@@ -114,7 +117,7 @@ def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
 
 def _made(longer: Longer, microbatches: int) -> Schedule | None:
     try:
-        return longer(microbatches)
+        return longer(microbatches=microbatches)
     except SchedirError:
         return None
 

@@ -28,7 +28,7 @@ from schedir.ir import (
     Schedule,
 )
 from schedir.simulator.timeline import Timeline
-from schedir.simulator.values import Numbers, Unit
+from schedir.simulator.values import Numbers, Unit, factor
 
 _MOST_WORK = 3 * 10**7  # compared pairs of actions, about a second
 
@@ -37,27 +37,36 @@ _MOST_WORK = 3 * 10**7  # compared pairs of actions, about a second
 class SteadyState:
     """What an asynchronous schedule costs once its pipeline is full, and for as long as it is.
 
-    Every `period`, in the unit of the costs, all ranks have run `period_microbatches` more, each in
-    the same way. `bubble_fraction` is the part of all ranks' time in which they do not compute.
-    `timeline` is of the list that was long enough to show it: from `start` to `end` all repeats.
+    Every `period` all ranks have run `period_microbatches` more, each in the same way; the `unit`
+    is that of the costs, None for any. `bubble_fraction` is the part of all ranks' time in which
+    they do not compute. The list that shows it has so many `microbatches`, and from `start` to
+    `end` of its timeline all ranks repeat themselves.
     """
 
     period: float
     period_microbatches: int
     bubble_fraction: float
-    timeline: Timeline = attrs.field(repr=False, eq=False)
-    start: float = attrs.field(repr=False, eq=False)
-    end: float = attrs.field(repr=False, eq=False)
+    unit: Unit | None
+    microbatches: int
+    start: float
+    end: float
 
     @property
     def time_per_microbatch(self) -> float:
         """The period, shared out over its microbatches."""
         return self.period / self.period_microbatches
 
-    @property
-    def unit(self) -> Unit | None:
-        """The unit of its times, None for any."""
-        return self.timeline.unit
+
+def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
+    """The same in another unit of time. One of no unit is taken to be in that one already."""
+    times = factor(steady.unit, unit)
+    return attrs.evolve(
+        steady,
+        period=steady.period * times,
+        start=steady.start * times,
+        end=steady.end * times,
+        unit=unit,
+    )
 
 
 def is_asynchronous(schedule: Schedule) -> bool:
@@ -185,7 +194,8 @@ def _steady_state(
         period=period,
         period_microbatches=apart,
         bubble_fraction=max(0.0, 1 - busy / (columns.ranks * period)) if period else 0.0,
-        timeline=timeline,
+        unit=timeline.unit,
+        microbatches=timeline.schedule.microbatches,
         start=first.max().item(),
         end=last.min().item(),
     )
