@@ -69,7 +69,6 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     Raises as `drawn`, and SchedirError, with the reason, where it has no steady state.
     """
     from schedir.finder.full_pipeline import look
-    from schedir.simulator.steady_state import is_asynchronous
 
     if is_measured(args.target):
         args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
@@ -81,7 +80,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     line = simulate(proved(schedule, subject), costs)
     note_unmeasured(schedule, costs)
     many = count(schedule.microbatches, "microbatch", "es")
-    if not is_asynchronous(schedule):
+    if not schedule.is_asynchronous:
         raise SchedirError(
             f"{subject} has no steady state: in {many} no stage goes on after its OPTIM_STEP, so "
             "the pipeline drains at every update, by design"

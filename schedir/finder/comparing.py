@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -40,7 +40,9 @@ from schedir.simulator import (
     unmeasured,
 )
 from schedir.simulator.costs import OF_A_PART
-from schedir.simulator.steady_state import SteadyState, is_asynchronous, steady_in_unit
+
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
 
 
 def compare(
@@ -201,7 +203,7 @@ class _Job:
     def _steady(
         self, schedule: Schedule, longer: Callable[..., Schedule] | None
     ) -> SteadyState | None:
-        if not is_asynchronous(schedule):
+        if not schedule.is_asynchronous:
             return None
         from schedir.finder.full_pipeline import look  # which few schedules need
 
@@ -241,6 +243,8 @@ def _in_unit(row: Row, unit: Unit) -> Row:
         return row
     times, steady = factor(row.unit, unit), row.steady
     if steady is not None:
+        from schedir.simulator.steady_state import steady_in_unit  # which few schedules need
+
         steady = steady_in_unit(steady, unit)
     return attrs.evolve(row, makespan=row.makespan * times, steady=steady, unit=unit)
 

@@ -19,7 +19,7 @@ from schedir.errors import SchedirError
 from schedir.ir import Kind, Schedule
 from schedir.library import Costs, Generator, GeneratorFunction, Parameter, find, is_list, load
 from schedir.simulator import CostModel, Timeline, simulate
-from schedir.simulator.steady_state import SteadyState, is_asynchronous, steady_state_of
+from schedir.simulator.steady_state import SteadyState, steady_state_of
 
 _MOST_ACTIONS = 200_000  # of a list, about a second
 _MULTIPLES = 8  # tried of each length: where updates come once a batch, it may divide few
@@ -62,7 +62,7 @@ def steady_state(
         make = partial(load, found, **shape)
         schedule = make(microbatches=microbatches)
         longer = make if isinstance(found, Generator) else None
-    if not is_asynchronous(schedule):
+    if not schedule.is_asynchronous:
         model = costs(schedule.stages) if callable(costs) else costs
         simulate(schedule, model)  # raises what is wrong with either
         return None

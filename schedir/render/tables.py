@@ -134,13 +134,8 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
     full = any(row.steady is not None for row in rows)
     if each or full:
-        yield _Column(
-            f"makespan/M{unit}", lambda row: row.time_per_microbatch, time, spare=not each
-        )
-    if full:
-        yield _Column(
-            f"time/M once full{unit}", _once_full(lambda it: time(it.time_per_microbatch))
-        )
+        each_one = f"makespan/M{unit}"
+        yield _Column(each_one, lambda row: row.time_per_microbatch, time, spare=not each)
     yield _Column("ratio", comparison.ratio, "{:.3f}".format)
     percent = "{:.1%}".format
     whole = _Column("bubble", lambda row: row.bubble_fraction, percent, spare=True)
@@ -149,7 +144,10 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if any(cells[0] != cells[1] for cells in _cells([whole, span], comparison)[1:]):
         yield span
     if full:
-        yield _Column("bubble once full", _once_full(lambda it: percent(it.bubble_fraction)))
+        idle = _once_full(lambda steady: percent(steady.bubble_fraction))
+        yield _Column("bubble once full", idle, spare=True)
+        taken = _once_full(lambda steady: time(steady.time_per_microbatch))
+        yield _Column(f"time/M once full{unit}", taken, spare=True)
     yield _Column("peak activations", _activations)
     if any(row.peak_bytes is not None for row in rows):
         yield _Column("peak bytes", lambda row: row.peak_bytes, size)

@@ -24,8 +24,6 @@ from schedir.ir import (
     Bools,
     Columns,
     Ints,
-    Kind,
-    Schedule,
 )
 from schedir.simulator.timeline import Timeline
 from schedir.simulator.values import Numbers, Unit, factor
@@ -67,17 +65,6 @@ def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
         end=steady.end * times,
         unit=unit,
     )
-
-
-def is_asynchronous(schedule: Schedule) -> bool:
-    """Whether some rank goes on with a stage after an OPTIM_STEP of it, which is no flush then."""
-    columns = schedule.columns
-    stage = columns.rank * schedule.stages + columns.stage
-    steps = columns.where(Kind.OPTIM_STEP)
-    computes = columns.where(*(COMPUTE - {Kind.OPTIM_STEP}))
-    first = np.full(schedule.ranks * schedule.stages, len(columns))
-    np.minimum.at(first, stage[steps], steps)
-    return bool((computes > first[stage[computes]]).any())
 
 
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
