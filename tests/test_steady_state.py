@@ -24,11 +24,13 @@ from schedir import (
     SchedirError,
     SteadyState,
     Timeline,
+    Together,
     backward,
     forward,
     optim_step,
     simulate,
     steady_state,
+    together,
 )
 from schedir.library import built_in
 from schedir.simulator.steady_state import steady_state_of
@@ -247,6 +249,23 @@ def test_a_drain_in_each_group_is_part_of_the_period(run: Run) -> None:
     assert steady.bubble_fraction == 0.25
     larger = found("groups.py", ranks=2, microbatches=4, size=1)
     assert (larger.time_per_microbatch, larger.bubble_fraction) == (6, 0.5)
+
+
+def test_what_overlaps_is_busy_once() -> None:
+    """The pairs of two ranks wait for each other: 2 on the one, then 4 on the other."""
+
+    def overlapping(pipe: Pipeline, rank: int) -> Iterator[Action | Together]:
+        (stage,), ahead = pipe.stages_of(rank), pipe.ranks - rank
+        for m in range(ahead):
+            yield forward(stage, m)
+        for m in range(pipe.microbatches):
+            last = backward(stage, m)
+            more = m + ahead < pipe.microbatches
+            yield together(forward(stage, m + ahead), last) if more else last
+            yield optim_step(stage)
+
+    steady = found(overlapping, CostModel(overlapped=(2, 4)), ranks=2)
+    assert (steady.period, steady.period_microbatches, steady.bubble_fraction) == (6, 1, 0.5)
 
 
 def in_pairs(pipe: Pipeline, rank: int) -> Iterator[Action]:

@@ -134,28 +134,32 @@ def _stretch(timeline: Timeline, lists: _Lists, apart: int) -> tuple[int, int] |
     shifts = [times[later] - times[earlier] for times in (timeline.starts, timeline.ends)]
     least = np.where(here, np.minimum(*shifts), np.inf).min(axis=0)
     period = np.where(here, np.maximum(*shifts), -np.inf).max(axis=0)
-    slack = _slack(timeline, lists)
+    # What an action waits for, in its list or on a channel, is no further behind it.
+    least_length = lists.lag + 2 * apart
+    slack = _slack(timeline, least_length)
     same &= np.abs(period - least) <= slack
     start, end = _longest_run(same, period, slack)
-    # What an action waits for, in its list or on a channel, is no further behind it.
-    enough = end - start >= lists.lag + 2 * apart and np.ptp(period[start:end]) <= slack
+    enough = end - start >= least_length and np.ptp(period[start:end]) <= slack
     return (start, end) if enough else None
 
 
-def _slack(timeline: Timeline, lists: _Lists) -> float:
-    """By how much times differ that are equal but for the rounding of floating-point sums."""
+def _slack(timeline: Timeline, microbatches: int) -> float:
+    """By how much times differ that are equal but for the rounding of floating-point sums, over so
+    many microbatches: each action in them is one more sum."""
     if timeline.ends.dtype.kind == "i":
         return 0.0
-    return float(timeline.makespan * np.finfo(np.float64).eps * lists.listed[:, -1].sum())
+    schedule = timeline.schedule
+    sums = len(schedule.columns) / schedule.microbatches * microbatches
+    return float(timeline.makespan * np.finfo(np.float64).eps * sums)
 
 
 def _longest_run(same: Bools, period: Numbers, slack: float) -> tuple[int, int]:
-    """The longest run of columns that are the `same`, with one period."""
+    """The longest run of columns that are the `same`, with one period; one alone may be none."""
     breaks = np.ones(len(same), bool)
     with np.errstate(invalid="ignore"):  # no action at all: inf - inf
         breaks[1:] = ~(same[1:] & same[:-1] & (np.abs(np.diff(period)) <= slack))
     starts = np.flatnonzero(breaks)
-    lengths = np.diff(np.append(starts, len(same))) * same[starts]
+    lengths = np.diff(np.append(starts, len(same)))
     longest = int(lengths.argmax())
     return int(starts[longest]), int(starts[longest] + lengths[longest])
 
