@@ -58,8 +58,10 @@ from schedir.passes import (
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
+    from schedir.finder.full_pipeline import steady_state
     from schedir.library.compaction import repeat_block
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
+    from schedir.simulator.steady_state import SteadyState
 
 __version__ = "0.1.0"
 
@@ -83,6 +85,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Source",
+    "SteadyState",
     "Timeline",
     "Together",
     "UnsoundError",
@@ -120,6 +123,7 @@ __all__ = [
     "send_grad",
     "simulate",
     "slots_in_groups",
+    "steady_state",
     "together",
     "wave",
     "wrapped",
@@ -127,8 +131,10 @@ __all__ = [
 
 _ON_DEMAND = {
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
+    "schedir.finder.full_pipeline": ("steady_state",),
     "schedir.library.compaction": ("repeat_block",),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
+    "schedir.simulator.steady_state": ("SteadyState",),
 }
 
 if not TYPE_CHECKING:  # to which a misspelt name is an error

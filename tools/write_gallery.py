@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 
 import schedir
-from schedir import CostModel, Generator, Timeline
+from schedir import CostModel, Generator, SteadyState, Timeline
 from schedir.files import write_text
 from schedir.library import built_in
 from schedir.render.captions import bubble
@@ -31,6 +31,8 @@ and so does that of the weights; communication and updates take nothing, and an 
 sum of its two. *Bubble* is the part of all ranks' time in which they do not compute; where another
 part is named, it is that of the longest span of a rank, which counts where steps follow each other
 without a flush. *Peak* is the most activations that a rank holds, of a quarter of the model each.
+*Once full* is what a schedule costs that goes on after its updates, for as long as nothing drains
+its pipeline: time per microbatch, and bubble.
 Written by `tools/write_gallery.py`.
 """
 
@@ -42,6 +44,7 @@ class Exhibit:
     generator: Generator
     timeline: Timeline
     share: Fraction
+    steady: SteadyState | None
 
     @property
     def source(self) -> str:
@@ -62,6 +65,14 @@ class Exhibit:
         peak = float(max(rank.peak_activations for rank in self.timeline.ranks) * self.share)
         return f"{makespan:g}", bubble(self.timeline), f"{peak:g}"
 
+    @property
+    def once_full(self) -> str:
+        """Time per microbatch and bubble once full; nothing of a schedule that is synchronous."""
+        if self.steady is None:
+            return ""
+        each = float(self.steady.time_per_microbatch * self.share)
+        return f"{each:g} per microbatch, bubble {self.steady.bubble_fraction:.1%}"
+
 
 def exhibits() -> list[Exhibit]:
     """All of them, by name."""
@@ -70,7 +81,14 @@ def exhibits() -> list[Exhibit]:
 
 def _exhibit(generator: Generator) -> Exhibit:
     built = schedir.build(generator, ranks=RANKS, microbatches=MICROBATCHES, costs=CostModel())
-    return Exhibit(generator, schedir.simulate(built), Fraction(RANKS, built.stages))
+    share = Fraction(RANKS, built.stages)
+    return Exhibit(generator, schedir.simulate(built), share, _steady(generator))
+
+
+def _steady(generator: Generator, **parameters: bool) -> SteadyState | None:
+    return schedir.steady_state(
+        generator, CostModel(), ranks=RANKS, microbatches=MICROBATCHES, **parameters
+    )
 
 
 def pages() -> dict[str, str]:
@@ -85,10 +103,10 @@ def _picture(one: Exhibit) -> str:
 
 
 def _table(shown: list[Exhibit]) -> Iterator[str]:
-    yield "| schedule | makespan | bubble | peak |\n| --- | --- | --- | --- |"
+    yield "| schedule | makespan | bubble | peak | once full |\n| --- | --- | --- | --- | --- |"
     for one in shown:
         name = one.generator.name
-        yield f"| [{name}](#{name}) | {' | '.join(one.figures)} |"
+        yield f"| [{name}](#{name}) | {' | '.join([*one.figures, one.once_full or '–'])} |"
     yield ""
 
 
@@ -96,8 +114,18 @@ def _section(one: Exhibit) -> str:
     name, (makespan, idle, peak) = one.generator.name, one.figures
     return (
         f"## {name}\n\n{one.idea} *{one.source}*\n\n![Timeline of {name}]({_picture(one)})\n\n"
-        f"Makespan {makespan}, bubble {idle}, peak {peak}. `schedir show {name}`\n"
+        f"Makespan {makespan}, bubble {idle}, peak {peak}.{_full(one)} `schedir show {name}`\n"
     )
+
+
+def _full(one: Exhibit) -> str:
+    """What it costs once full; of one that may leave its flush out, what it costs then."""
+    if one.once_full:
+        return f" Once full {one.once_full} (`--steady`)."
+    if "flush" not in one.generator.parameters:
+        return ""
+    flushless = attrs.evolve(one, steady=_steady(one.generator, flush=False))
+    return f" Once full {flushless.once_full} (`--set flush=false --steady`)."
 
 
 if __name__ == "__main__":

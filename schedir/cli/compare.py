@@ -17,9 +17,10 @@ from schedir.render import outputs_of
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
     "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, "
-    "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured}]}; best is "
-    "the index of a row; what is not known is null, and so is the problem of a schedule that has "
-    "none; unmeasured lists the fitted costs of it that no run has shown."
+    "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured, "
+    "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}; best is the index of "
+    "a row; what is not known is null, and so are the problem and the steady state of a schedule "
+    "that has none; unmeasured lists the fitted costs of it that no run has shown."
 )
 _OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
 """Of the command, and of `schedir.compare`."""
@@ -32,10 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "its ratio to the best one's, bubble, the most that a rank keeps, and the delay of "
         "gradients in updates. A cost that is one number is that of one of as many stages as there "
         "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
-        "evenly. Where numbers of microbatches differ, time per microbatch is compared. Rows are "
-        "marked: best, the quickest that can be chosen; over, above the memory limit; a code such "
-        "as S301, with errors under the channel model; none, not to be made in this shape; "
-        "derived, of fitted costs that no run has shown. "
+        "evenly. Where numbers of microbatches differ, time per microbatch is compared. Of "
+        "schedules that go on after their updates it also says what a microbatch costs once full, "
+        "while nothing drains the pipeline. Rows are marked: best, the quickest that can be "
+        "chosen; over, above the memory limit; a code such as S301, with errors under the channel "
+        "model; none, not to be made in this shape; derived, of fitted costs that no run has "
+        "shown. "
         "Exit code: 0 one is best, 1 none runs and is within the "
         "limits, 2 a target or option can't be used."
     )

@@ -10,7 +10,7 @@ import attrs
 from schedir.cli.costs import add_costs
 from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
 from schedir.cli.terminal import is_terminal, page_for, progress, write
-from schedir.cli.timelines import add_drawn, drawn
+from schedir.cli.timelines import add_drawn, drawn, drawn_full
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
 
@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--why",
         action="store_true",
         help="say why ranks are idle instead: by cause, the longest waits, and the critical path",
+    )
+    parser.add_argument(
+        "--steady",
+        action="store_true",
+        help="draw an asynchronous schedule once its pipeline is full instead: two periods, and "
+        "what a microbatch costs then. A generator is given as many microbatches as it takes to "
+        "see it; exit code 2 where there is no steady state",
     )
     parser.add_argument(
         "--actions",
@@ -68,10 +75,16 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
+    if args.steady and (lists or args.full or args.why or args.against is not None):
+        args.parser.error("--steady goes with --json and --width: leave out --full, --why and such")
     with progress("simulating"):
-        timeline, against, subject = drawn(args)
+        if args.steady:
+            timeline, full, steady = drawn_full(args)
+            page = attrs.evolve(page_for(sys.stdout), full=full, steady=steady)
+        else:
+            timeline, against, subject = drawn(args)
+            page = attrs.evolve(page_for(sys.stdout, subject), against=against)
     output = outputs_of("show")[_form(args, args.full or lists)]
-    page = attrs.evolve(page_for(sys.stdout, subject), against=against)
     if args.width is not None:
         page = attrs.evolve(page, width=args.width, fit=True)
     write(output.write(timeline, page).blocks, sys.stdout)
@@ -86,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _form(args: argparse.Namespace, full: bool) -> str:
     """The output to write, by its name in the table."""
-    if args.json or args.why:
-        return "json" if args.json else "why"
+    for name in ("json", "why", "steady"):
+        if getattr(args, name):
+            return name
     return "overview" if is_terminal(sys.stdout) and not full else "full"

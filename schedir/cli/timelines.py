@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from schedir.cli.costs import costs_given, costs_of, note_unmeasured
 from schedir.cli.target import at_least, load_target, proved, subject_of
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
 from schedir.library import is_list
+from schedir.render.text import count
 from schedir.simulator import CostModel, Timeline, in_unit, load_timelines, median_step, simulate
+
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
 
 
 def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -55,6 +61,45 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
     (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
     against = others[0][0] if others else None
     return first, against, subject_of(target, first.schedule)
+
+
+def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyState]:
+    """The timeline of TARGET, one that shows its steady state, and that.
+
+    Raises as `drawn`, and SchedirError, with the reason, where it has no steady state.
+    """
+    from schedir.finder.full_pipeline import look
+
+    if is_measured(args.target):
+        args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
+    if args.step is not None:
+        args.parser.error("--step is for files of measured timelines")
+    costs = costs_of(args)
+    schedule = load_target(args, costs=costs)
+    subject = subject_of(args.target, schedule)
+    line = simulate(proved(schedule, subject), costs)
+    note_unmeasured(schedule, costs)
+    many = count(schedule.microbatches, "microbatch", "es")
+    if not schedule.is_asynchronous:
+        raise SchedirError(
+            f"{subject} has no steady state: in {many} no stage goes on after its OPTIM_STEP, so "
+            "the pipeline drains at every update, by design"
+        )
+    longer = None if is_list(args.target) else partial(_of_microbatches, args, costs)
+    found = look(schedule, costs, longer)
+    if found.steady is None:
+        many = count(found.timeline.schedule.microbatches, "microbatch", "es")
+        raise SchedirError(
+            f"{subject} shows no steady state: in a list of {many} its actions do not repeat for "
+            "long enough with one period"
+        )
+    return line, found.timeline, found.steady
+
+
+def _of_microbatches(args: argparse.Namespace, costs: CostModel, microbatches: int) -> Schedule:
+    """TARGET with another number of microbatches. Raises LoadError."""
+    asked = argparse.Namespace(**{**vars(args), "microbatches": microbatches})
+    return load_target(asked, costs=costs)
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -40,6 +40,9 @@ from schedir.simulator import (
     unmeasured,
 )
 from schedir.simulator.costs import OF_A_PART
+
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
 
 
 def compare(
@@ -132,6 +135,7 @@ class _Job:
             line = simulate(complete, self._of(complete))
             if isinstance(self.costs, CostModel):
                 row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
+            row = attrs.evolve(row, steady=self._steady(_schedule_of(made), variant.longer))
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
         return self._figures(row, line)
@@ -196,6 +200,15 @@ class _Job:
             return recut(self.costs, schedule.stages, of=schedule.ranks)
         return self.costs(schedule.stages)
 
+    def _steady(
+        self, schedule: Schedule, longer: Callable[..., Schedule] | None
+    ) -> SteadyState | None:
+        if not schedule.is_asynchronous:
+            return None
+        from schedir.finder.full_pipeline import look  # which few schedules need
+
+        return look(schedule, self._of(schedule), longer).steady
+
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs anywhere, and why not under the channel model."""
         report = prove(schedule, self.channel)
@@ -228,7 +241,12 @@ def _order(comparison: Comparison, row: Row) -> tuple[float, ...]:
 def _in_unit(row: Row, unit: Unit) -> Row:
     if row.makespan is None:
         return row
-    return attrs.evolve(row, makespan=row.makespan * factor(row.unit, unit), unit=unit)
+    times, steady = factor(row.unit, unit), row.steady
+    if steady is not None:
+        from schedir.simulator.steady_state import steady_in_unit  # which few schedules need
+
+        steady = steady_in_unit(steady, unit)
+    return attrs.evolve(row, makespan=row.makespan * times, steady=steady, unit=unit)
 
 
 @attrs.frozen
@@ -251,6 +269,8 @@ class Row:
     its peak is within the memory limit. Where there is no time, `problem` says why; a schedule that
     deadlocks under the chosen channel model has both. `unmeasured` names the costs that it has and
     no run has shown, where costs were fitted: its time is no surer than what was taken for them.
+    `steady` is what it costs once its pipeline is full, where it is asynchronous and shows it; all
+    other figures are of a single call, which fills the pipeline and drains it.
     """
 
     target: str
@@ -268,6 +288,7 @@ class Row:
     fits: bool | None = None
     problem: Problem | None = None
     unmeasured: tuple[str, ...] = ()
+    steady: SteadyState | None = None
     make: Callable[[], Schedule] = attrs.field(repr=False, eq=False)
 
     @property
@@ -372,12 +393,16 @@ class Shapes:
 
 @attrs.frozen
 class Variant:
-    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't."""
+    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't.
+
+    `longer`, of a generator, makes it with as many `microbatches` as it is called with.
+    """
 
     name: str
     microbatches: int
     chunks: int | None
     make: Callable[[], Schedule | Timeline]
+    longer: Callable[..., Schedule] | None = None
 
 
 def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
@@ -432,22 +457,17 @@ def _shaped(
         name = named or schedule.name
         yield Variant(name, schedule.microbatches, None, partial(_as_it_is, name, found, shapes))
         return
-    own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
+    own: dict[str, Any] = {
+        key: value for key, value in shapes.parameters.items() if _has(found, key)
+    }
     seen = shapes.costs
     if isinstance(seen, CostModel):  # of the same model, whatever the number of stages
         seen = partial(recut, seen, of=shapes.ranks or DEFAULT_RANKS)
     for microbatches, chunks in product(*map(shapes.several, SWEPT)):
-        make = partial(
-            load,
-            found,
-            ranks=shapes.ranks,
-            microbatches=microbatches,
-            chunks=chunks,
-            costs=seen,
-            **own,
-        )
+        of_any = partial(load, found, ranks=shapes.ranks, chunks=chunks, costs=seen, **own)
+        make = partial(of_any, microbatches=microbatches)
         many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        yield Variant(named or found.name, many, chunks or found.chunks, make)
+        yield Variant(named or found.name, many, chunks or found.chunks, make, of_any)
 
 
 def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:

@@ -11,7 +11,7 @@ import numpy as np
 
 from schedir.ir.action import MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
-from schedir.ir.kinds import COMMUNICATION
+from schedir.ir.kinds import COMMUNICATION, COMPUTE, Kind
 from schedir.ir.printing import sched_text
 from schedir.ir.together import Entry
 from schedir.ir.tokens import TokenError, clip, parse_entry, printable
@@ -195,6 +195,17 @@ class Schedule:
         """True where the list holds its communication, or needs none."""
         local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
         return local or self.stages == 1 or bool(self.columns.is_kind(*COMMUNICATION).any())
+
+    @cached_property
+    def is_asynchronous(self) -> bool:
+        """True where some rank goes on with a stage after an OPTIM_STEP of it: no flush, then."""
+        columns = self.columns
+        held = columns.rank * self.stages + columns.stage
+        steps = columns.where(Kind.OPTIM_STEP)
+        computes = columns.where(*(COMPUTE - {Kind.OPTIM_STEP}))
+        first = np.full(self.ranks * self.stages, len(columns))
+        first[held[steps[::-1]]] = steps[::-1]  # of several the last assignment counts
+        return bool((computes > first[held[computes]]).any())
 
     @cached_property
     def content_hash(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -13,6 +14,10 @@ from schedir.render.text import count, number
 from schedir.simulator import Timeline, Unit, factor, in_unit
 from schedir.simulator.values import UNITS
 
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
+
+_STEADY = ("period_microbatches", "time_per_microbatch", "bubble_fraction")
 UNIT_NAMES: dict[Unit | None, str] = {None: "", "s": "s", "ms": "ms", "us": "µs"}
 
 
@@ -55,6 +60,11 @@ def bubble(timeline: Timeline) -> str:
     """The bubble of the makespan, and that of the longest span where it is another."""
     whole, span = f"{timeline.bubble_fraction:.1%}", f"{timeline.span_bubble_fraction:.1%}"
     return whole if whole == span else f"{whole} ({span} of the longest span)"
+
+
+def steady_figures(steady: SteadyState | None) -> dict[str, Any] | None:
+    """The steady state of a schedule for a program: the keys are a contract."""
+    return None if steady is None else {name: getattr(steady, name) for name in _STEADY}
 
 
 def with_unit(time: float, unit: Unit | None) -> str:

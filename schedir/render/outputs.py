@@ -20,6 +20,7 @@ from schedir.render.text import Block, Piece
 if TYPE_CHECKING:
     from schedir.finder import Comparison
     from schedir.simulator import Timeline
+    from schedir.simulator.steady_state import SteadyState
 
 
 @attrs.frozen
@@ -29,7 +30,8 @@ class Page:
     `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
     of the terminal, in columns and lines; `width` is None where nothing is to be folded. With
     `fit` the whole of a drawing is to be as narrow.
-    `against` is a second timeline, for the same time axis; `memory` asks for curves of it.
+    `against` is a second timeline, for the same time axis; `memory` asks for curves of it. `steady`
+    is the steady state of a schedule, which the timeline `full` shows.
     """
 
     subject: str = ""
@@ -38,6 +40,8 @@ class Page:
     fit: bool = False
     against: Timeline | None = None
     memory: bool = False
+    steady: SteadyState | None = None
+    full: Timeline | None = None
 
 
 @attrs.frozen
@@ -102,10 +106,18 @@ def _why(timeline: Timeline, page: Page) -> Written:
     return Written(why_blocks(first, page.width, second))
 
 
+def _steady(timeline: Timeline, page: Page) -> Written:
+    from schedir.render.full_pipeline import steady_blocks
+
+    if page.steady is None or page.full is None:
+        raise ValueError("a page has no steady state to draw")
+    return Written(steady_blocks(timeline, page.full, page.steady, page.width))
+
+
 def _timeline_json(timeline: Timeline, page: Page) -> Written:
     from schedir.render.terminal_timeline import timeline_json
 
-    return _text(timeline_json(timeline))
+    return _text(timeline_json(timeline, page.steady))
 
 
 def _comparison(comparison: Comparison, page: Page) -> Written:
@@ -165,6 +177,7 @@ OUTPUTS = (
     ),
     Output("show", "full", "timeline", "every action of every rank", _timeline),
     Output("show", "json", "timeline", "makespan, bubble and peaks", _timeline_json),
+    Output("show", "steady", "timeline", "what it costs and how it runs once full", _steady),
     Output("show", "why", "timeline", "why ranks are idle, and the critical path", _why),
     Output(
         "check",

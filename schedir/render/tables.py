@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
-from schedir.render.captions import UNIT_NAMES, bubble, unit_for
+from schedir.render.captions import UNIT_NAMES, bubble, steady_figures, unit_for
 from schedir.render.text import Block, Piece, Table, count, fill, size, table
 from schedir.simulator import factor, how_derived
+
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
 
 _SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
 _FIGURES = ("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes")
@@ -103,6 +106,7 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
         "fits": row.fits,
         "problem": problem and {"code": problem.code, "message": problem.message},
         "unmeasured": list(row.unmeasured),
+        "steady": steady_figures(row.steady),
     }
 
 
@@ -128,8 +132,10 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
         yield _Column("V", lambda row: row.chunks)
     yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
-    if each:
-        yield _Column(f"makespan/M{unit}", lambda row: row.time_per_microbatch, time)
+    full = any(row.steady is not None for row in rows)
+    if each or full:
+        each_one = f"makespan/M{unit}"
+        yield _Column(each_one, lambda row: row.time_per_microbatch, time, spare=not each)
     yield _Column("ratio", comparison.ratio, "{:.3f}".format)
     percent = "{:.1%}".format
     whole = _Column("bubble", lambda row: row.bubble_fraction, percent, spare=True)
@@ -137,10 +143,26 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     yield whole
     if any(cells[0] != cells[1] for cells in _cells([whole, span], comparison)[1:]):
         yield span
+    if full:
+        idle = _once_full(lambda steady: percent(steady.bubble_fraction))
+        yield _Column("bubble once full", idle, spare=True)
+        taken = _once_full(lambda steady: time(steady.time_per_microbatch))
+        yield _Column(f"time/M once full{unit}", taken, spare=True)
     yield _Column("peak activations", _activations)
     if any(row.peak_bytes is not None for row in rows):
         yield _Column("peak bytes", lambda row: row.peak_bytes, size)
     yield _Column("delay", lambda row: row.delay)
+
+
+def _once_full(figure: Callable[[SteadyState], str]) -> Callable[[Row], str | None]:
+    """A figure of the steady state, a dash for a schedule that has none."""
+
+    def value(row: Row) -> str | None:
+        if row.steady is not None:
+            return figure(row.steady)
+        return None if row.makespan is None else "-"
+
+    return value
 
 
 def _activations(row: Row) -> str | None:
@@ -162,6 +184,12 @@ def _remark(comparison: Comparison, row: Row) -> str:
 def _notes(comparison: Comparison) -> Iterator[str]:
     if comparison.per_microbatch:
         yield "The numbers of microbatches, M, differ, so that time per microbatch is compared."
+    if any(row.steady is not None for row in comparison.rows):
+        yield (
+            "Once full: what a schedule costs that goes on after its updates, so that its pipeline "
+            "can be kept full. All else is of one call of M microbatches, filled and drained; "
+            "those with a dash drain at every update, or show no steady state."
+        )
     shares = {share for row in comparison.rows if (share := row.share) != 1}
     if shares:
         yield (

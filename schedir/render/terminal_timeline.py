@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from schedir.render.captions import clock_of, costs, names, title, verdict
+from schedir.render.captions import clock_of, costs, names, steady_figures, title, verdict
 from schedir.render.cells import MOST_COLUMNS, painted_legend
 from schedir.render.drawing import Drawing, Part, Sketch
 from schedir.render.rows import lanes_of
 from schedir.render.text import Block, Piece, Table, coloured, fill, number, plain
 from schedir.simulator import Timeline
 
+if TYPE_CHECKING:
+    from schedir.simulator.steady_state import SteadyState
+
 _STATISTICS = ("rank", "busy", "idle", "span", "peak_activations", "weight_versions")
 
 
-def timeline_json(timeline: Timeline) -> str:
-    """The numbers of a timeline: the keys are a contract."""
-    summary = {
+def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
+    """The numbers of a timeline, and of its schedule's steady state where that is asked for: the
+    keys are a contract."""
+    summary: dict[str, Any] = {
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "ranks": [{name: getattr(rank, name) for name in _STATISTICS} for rank in timeline.ranks],
     }
+    if steady is not None:
+        summary["steady"] = steady_figures(steady)
     return json.dumps(summary, indent=2) + "\n"
 
 
@@ -75,6 +82,15 @@ def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False
     They are in letters that take at most `width` columns where labels would `fit` into no fewer
     than these, or into too many for anyone.
     """
+    sketch = sketch_of(*timelines)
+    room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
+    if sketch.too_wide or (fit and sketch.scale * sketch.makespan > room):
+        return sketch.squeezed(room)
+    return sketch.labelled()
+
+
+def sketch_of(*timelines: Timeline) -> Sketch:
+    """All ranks of all timelines, to be drawn in as much detail as there is room for."""
     several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
     lanes = [lane for own in several for lane in own]
     ranks = len(str(max(lane.rank for lane in lanes)))
@@ -88,11 +104,7 @@ def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False
             for lane in own
         ]
         parts.append(Part(line, name, own, heads))
-    sketch = Sketch(parts, " " * (2 + max(len(head) for part in parts for head in part.heads)))
-    room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
-    if sketch.too_wide or (fit and sketch.scale * sketch.makespan > room):
-        return sketch.squeezed(room)
-    return sketch.labelled()
+    return Sketch(parts, " " * (2 + max(len(head) for part in parts for head in part.heads)))
 
 
 def statistics(timeline: Timeline) -> Table:

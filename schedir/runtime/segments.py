@@ -72,11 +72,11 @@ class Segments:
         """See `Executor.run`. What can be refused at once is refused here."""
         plan, size = self._plan, self._plan.schedule.microbatches
         self._engine.check_usable()
-        if plan.steps_last:
+        if not plan.schedule.is_asynchronous:
             raise ExecutionError(
-                f"{plan.schedule.name} has its OPTIM_STEPs last, so the pipeline drains at the end "
-                "of each batch whatever follows: call step, or take a list that steps between "
-                "backwards, such as pipedream"
+                f"{plan.schedule.name} computes nothing after the OPTIM_STEPs of its stages, so "
+                "the pipeline drains at the end of each batch whatever follows: call step, or take "
+                "a list that steps between backwards, such as pipedream"
             )
         if not plan.updates:
             raise ExecutionError("run steps while the pipeline is full, so it needs an optimizer")

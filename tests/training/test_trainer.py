@@ -532,7 +532,7 @@ def once() -> Iterator[Batch]:
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
         ({"epochs": None}, "epochs must be an int of at least 1, not None"),
         ({"segment": 0}, "segment must be an int of at least 1, not 0"),
-        ({"segment": 4}, "1f1b has its OPTIM_STEPs last"),
+        ({"segment": 4}, "1f1b computes nothing after"),
         ({"patience": 0}, "patience must be an int of at least 1, not 0"),
         ({"patience": 2}, "patience needs an evaluation set: give evaluation= as well"),
         ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),

@@ -1,0 +1,118 @@
+"""A piece of the steady state: one or two periods of a pipeline that is full.
+
+        27             30             33
+rank 0  B5---*F9 B6---*F10
+rank 1  --*F8 B6---*F9 B7-
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+
+from schedir.render.captions import clock_of, costs, with_unit
+from schedir.render.cells import MOST_COLUMNS, painted_legend
+from schedir.render.drawing import Drawing, Sketch
+from schedir.render.rows import Lane
+from schedir.render.terminal_timeline import sketch_of
+from schedir.render.text import Block, Piece, count, fill
+from schedir.simulator import Timeline, in_unit
+from schedir.simulator.steady_state import SteadyState, steady_in_unit
+
+
+def steady_blocks(
+    drained: Timeline, line: Timeline, steady: SteadyState, width: int | None
+) -> Iterator[Block]:
+    """Two periods from the middle of a `line` that shows the steady state, or one where there are
+    no more; below it what it costs, and what the `drained` call does.
+
+    Where that is wider than `width`, cells are letters.
+    """
+    clock = clock_of([drained])
+    if clock.unit is not None:
+        drained, line = in_unit(drained, clock.unit), in_unit(line, clock.unit)
+        steady = steady_in_unit(steady, clock.unit)
+    yield Piece(f"{fill(_title(line), width)}\n\n")
+    if steady.period:
+        drawing, left, end = _window(line, steady, width)
+        yield Piece(f"{clock.title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
+        yield from drawing.page(left, end)
+        yield Piece("\n")
+        yield from painted_legend(fill(drawing.legend, width))
+        yield Piece("\n")
+    yield Piece(f"{fill(_full(steady), width)}\n{fill(_drained(drained), width)}\n")
+
+
+def _title(line: Timeline) -> str:
+    schedule = line.schedule
+    shape = f"{count(schedule.ranks, 'rank')}, {count(schedule.stages, 'stage')}"
+    many = count(schedule.microbatches, "microbatch", "es")
+    return f"{schedule.name}: {shape}, once full (from the middle of {many})"
+
+
+def _full(steady: SteadyState) -> str:
+    each = with_unit(steady.time_per_microbatch, steady.unit)
+    again = "" if steady.period_microbatches == 1 else _again(steady)
+    return f"once full: {each} per microbatch, bubble {steady.bubble_fraction:.1%}{again}"
+
+
+def _again(steady: SteadyState) -> str:
+    many = count(steady.period_microbatches, "microbatch", "es")
+    return f"; every {with_unit(steady.period, steady.unit)} the same again, {many} later"
+
+
+def _drained(line: Timeline) -> str:
+    many = line.schedule.microbatches
+    each = with_unit(line.makespan / many, line.unit)
+    call = count(many, "microbatch", "es")
+    return f"one call of {call}, filled and drained: {each} per microbatch, {costs(line)}"
+
+
+def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Drawing, int, int]:
+    """A drawing of the line, and the columns of it that are the window: two periods with labels
+    where there is room, or else one, if need be in letters."""
+    whole = sketch_of(line)
+    room = MOST_COLUMNS if width is None else max(width - len(whole.corner), 1)
+    several = steady.end - steady.start >= 3 * steady.period
+    for times in (2, 1) if several else (1,):
+        since, until = _bounds(whole.lanes, steady, times)
+        sketch = _between(whole, since, until)
+        columns = sketch.scale * (until - since)
+        if columns <= room:
+            break
+    labels = columns <= room
+    drawing = sketch.labelled() if labels else _squeezed(sketch, room / (until - since))
+    return drawing, drawing.axis.column(since), drawing.axis.column(until)
+
+
+def _bounds(lanes: Sequence[Lane], steady: SteadyState, times: int) -> tuple[float, float]:
+    """When a window of so many periods in the middle starts and ends: where it cuts as few actions
+    as it may."""
+    period = steady.period
+    spare = steady.end - steady.start - (times + 1) * period
+    least = steady.start + max(0.0, spare) / 2
+    spans = [span for lane in lanes for span in lane.spans]
+    starts = np.sort([span.start for span in spans])
+    ends = np.sort([span.end for span in spans])
+    tried = starts[(starts >= least) & (starts < least + period)]
+    cut = np.searchsorted(starts, tried) - np.searchsorted(ends, tried, side="right")
+    since = tried[cut.argmin()].item()
+    return since, since + times * period
+
+
+def _between(sketch: Sketch, since: float, until: float) -> Sketch:
+    """The sketch with what runs between two times alone."""
+
+    def cut(lane: Lane) -> Lane:
+        spans = [span for span in lane.spans if span.end > since and span.start < until]
+        return attrs.evolve(lane, spans=spans)
+
+    parts = [attrs.evolve(part, lanes=[cut(lane) for lane in part.lanes]) for part in sketch.parts]
+    return attrs.evolve(sketch, parts=parts)
+
+
+def _squeezed(sketch: Sketch, scale: float) -> Drawing:
+    """In letters, with so many columns per unit of time."""
+    return sketch.squeezed(int(scale * sketch.makespan))
