@@ -16,8 +16,9 @@ from schedir.render.palette import FAINT_INK, GRID, INK, PAPER
 from schedir.render.svg_text import px, text_at
 from schedir.render.text import Piece, number, plain
 
-COLOURS = ("#595959", "#0072b2", "#d55e00", "#009e73")  # Okabe and Ito's, dark enough for lines
-DASHES = ("2 3", "7 3", "", "9 3 2 3")  # and told apart without any colour
+# Okabe and Ito's, dark enough for lines
+COLOURS = ("#595959", "#a0467b", "#0072b2", "#d55e00", "#009e73")
+DASHES = ("2 3", "5 5", "7 3", "", "9 3 2 3")  # and told apart without any colour
 WIDE, HIGH, LEFT, TOP, BETWEEN, LINE = 400.0, 240.0, 52.0, 96.0, 62.0, 18.0
 
 

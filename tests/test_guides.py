@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from schedir.cli import main
 from tests.runtime.on_ranks import on_ranks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -27,7 +28,7 @@ def script(guide: str) -> str:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("guide", ["training.md", "migration.md"])
+@pytest.mark.parametrize("guide", ["training.md", "migration.md", "full_pipeline.md"])
 def test_a_guide_runs_as_printed(
     guide: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,3 +50,12 @@ def test_statements_are_counted_as_told() -> None:
     told = [int(ours) for _, ours in rows]
     assert told == [torch, deepspeed, colossal, colossal - 1, megatron]  # ViT has no scheduler
     assert all(int(theirs) >= int(ours) for theirs, ours in rows)
+
+
+def test_a_full_pipeline_is_drawn_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "full_pipeline.md").read_text()
+    shown = re.findall(r"^```\n\$ schedir ([^\n]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [command.split()[1] for command, _ in shown] == ["1f1b", "pipedream"]
+    for command, text in shown:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out.startswith(text)

@@ -6,7 +6,9 @@ import os
 import re
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -20,6 +22,10 @@ from tests.runtime.on_ranks import on_ranks
 OWN = ROOT / "examples" / "own_schedule"
 TUTORIAL = (OWN / "README.md").read_text()
 SMALL = "--layers 2 --width 16 --heads 2 --context 16 --verify"
+ROW = (
+    r"^([a-z0-9 -]+?)  +([\d.]+)  +[\d.]+ to [\d.]+  +(\d+)  +[\d.]+  +([\d.]+)  +"
+    r"([\d-]+)  +([\d.-]+)$"
+)
 EQUAL = r"all {} losses and \d+ tensors equal, bit for bit$"
 
 
@@ -66,22 +72,34 @@ def test_pipedream_is_compared_and_equals_its_recurrence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where it draws
-    options = "--batch 8 --microbatches 4 --batches 2 --rounds 2 --test-rows 8 --until 0.1"
+    options = "--batch 8 --batches 2 --seconds 1000 --rounds 3 --test-rows 8 --until 5.5"
     out = run("compare_pipedream.py", options, monkeypatch, capsys)
     if os.environ["RANK"] != "0":
         return
-    for calls in (16, 4, 2, 2):  # of one, four and, of PipeDream, eight minibatches
-        _, found, out = out.partition(f"all {calls} losses and ")
+    shown, _, verified = out.partition("verify:")
+    for calls in (24, 6, 6, 3, 3):  # in three turns of 8 microbatches, 2 batches or 1 segment
+        _, found, verified = verified.partition(f"all {calls} losses and ")
         assert found
-    assert out.startswith("29 tensors equal, bit for bit\n")
-    rows = re.findall(r"^([a-z0-9 ]+?)  +([\d]+)  +([\d]+)  .*, not reached$", out, re.MULTILINE)
-    updates = {"one by one": "16", "1f1b": "4", "pipedream": "16", "vertical sync": "16"}
-    assert {name: (many, samples) for name, many, samples in rows} == {
-        name: (many, "32") for name, many in updates.items()
-    }
+    assert verified.startswith("29 tensors equal, bit for bit\n")
+
     curves, until, title = load(Path("compare_pipedream.json"))
-    assert [len(curve.losses) for curve in curves] == [3] * 4
     assert Path("compare_pipedream.svg").read_text() == picture(curves, until, title)
+    rows = {name: row for name, *row in re.findall(ROW, shown, re.MULTILINE)}
+    updates = {"one by one": 24, "fill-drain": 6, "1f1b": 6, "pipedream": 24, "vertical sync": 24}
+    assert {name: int(row[1]) for name, row in rows.items()} == updates
+    for curve in curves:
+        per_microbatch, _, held_out, samples, seconds = rows[curve.name]
+        assert curve.samples == [0, 16, 32, 48]
+        turns = [end - begin for begin, end in pairwise(curve.seconds)]
+        assert float(per_microbatch) == pytest.approx(1e3 * median(turns) / 8, abs=0.006)
+        assert float(held_out) == pytest.approx(curve.losses[-1], abs=0.0006)
+        reached = [turn for turn, loss in enumerate(curve.losses) if loss <= until]
+        if reached:
+            assert int(samples) == curve.samples[reached[0]]
+            assert float(seconds) == pytest.approx(curve.seconds[reached[0]], abs=0.06)
+        else:
+            assert samples == seconds == "-"
+    assert curves[1].losses == curves[2].losses  # the same updates in another order
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
