@@ -130,6 +130,11 @@ class Engine:
         """Raise ExecutionError where there can be no call now."""
         self._session.check_usable()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a failure has ended it for good."""
+        return self._session.broken is not None
+
     def pause(self, reason: str | None) -> None:
         """Refuse calls for that reason, until there is none."""
         self._session.paused = reason
@@ -210,6 +215,7 @@ class Engine:
         if not request.trains:
             programs, clock = self.evaluation, parts.clock if self._queues else None
         self._busy[0] = 0.0
+        told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
         try:
             # What is refused here has moved nothing.
@@ -225,7 +231,8 @@ class Engine:
                 try:
                     for batch in programs.run(opened, call):
                         losses = self._report(batch, exchanges, feed, cells)
-                        result = self._of_batch(call, losses, began, started)
+                        skipped = self._skipped_since(told)
+                        result = self._of_batch(call, losses, skipped, began, started)
                         for weights in self._versioned:
                             weights.install(NEWEST)
                         set_autocast(autocast, enabled=True)
@@ -254,9 +261,18 @@ class Engine:
             parts.trace.keep(call, opened.program.schedule, first, cells)
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
-        skipped = tuple(sorted(parts.nonfinite.skipped)) if request.updates else ()
+        skipped = self._skipped_since(told) if request.updates else ()
         read = partial(self._read, call, ended)
         yield StepResult(found, norm, outputs, skipped, busy, self._since(began, started), read)
+
+    def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The OPTIM_STEPs that were left out, without those that were told of before."""
+        skipped = self.parts.nonfinite.skipped
+        if not skipped:
+            return ()
+        found = tuple(sorted({*skipped} - told))
+        told.update(found)
+        return found
 
     def _moment(self) -> tuple[Mark | None, float]:
         """Now, on the device where its time is taken, and on the host."""
@@ -273,6 +289,7 @@ class Engine:
         self,
         call: Call,
         losses: Callable[[], CallLosses] | None,
+        skipped: tuple[tuple[int, int], ...],
         began: Mark | None,
         started: float,
     ) -> StepResult:
@@ -284,7 +301,6 @@ class Engine:
             busy, self._busy[0] = self._busy[0], 0.0
         elif parts.trace is None:  # else the times are of the whole call
             busy = self._clock.take()
-        skipped = tuple(sorted(parts.nonfinite.skipped))
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
 

@@ -72,25 +72,20 @@ class Segments:
         """See `Executor.run`. What can be refused at once is refused here."""
         plan, size = self._plan, self._plan.schedule.microbatches
         self._engine.check_usable()
-        if not plan.schedule.is_asynchronous:
-            raise ExecutionError(
-                f"{plan.schedule.name} computes nothing after the OPTIM_STEPs of its stages, so "
-                "the pipeline drains at the end of each batch whatever follows: call step, or take "
-                "a list that steps between backwards, such as pipedream"
-            )
         if not plan.updates:
             raise ExecutionError("run steps while the pipeline is full, so it needs an optimizer")
         if type(segment) is not int or segment < size or segment % size:
             raise ExecutionError(
                 f"segment must be a multiple of the {size} microbatches of a batch, not {segment!r}"
             )
-        check_batches(plan.schedule, size)
         if not isinstance(batches, Iterable):
             raise ExecutionError(
                 "batches must be an iterable of pairs (inputs, target), or of dicts of step's "
                 f"arguments, not {type(batches).__name__}"
             )
-        stream = self._results(iter(batches), schedule or self._rebuild(), segment // size)
+        build = schedule or self._rebuild()
+        self._made(min(segment, 2 * size), build)
+        stream = self._results(iter(batches), build, segment // size)
         self._stream = ref(stream)
         return stream
 
@@ -117,14 +112,14 @@ class Segments:
         given, left = 0, None
         with _interrupts() as interrupted:
             while True:
-                drawn: list[CallArguments] = []
+                drawn: list[tuple[CallArguments, Feed]] = []
                 error = None
                 if left is None and not interrupted:
                     drawn, error = self._draw(batches, most)
                 said = _Said(
                     given if left is None else left,
                     len(drawn),
-                    [(fingerprint(one.inputs), fingerprint(one.target)) for one in drawn]
+                    [(fingerprint(one.inputs), fingerprint(one.target)) for one, _ in drawn]
                     if self._reads
                     else (),
                     left is not None,
@@ -134,11 +129,13 @@ class Segments:
                 self._agree(said, given, error)
                 if not drawn:
                     return
-                for result in self._segment(drawn, build):
+                for result in self._segment([feed for _, feed in drawn], build):
                     given += 1
                     if left is not None or interrupted:
                         continue  # the pipeline drains
-                    self._engine.pause("in the midst of run: leave its loop first")
+                    self._engine.pause(
+                        "in the midst of run; leave its loop, or close() what run gave"
+                    )
                     try:
                         yield result
                     except GeneratorExit:
@@ -148,10 +145,12 @@ class Segments:
 
     def _draw(
         self, batches: Iterator[Any], most: int
-    ) -> tuple[list[CallArguments], Exception | None]:
-        """The batches of a segment; none, and the error, where drawing them has failed."""
+    ) -> tuple[list[tuple[CallArguments, Feed]], Exception | None]:
+        """The batches of a segment, as they are given and cut; none, and the error, where that has
+        failed."""
         try:
-            return [_arguments(batch) for batch in islice(batches, most)], None
+            given = map(_arguments, islice(batches, most))
+            return [(batch, self._engine.cut(batch)) for batch in given], None
         except Exception as error:
             return [], error
 
@@ -210,24 +209,22 @@ class Segments:
                     "draw the same batches on every rank"
                 )
 
-    def _segment(self, drawn: Sequence[CallArguments], build: Build) -> Iterator[StepResult]:
+    def _segment(self, feeds: Sequence[Feed], build: Build) -> Iterator[StepResult]:
         """Run the batches of one segment as one call."""
-        size = self._plan.schedule.microbatches
-        engine = self._engine_of(size * len(drawn), build)
-        given = _joined([self._engine.cut(batch) for batch in drawn])
+        engine = self._engine_of(self._plan.schedule.microbatches * len(feeds), build)
         engine.steps = self._engine.steps
         try:
-            yield from engine.stream(given)
+            yield from engine.stream(_joined(feeds))
         except BaseException as error:
-            self._engine.break_off(str(error))
+            if engine.is_broken:
+                self._engine.break_off(str(error))
             raise
         self._engine.steps = engine.steps
 
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
         """That of the segments of a length, which all processes make at the same time."""
         if microbatches not in self._engines:
-            schedule = build(microbatches)
-            self._check(schedule, microbatches)
+            schedule = self._made(microbatches, build)
             optimizers = iter(self._engine.parts.optimizers.values())
             arguments = attrs.evolve(
                 self._plan.arguments, schedule=schedule, optimizer=lambda _: next(optimizers)
@@ -236,16 +233,24 @@ class Segments:
             self._engines[microbatches] = Engine(plan_of(arguments), batch=size)
         return self._engines[microbatches]
 
-    def _check(self, schedule: Schedule, microbatches: int) -> None:
-        """Raise ExecutionError where a segment's list is of another shape than the executor's."""
-        own = self._plan.schedule
-        found = schedule.microbatches, schedule.placement
-        if found != (microbatches, own.placement):
+    def _made(self, microbatches: int, build: Build) -> Schedule:
+        """The list of a segment. Raises ExecutionError where it is none, of the executor's shape,
+        that applies its batches one after the other, and goes on between them."""
+        schedule, own = build(microbatches), self._plan.schedule
+        if (schedule.microbatches, schedule.placement) != (microbatches, own.placement):
             raise ExecutionError(
-                f"schedule({microbatches}) gave {schedule.name} of {found[0]} microbatches, with "
-                f"stages on ranks {found[1]}; the executor's are on {own.placement}"
+                f"schedule({microbatches}) gave {schedule.name} of {schedule.microbatches} "
+                f"microbatches, with stages on ranks {schedule.placement}; the executor's are on "
+                f"{own.placement}"
+            )
+        if microbatches > own.microbatches and not schedule.is_asynchronous:
+            raise ExecutionError(
+                f"{schedule.name} computes nothing after the OPTIM_STEPs of its stages, so the "
+                "pipeline drains there whatever follows: call step, or take a list that steps "
+                "between backwards, such as pipedream"
             )
         check_batches(schedule, own.microbatches)
+        return schedule
 
     @property
     def engines(self) -> Sequence[Engine]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import schedir
 from schedir import Action, Pipeline, Schedule, backward, forward, optim_step
 from schedir.runtime import Executor
-from schedir.runtime.batch.batches import ends_of_batches
+from schedir.runtime.batch.batches import check_batches, ends_of_batches
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
@@ -268,6 +268,32 @@ def test_the_module_has_its_newest_weights_between_batches_and_random_states_are
     assert drawn == [torch.randn(1).item() for _ in range(3)]
 
 
+def test_a_result_names_the_steps_that_its_own_batch_has_skipped() -> None:
+    batches, _ = batches_of(4)
+    batches[1][0][4].fill_(float("inf"))
+    modules = numbered(linear_stages())
+    with Executor(
+        built("pipedream", 2), modules, MSE, sgd, in_process=True, nonfinite="skip"
+    ) as executor:
+        skipped = [result.skipped for result in executor.run(batches, segment=32)]
+    assert skipped == [(), ((0, 12), (1, 12)), (), ()]
+
+
+def test_one_update_for_each_batch_keeps_the_pipeline_full() -> None:
+    """2BW as in its paper: the list of one batch has its OPTIM_STEPs last, that of two goes on."""
+    assert_is_one_call(None, 2, "pipedream-2bw", gradient_accumulation=SIZE)
+
+
+def test_what_is_not_finite_leaves_one_process_usable() -> None:
+    batches, (x, y) = batches_of(2)
+    batches[1][0].fill_(float("nan"))
+    with Executor(
+        built("pipedream", 2), numbered(linear_stages()), MSE, sgd, in_process=True
+    ) as executor:
+        assert "loss of microbatch 8 is nan" in message_of(lambda: [*executor.run(batches, segment=16)])
+        executor.step(x[:8], target=y[:8])
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_who_leaves_early_has_the_segment_finished(closes: bool) -> None:
     modules = noisy_stages(2)
@@ -303,18 +329,13 @@ def test_any_other_call_in_the_loop_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("1f1b", {}, "drains at the end of each batch"),
+        ("1f1b", {}, "so the pipeline drains there"),
         ("pipedream", {"segment": 12}, "a multiple of the 8 microbatches of a batch, not 12"),
         ("pipedream", {"segment": 0}, "not 0"),
         ("pipedream", {"batches": 3}, "must be an iterable of pairs"),
         ("pipedream", {"batches": [3]}, "each batch must be a pair"),
         ("pipedream", {"batches": [{"input": 3}]}, "a batch has input, but can have inputs"),
         ("pipedream", {"schedule": lambda m: built("pipedream", 2, 8)}, "gave pipedream of 8"),
-        (
-            "pipedream",
-            {"schedule": lambda m: built("pipedream-2bw", 2, 16, gradient_accumulation=16)},
-            "at once",
-        ),
     ],
 )
 def test_what_can_not_be_run_is_refused(name: str, options: dict[str, Any], said: str) -> None:
@@ -373,12 +394,14 @@ def test_ctrl_c_drains_the_pipeline_first() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("fault", ["raises", "shorter", "other", "leaves", "interrupted"])
+@pytest.mark.parametrize("fault", ["raises", "shorter", "other", "uncut", "leaves", "interrupted"])
 def test_ranks_that_part_are_told(fault: str, rank: int) -> None:
     """Nothing hangs, and each says what the other has done."""
     batches, _ = batches_of(4)
     if rank == 1 and fault == "shorter":
         batches = batches[:3]
+    if rank == 1 and fault == "uncut":
+        batches[2] = batches[2][0][:3], batches[2][1][:3]
     if rank == 1 and fault == "other":
         batches[2] = random_batch(8, seed=9)
 
@@ -407,6 +430,7 @@ def test_ranks_that_part_are_told(fault: str, rank: int) -> None:
         "raises": ("process 1 could not draw its next batches: OSError", "the disk is gone"),
         "shorter": ("process 0 has 2 batches for its next segment, process 1 1",) * 2,
         "other": ("batch 2 of process 1 is another one than that of process 0",) * 2,
+        "uncut": ("process 1 could not draw its next batches: ExecutionError", "3 rows"),
         "leaves": ("process 1 has left the loop after result 1", ""),
         "interrupted": ("process 1 was interrupted; 2 batches", "2 batches were applied"),
     }
@@ -466,6 +490,12 @@ def test_where_a_batch_ends_in_a_list() -> None:
     )
     assert ends_of_batches(schedule, 0, 2) == [12]
     assert ends_of_batches(schedule, 0, 1) == [6, 12, 18]
+
+
+def test_an_update_of_two_batches_is_refused() -> None:
+    schedule = built("pipedream-2bw", 2, 32, gradient_accumulation=16)
+    message = message_of(check_batches, schedule, 8)
+    assert "OPTIM_STEP of stage 0 applies microbatches of batches 0 and 1 at once" in message
 
 
 def test_stages_of_a_rank_that_are_in_different_batches_are_refused() -> None:

@@ -47,7 +47,7 @@ def check_batches(schedule: Schedule, size: int) -> None:
                 raise ExecutionError(
                     f"{schedule.name}: OPTIM_STEP of stage {stage} {what}, {size} microbatches "
                     "each, so a learning rate could not be that of one batch; give batches of "
-                    "another number of microbatches",
+                    "another number of microbatches, or schedule= whose updates fit them",
                     rank=rank,
                     index=index,
                 )
