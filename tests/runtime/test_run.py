@@ -290,7 +290,8 @@ def test_what_is_not_finite_leaves_one_process_usable() -> None:
     with Executor(
         built("pipedream", 2), numbered(linear_stages()), MSE, sgd, in_process=True
     ) as executor:
-        assert "loss of microbatch 8 is nan" in message_of(lambda: [*executor.run(batches, segment=16)])
+        said = message_of(lambda: [*executor.run(batches, segment=16)])
+        assert "loss of microbatch 8 is nan" in said
         executor.step(x[:8], target=y[:8])
 
 
