@@ -84,7 +84,7 @@ class Segments:
                 f"arguments, not {type(batches).__name__}"
             )
         build = schedule or self._rebuild()
-        self._made(min(segment, 2 * size), build)
+        self._made(2 * size, build)  # whether one batch follows the other
         stream = self._results(iter(batches), build, segment // size)
         self._stream = ref(stream)
         return stream
