@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
-from functools import partial
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from schedir.cli.costs import costs_given, costs_of, note_unmeasured
@@ -85,8 +86,8 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
             f"{subject} has no steady state: in {many} no stage goes on after its OPTIM_STEP, so "
             "the pipeline drains at every update, by design"
         )
-    longer = None if is_list(args.target) else partial(_of_microbatches, args, costs)
-    found = look(schedule, costs, longer)
+    with redirect_stdout(sys.stderr):  # what a user's generator prints is no part of the artefact
+        found = look(schedule, costs, grows=True)
     if found.steady is None:
         many = count(found.timeline.schedule.microbatches, "microbatch", "es")
         raise SchedirError(
@@ -94,12 +95,6 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
             "long enough with one period"
         )
     return line, found.timeline, found.steady
-
-
-def _of_microbatches(args: argparse.Namespace, costs: CostModel, microbatches: int) -> Schedule:
-    """TARGET with another number of microbatches. Raises LoadError."""
-    asked = argparse.Namespace(**{**vars(args), "microbatches": microbatches})
-    return load_target(asked, costs=costs)
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:

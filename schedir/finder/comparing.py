@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
@@ -135,7 +135,7 @@ class _Job:
             line = simulate(complete, self._of(complete))
             if isinstance(self.costs, CostModel):
                 row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
-            row = attrs.evolve(row, steady=self._steady(_schedule_of(made), variant.longer))
+            row = attrs.evolve(row, steady=self._steady(_schedule_of(made), variant.grows))
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
         return self._figures(row, line)
@@ -200,14 +200,12 @@ class _Job:
             return recut(self.costs, schedule.stages, of=schedule.ranks)
         return self.costs(schedule.stages)
 
-    def _steady(
-        self, schedule: Schedule, longer: Callable[..., Schedule] | None
-    ) -> SteadyState | None:
+    def _steady(self, schedule: Schedule, grows: bool) -> SteadyState | None:
         if not schedule.is_asynchronous:
             return None
         from schedir.finder.full_pipeline import look  # which few schedules need
 
-        return look(schedule, self._of(schedule), longer).steady
+        return look(schedule, self._of(schedule), grows=grows).steady
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs anywhere, and why not under the channel model."""
@@ -393,16 +391,14 @@ class Shapes:
 
 @attrs.frozen
 class Variant:
-    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't.
-
-    `longer`, of a generator, makes it with as many `microbatches` as it is called with.
-    """
+    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't. It
+    `grows` where it is of a generator, which may be asked for more microbatches."""
 
     name: str
     microbatches: int
     chunks: int | None
     make: Callable[[], Schedule | Timeline]
-    longer: Callable[..., Schedule] | None = None
+    grows: bool = False
 
 
 def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
@@ -457,17 +453,22 @@ def _shaped(
         name = named or schedule.name
         yield Variant(name, schedule.microbatches, None, partial(_as_it_is, name, found, shapes))
         return
-    own: dict[str, Any] = {
-        key: value for key, value in shapes.parameters.items() if _has(found, key)
-    }
+    own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
     seen = shapes.costs
     if isinstance(seen, CostModel):  # of the same model, whatever the number of stages
         seen = partial(recut, seen, of=shapes.ranks or DEFAULT_RANKS)
     for microbatches, chunks in product(*map(shapes.several, SWEPT)):
-        of_any = partial(load, found, ranks=shapes.ranks, chunks=chunks, costs=seen, **own)
-        make = partial(of_any, microbatches=microbatches)
+        make = partial(
+            load,
+            found,
+            ranks=shapes.ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            costs=seen,
+            **own,
+        )
         many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        yield Variant(named or found.name, many, chunks or found.chunks, make, of_any)
+        yield Variant(named or found.name, many, chunks or found.chunks, make, grows=True)
 
 
 def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:

@@ -6,10 +6,9 @@ it lists for fewer; a list that is what it is has to show it as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import numpy as np
@@ -17,16 +16,12 @@ import numpy as np
 from schedir.checker import CHANNELS, prove
 from schedir.errors import SchedirError
 from schedir.ir import Kind, Schedule
-from schedir.library import Costs, Generator, GeneratorFunction, Parameter, find, is_list, load
+from schedir.library import Costs, Generator, GeneratorFunction, Parameter, load
 from schedir.simulator import CostModel, Timeline, simulate
 from schedir.simulator.steady_state import SteadyState, steady_state_of
 
 _MOST_ACTIONS = 200_000  # of a list, about a second
 _MULTIPLES = 8  # tried of each length: where updates come once a batch, it may divide few
-
-Longer: TypeAlias = Callable[..., Schedule]
-"""Makes a schedule, as it is written, with as many `microbatches` as it is called with; it raises
-SchedirError where it can't."""
 
 
 def steady_state(
@@ -55,18 +50,15 @@ def steady_state(
     Raises what `build` and `simulate` raise, for the schedule of the shape that is asked for.
     """
     if isinstance(target, Schedule):
-        schedule, longer = target, None
+        schedule = target
     else:
-        found = target if isinstance(target, (str, Path)) and is_list(target) else find(target)
         shape: dict[str, Any] = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
-        make = partial(load, found, **shape)
-        schedule = make(microbatches=microbatches)
-        longer = make if isinstance(found, Generator) else None
+        schedule = load(target, microbatches=microbatches, **shape)
     if not schedule.is_asynchronous:
         model = costs(schedule.stages) if callable(costs) else costs
         simulate(schedule, model)  # raises what is wrong with either
         return None
-    return look(schedule, costs, longer).steady
+    return look(schedule, costs, grows=not isinstance(target, Schedule)).steady
 
 
 @attrs.frozen
@@ -78,14 +70,15 @@ class Look:
     steady: SteadyState | None
 
 
-def look(schedule: Schedule, costs: Costs = None, longer: Longer | None = None) -> Look:
-    """Look for the steady state of an asynchronous schedule, in its list and in `longer` ones.
+def look(schedule: Schedule, costs: Costs, *, grows: bool) -> Look:
+    """Look for the steady state of an asynchronous schedule: in its list, and where it `grows` in
+    what its generator, if it has one, writes for more microbatches.
 
     Raises what `simulate` raises for the schedule itself.
     """
     model = costs(schedule.stages) if callable(costs) else costs
     found = _looked_at(schedule, model)
-    for each in () if longer is None else _lengthened(schedule, longer):
+    for each in _lengthened(schedule) if grows else ():
         if found.steady is not None:
             break
         try:
@@ -100,14 +93,14 @@ def _looked_at(schedule: Schedule, costs: CostModel | None) -> Look:
     return Look(line, steady_state_of(line))
 
 
-def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
+def _lengthened(schedule: Schedule) -> Iterator[Schedule]:
     """The same schedule, longer each time, up to the most actions."""
     # Sends and receives may have to be added to what is written, one of each for a compute.
     most = _MOST_ACTIONS // (1 if schedule.is_complete else 2) // max(len(schedule.columns), 1)
     times = 2
     while times <= most:
         tries = range(times, min(times + _MULTIPLES, most + 1))
-        made = ((each, _made(longer, each * schedule.microbatches)) for each in tries)
+        made = ((each, _made(schedule, each * schedule.microbatches)) for each in tries)
         found = next(((n, one) for n, one in made if one and _goes_on(one, schedule)), None)
         if found is None:
             return
@@ -115,9 +108,10 @@ def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
         yield found[1]
 
 
-def _made(longer: Longer, microbatches: int) -> Schedule | None:
+def _made(schedule: Schedule, microbatches: int) -> Schedule | None:
+    """The same for so many microbatches; None where that can't be made."""
     try:
-        return longer(microbatches=microbatches)
+        return None if schedule.rebuild is None else schedule.rebuild(microbatches)
     except SchedirError:
         return None
 

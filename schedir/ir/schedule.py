@@ -75,8 +75,8 @@ class Schedule:
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
     `actions[rank]` is a rank's list, given as any iterable of entries (an `Action` each, or several
     `Together`) or as `Columns`. `sources` are the lines of Python that yielded the actions, and
-    `rebuild` makes the same schedule of another number of microbatches, where `schedir.build` knows
-    how; these take no part in equality or the hash, and passes keep them.
+    `rebuild` makes what the same generator writes for another number of microbatches; None for what
+    is of no generator. These take no part in equality or the hash, and passes keep them.
 
     Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
     no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`

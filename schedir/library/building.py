@@ -95,8 +95,8 @@ def load(
 
 
 def _again(generator: Generator, shape: dict[str, Any], microbatches: int) -> Schedule:
-    """The same schedule of another number of microbatches."""
-    return build(generator, microbatches=microbatches, **shape)
+    """The same schedule of another number of microbatches, as it was written."""
+    return load(generator, microbatches=microbatches, **shape)
 
 
 def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
