@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir import Action, Pipeline, Schedule, backward, forward, optim_step
-from schedir.runtime import Executor
+from schedir.runtime import Executor, StepResult
 from schedir.runtime.batch.batches import check_batches, ends_of_batches
 from tests.literals import listed
 from tests.runtime.kit import (
@@ -57,17 +57,26 @@ def assert_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
 
 
 def trained(
-    rank: int | None, schedule: Schedule, calls: Sequence[Batch], modules: Sequence[nn.Module]
+    rank: int | None,
+    schedule: Schedule,
+    modules: Sequence[nn.Module],
+    results: Callable[[Executor], Iterable[StepResult]],
 ) -> tuple[list[float], list[Tensor]]:
-    """Steps on these batches: the losses of microbatches, and the weights here."""
+    """What an executor of copies of these modules makes: the losses of microbatches, and the
+    weights here."""
     modules = copy.deepcopy(modules)
     own = range(schedule.stages) if rank is None else schedule.stages_of(rank)
     stages = {stage: modules[stage] for stage in own}
-    losses: list[float] = []
     with Executor(schedule, stages, MSE, momentum, in_process=rank is None) as executor:
-        for x, y in calls:
-            losses += executor.step(x, target=y).losses
+        losses = [loss for result in results(executor) for loss in result.losses]
     return losses, bits(stages.values())
+
+
+def stepped(
+    rank: int | None, schedule: Schedule, calls: Sequence[Batch], modules: Sequence[nn.Module]
+) -> tuple[list[float], list[Tensor]]:
+    """By steps on these batches."""
+    return trained(rank, schedule, modules, lambda e: [e.step(x, target=y) for x, y in calls])
 
 
 def streamed(
@@ -76,20 +85,17 @@ def streamed(
     batches: Sequence[Batch],
     modules: Sequence[nn.Module],
     segment: int,
-    **options: Any,
 ) -> tuple[list[float], list[Tensor]]:
-    """A run over them."""
-    modules = copy.deepcopy(modules)
-    own = range(schedule.stages) if rank is None else schedule.stages_of(rank)
-    stages = {stage: modules[stage] for stage in own}
-    losses: list[float] = []
-    with Executor(schedule, stages, MSE, momentum, in_process=rank is None) as executor:
-        for result in executor.run(batches, segment=segment, **options):
+    """By a run over them."""
+
+    def results(executor: Executor) -> Iterator[StepResult]:
+        for result in executor.run(batches, segment=segment):
             assert result.loss == pytest.approx(sum(result.losses) / len(result.losses))
             assert result.samples == len(batches[0][1])
-            losses += result.losses
+            yield result
         assert executor.steps == -(-len(batches) * SIZE // segment)
-    return losses, bits(stages.values())
+
+    return trained(rank, schedule, modules, results)
 
 
 def assert_is_one_call(rank: int | None, ranks: int, name: str, **parameters: Any) -> None:
@@ -97,12 +103,12 @@ def assert_is_one_call(rank: int | None, ranks: int, name: str, **parameters: An
     modules = noisy_stages(schedule.stages)
     batches, whole = batches_of(8)
     found = streamed(rank, schedule, batches, modules, segment=64)
-    expected = trained(rank, built(name, ranks, 64, **parameters), [whole], modules)
+    expected = stepped(rank, built(name, ranks, 64, **parameters), [whole], modules)
     assert found[0] == expected[0]
     assert_equal(found[1], expected[1])
     found = streamed(rank, schedule, batches, modules, segment=16)
     pairs = [tuple(map(torch.cat, zip(*batches[i : i + 2], strict=True))) for i in range(0, 8, 2)]
-    expected = trained(rank, built(name, ranks, 16, **parameters), pairs, modules)  # type: ignore[arg-type]
+    expected = stepped(rank, built(name, ranks, 16, **parameters), pairs, modules)  # type: ignore[arg-type]
     assert found[0] == expected[0]
     assert_equal(found[1], expected[1])
 
@@ -299,7 +305,7 @@ def test_what_is_not_finite_leaves_one_process_usable() -> None:
 def test_who_leaves_early_has_the_segment_finished(closes: bool) -> None:
     modules = noisy_stages(2)
     batches, whole = batches_of(4)
-    expected = trained(None, built("pipedream", 2, 32), [whole], modules)[1]
+    expected = stepped(None, built("pipedream", 2, 32), [whole], modules)[1]
     executor = Executor(built("pipedream", 2), numbered(modules), MSE, momentum, in_process=True)
     for number, _ in enumerate(executor.run(batches, segment=32)):
         if number == 1:
@@ -362,7 +368,7 @@ def test_a_loader_that_raises_leaves_a_drained_pipeline() -> None:
         yield from batches[:3]
         raise OSError("the disk is gone")
 
-    expected = trained(None, built("pipedream", 2, 16), [(whole[0][:16], whole[1][:16])], modules)
+    expected = stepped(None, built("pipedream", 2, 16), [(whole[0][:16], whole[1][:16])], modules)
     with Executor(
         built("pipedream", 2), numbered(modules), MSE, momentum, in_process=True
     ) as executor:
@@ -379,7 +385,7 @@ def test_a_loader_that_raises_leaves_a_drained_pipeline() -> None:
 def test_ctrl_c_drains_the_pipeline_first() -> None:
     modules = noisy_stages(2)
     batches, whole = batches_of(4)
-    expected = trained(None, built("pipedream", 2, 16), [(whole[0][:16], whole[1][:16])], modules)
+    expected = stepped(None, built("pipedream", 2, 16), [(whole[0][:16], whole[1][:16])], modules)
     handler = signal.getsignal(signal.SIGINT)
     with Executor(
         built("pipedream", 2), numbered(modules), MSE, momentum, in_process=True
