@@ -228,15 +228,16 @@ def test_who_does_not_come_to_connect_is_waited_for_within_the_timeout(
         everyone(rank)
 
 
+class Failing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+
 @on_ranks(2)
 def test_a_failure_is_said_before_anything_is_aborted(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     said: list[list[str]] = []
-
-    class Failing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("on purpose")
 
     stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
     x, y = random_batch()
@@ -255,10 +256,6 @@ def test_a_failure_is_said_before_anything_is_aborted(
 
 @on_ranks(2)
 def test_a_failure_aborts_all_groups_at_once(rank: int) -> None:
-    class Failing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("on purpose")
-
     stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     x, y = random_batch()
@@ -276,10 +273,6 @@ def test_a_failure_aborts_all_groups_at_once(rank: int) -> None:
 
 @on_ranks(2)
 def test_aborts_that_never_return_hold_no_rank_up(rank: int) -> None:
-    class Failing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("on purpose")
-
     stage: dict[int, nn.Module] = {rank: Failing(4, 4) if rank else nn.Linear(4, 4)}
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     x, y = random_batch()
