@@ -7,7 +7,9 @@ their own they would part without a word.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,6 +18,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
@@ -27,7 +30,10 @@ from schedir.ir import Schedule, expect_schedule, is_number
 from schedir.runtime.chunk_specs import ChunkSpec, checked
 
 LossFunction: TypeAlias = Callable[..., Tensor]
-OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory: TypeAlias = (
+    Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    | Callable[[Iterable[tuple[str, nn.Parameter]], int], torch.optim.Optimizer]
+)
 
 TieOf: TypeAlias = Sequence[tuple[int, str]]
 """The copies of one shared parameter: by stage, and by name in the stage's module."""
@@ -52,6 +58,7 @@ class Arguments:
     kwargs_chunk_spec: Mapping[str, ChunkSpec] | None
     clip_grad_norm: float | None
     nonfinite: str
+    scaler: GradScaler | None
     ties: Sequence[TieOf]
     mesh: DeviceMesh | None
     seed: int
@@ -108,6 +115,42 @@ def _check_functions(given: Arguments) -> None:
             "optimizer must be a function that makes one of parameters, such as "
             f"lambda p: torch.optim.AdamW(p), not {type(given.optimizer).__name__}"
         )
+
+
+def optimizer_of(
+    make: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]], stage: int
+) -> object:
+    """Call the user's function for a stage's parameters: of (named parameters, stage) where it
+    needs two arguments, else of the parameters alone."""
+    make_of: Callable[..., object] = make
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # it is not written in Python
+        parameters = {}.values()
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [one for one in parameters if one.default is one.empty and one.kind in positional]
+    return make_of(named, stage) if len(needed) == 2 else make_of([p for _, p in named])
+
+
+def whole_name(name: str) -> str:
+    """Name a tensor as the whole model does, without what torch.compile puts before its name, and
+    torch.export behind that of a module that is called again."""
+    return re.sub(r"@\d+(?=\.|$)", "", name.replace("_orig_mod.", ""))
+
+
+def enabled_scaler(scaler: object, nonfinite: str) -> GradScaler | None:
+    """The executor's scaler; None for one that is not enabled. Raises ExecutionError for what is
+    none, and where `nonfinite` has nothing looked at."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise ExecutionError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    if nonfinite == "ignore":
+        raise ExecutionError(
+            'a scaler leaves out steps whose gradients are not finite, and nonfinite="ignore" '
+            "looks at none: leave one of them out"
+        )
+    return scaler if scaler.is_enabled() else None
 
 
 def _check_numbers(given: Arguments) -> None:

@@ -99,7 +99,7 @@ class Engine:
             *(reduction.finish for reduction in parts.reductions.values()),
             *([self._sum_ties] if parts.ties and not plan.updates else []),
             *([parts.replica_check.step] if parts.replica_check.active else []),
-            *([trained.end] if self._queues else []),
+            *([trained.end] if self._queues or trained.scale is not None else []),
         ]
         self._restores = [
             *(weights.restore for weights in self._versioned),
@@ -327,6 +327,8 @@ class Engine:
                 parts.scaling.begin(shares, request)
             if self._applies:
                 parts.nonfinite.begin(request.updates)
+                if (scale := parts.nonfinite.scale) is not None:
+                    cells.set_loss_shares([share * scale.now for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self._stages:

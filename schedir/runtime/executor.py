@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, is_number
-from schedir.runtime.arguments import Arguments, Declared, LossFunction, OptimizerFactory, TieOf
+from schedir.runtime.arguments import (
+    Arguments,
+    Declared,
+    LossFunction,
+    OptimizerFactory,
+    TieOf,
+    enabled_scaler,
+)
 from schedir.runtime.batch.feeding import CallArguments, check_loss
 from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
@@ -34,15 +42,17 @@ class Executor:
 
     `stages` maps exactly this rank's stages to their modules. `loss_fn(output, target)` returns
     the mean loss over a microbatch, a scalar; if it is a module, its parameters are trained with
-    the last stage. `optimizer(parameters)` is called once per local stage; None leaves `.grad` to
-    the caller. `boundaries` declares, by example tensors, the output of stages whose shape depends
-    on data, the same for every microbatch. `recompute` names the stages, or says that all, keep
-    only the input of a forward and run it again before the backward (activation checkpointing):
-    the pass `schedir.recompute` lists an R for each of their microbatches that has none yet.
-    `count` says of a microbatch's target how many samples the mean loss is over, where that is not
-    its rows: tokens that are not padding, or `weight[target].sum()` for a loss weighed by class;
-    microbatches are weighed by it. A loss that is seen to sum, or to be the mean over something
-    else than what is counted, is refused.
+    the last stage. `optimizer(parameters)`, or a function that needs two arguments,
+    `optimizer(named_parameters, stage)`, is called once per local stage: the latter gets a list of
+    (name in the whole model, parameter), so that it can make param groups by name. None leaves
+    `.grad` to the caller. `boundaries` declares, by example tensors, the output of stages whose
+    shape depends on data, the same for every microbatch. `recompute` names the stages, or says that
+    all, keep only the input of a forward and run it again before the backward (activation
+    checkpointing): the pass `schedir.recompute` lists an R for each of their microbatches that has
+    none yet. `count` says of a microbatch's target how many samples the mean loss is over, where
+    that is not its rows: tokens that are not padding, or `weight[target].sum()` for a loss weighed
+    by class; microbatches are weighed by it. A loss that is seen to sum, or to be the mean over
+    something else than what is counted, is refused.
 
     `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
     at most that. `nonfinite` says what becomes of NaN and infinity, see below. `ties` names copies
@@ -60,12 +70,12 @@ class Executor:
     right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
 
     Of these a rank needs `loss_fn`, `count`, `boundaries` and the chunk specs for its own stages
-    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `nonfinite`, `ties`, `mesh`,
-    `channel`, `trace`, and whether there is an optimizer, are compared.
+    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `nonfinite`, `scaler`,
+    `ties`, `mesh`, `channel`, `trace`, and whether there is an optimizer, are compared.
 
-    What the executor is of can be read: `stages`, `loss_fn`, `ties`, `nonfinite` as given, the
-    `device` of the stages, the optimiser of each stage here in `optimizers`; and which process this
-    is, `rank` of the schedule in the `pipeline` of that number.
+    What the executor is of can be read: `stages`, `loss_fn`, `ties`, `nonfinite`, `scaler` as
+    given, the `device` of the stages, the optimiser of each stage here in `optimizers`; and which
+    process this is, `rank` of the schedule in the `pipeline` of that number.
 
     With `trace` every rank records when each entry of its list runs in each call of `step`; see
     `timelines`. That costs about a microsecond an action. Of several pipelines the first one's
@@ -100,6 +110,13 @@ class Executor:
     whose loss is not finite are made NaN. `result.skipped` tells which were left out. There must
     be an optimizer, and no `update=False`; ties need a list with its OPTIM_STEPs last. By
     `"ignore"` nothing is looked at.
+
+    `scaler` is a torch.amp.GradScaler, for steps under autocast to float16: backwards start from
+    the loss times its scale, gradients are divided by that before they are clipped and looked at,
+    and the steps of all stages are left out together, as by "skip", where one is not finite. Then
+    the scale shrinks, else it grows, on all ranks alike; the caller calls nothing of it. All ranks
+    make it alike. Between calls with `update=False` gradients stay scaled. It needs an optimizer, a
+    list with its OPTIM_STEPs last, and parameters that are not float16.
 
     Uses the default process group, and initialises one where nobody has. With one rank it runs
     without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
@@ -155,6 +172,7 @@ class Executor:
         kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
         clip_grad_norm: float | None = None,
         nonfinite: str = "raise",
+        scaler: GradScaler | None = None,
         ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
         seed: int = 0,
@@ -164,6 +182,9 @@ class Executor:
         in_process: bool = False,
         trace: bool = False,
     ) -> None:
+        scaler = enabled_scaler(scaler, nonfinite)
+        if scaler is not None:
+            nonfinite = "skip"
         given = Arguments(
             schedule,
             stages,
@@ -177,6 +198,7 @@ class Executor:
             kwargs_chunk_spec,
             clip_grad_norm,
             nonfinite,
+            scaler,
             ties,
             mesh,
             seed,
@@ -199,7 +221,7 @@ class Executor:
         self._segments = Segments(self._engine, plan)
         self.optimizers = self._engine.parts.optimizers
         self._make_optimizer = optimizer
-        self.nonfinite = nonfinite
+        self.nonfinite, self.scaler = nonfinite, scaler
 
     @property
     def schedule(self) -> Schedule:
@@ -221,7 +243,7 @@ class Executor:
         Raises ExecutionError where there is none, as the caller steps, or where stages have unlike
         numbers of groups.
         """
-        return as_one(self.optimizers, self._make_optimizer)
+        return as_one(self.optimizers, self._make_optimizer, min(self.stages))
 
     @property
     def steps(self) -> int:
@@ -258,10 +280,10 @@ class Executor:
         Gradients of a step that failed, and the updates of its OPTIM_STEPs before that, stay: go on
         from a checkpoint.
         """
-        if not update and self.nonfinite == "skip":
+        if not update and self.nonfinite == "skip" and self.scaler is None:
             raise ExecutionError(
                 'update=False accumulates gradients, of which nonfinite="skip" could leave out '
-                'only all: take "raise", or more microbatches'
+                'only all: take "raise", a scaler, or more microbatches'
             )
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         keeps = _kept(outputs) if outputs else None

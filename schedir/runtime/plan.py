@@ -27,9 +27,11 @@ from schedir.runtime.arguments import (
     check_modules,
     check_stages,
     device_of,
+    optimizer_of,
     recomputed_stages,
     tied_copies,
     timeout_of,
+    whole_name,
 )
 from schedir.runtime.processes.grid import Grid, grid
 from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
@@ -104,6 +106,7 @@ class Plan:
             "batch_dim": given.batch_dim,
             "clip_grad_norm": given.clip_grad_norm,
             "nonfinite": given.nonfinite,
+            "scaler": None if given.scaler is None else given.scaler.state_dict(),
             "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
             "mesh": self.grid.processes,
@@ -123,10 +126,20 @@ class Plan:
         make = self.arguments.optimizer
         if make is None:
             return {}
-        held = {stage: list(self.trained[stage].parameters()) for stage in self.local_stages}
+        held = {stage: self.named_parameters(stage) for stage in self.local_stages}
         return {
-            stage: _check_optimizer(make(own), stage, own) for stage, own in held.items() if own
+            stage: _check_optimizer(optimizer_of(make, own, stage), stage, [p for _, p in own])
+            for stage, own in held.items()
+            if own
         }
+
+    def named_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """What is trained with a stage here, by its name in the whole model; a parameter of the
+        loss is `loss_fn.…`."""
+        own = {p: whole_name(n) for n, p in self.arguments.stages[stage].named_parameters()}
+        for name, parameter in self.trained[stage].named_parameters():
+            own.setdefault(parameter, f"loss_fn.{name.removeprefix('loss.')}")
+        return [(name, parameter) for parameter, name in own.items()]
 
 
 def plan_of(given: Arguments) -> Plan:
@@ -207,11 +220,13 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
     if given.clip_grad_norm is not None:
         _check_steps_last(schedule, "clip_grad_norm")
     if given.nonfinite == "skip":
+        by = 'nonfinite="skip"' if given.scaler is None else "a scaler"
         if not has_optimizer:
-            raise ExecutionError(
-                'nonfinite="skip" leaves OPTIM_STEPs out, so it needs an optimizer'
-            )
-        if given.ties:
+            raise ExecutionError(f"{by} leaves OPTIM_STEPs out, so it needs an optimizer")
+        if given.scaler is not None:
+            _check_steps_last(schedule, "a scaler")
+            _check_no_halves(given.stages)
+        elif given.ties:
             _check_steps_last(schedule, 'nonfinite="skip" with ties=')
     for tie in getattr(given.stages, "ties", ()):  # of schedir.training's Stages
         if not any(set(tie) <= set(others) for others in given.ties):
@@ -224,6 +239,17 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
         raise ExecutionError(
             "clip_grad_norm= acts between the gradients and the step, so it needs an optimizer"
         )
+
+
+def _check_no_halves(stages: Mapping[int, nn.Module]) -> None:
+    """Raise ExecutionError where parameters, and so gradients, are float16, as GradScaler does."""
+    for stage, module in stages.items():
+        for name, parameter in module.named_parameters():
+            if parameter.dtype is torch.float16 and parameter.requires_grad:
+                raise ExecutionError(
+                    f"{name} of stage {stage} is float16, and a scaler needs gradients that are "
+                    "not: leave the parameters in float32, and step under torch.autocast"
+                )
 
 
 def _check_steps_last(schedule: Schedule, what: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
@@ -168,6 +169,10 @@ def _counted(target: Tensor) -> Tensor:
     return target.new_full((), len(target))
 
 
+def _scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+
+
 def _two_rates(whole: Any, loss_fn: Any, optimizers: Any, pieces: Any) -> float:
     return delayed(whole, loss_fn, optimizers, pieces, (3, 2), lambda s, m: m // (2 if s else 3))
 
@@ -195,6 +200,11 @@ FEATURES: dict[str, Callable[[], Feature]] = {
         built(round_robin, ranks=3), {"clip_grad_norm": 0.05}, tied=(0, 1)
     ),
     "two pipelines": lambda: Feature(built("1f1b"), {"clip_grad_norm": 0.05}, pipelines=2),
+    # Powers of two, which change no bit; the scale grows after every step.
+    "scaled loss": lambda: Feature(built("1f1b"), {"scaler": _scaler()}, tied=(0, 1)),
+    "scaled loss and clipping": lambda: Feature(
+        built("interleaved-1f1b"), {"scaler": _scaler(), "clip_grad_norm": 0.05}, pipelines=2
+    ),
     "batches": lambda: Feature(megatron(RANKS, MICROBATCHES)),
     "overlapped pairs": lambda: Feature(bidirectional_v(RANKS, MICROBATCHES)),
 }

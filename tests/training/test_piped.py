@@ -14,8 +14,8 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
+from schedir.runtime.arguments import whole_name
 from schedir.training import Checkpoint, Stages, gathered_state, stages_of_pipe
-from schedir.training.cutting.stages import whole_name
 from tests.runtime.kit import MSE, adamw, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.reference import accumulate

@@ -8,7 +8,7 @@
 Gradients that processes have summed are the same on all of them, and so is what they find. Where
 OPTIM_STEPs stand after all else, all stages skip together: the norm that gradients are clipped by
 says it to all ranks, or else a message does. A device is waited for once before consecutive
-OPTIM_STEPs.
+OPTIM_STEPs. Gradients of a loss that a GradScaler scales are divided by its scale before that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Late, Unread
 from schedir.runtime.batch.microbatches import Count
+from schedir.runtime.gradients.loss_scale import LossScale
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import VERDICT_TAG, Control
 
@@ -43,7 +44,7 @@ class NonFinite:
 
     `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the present call
     has left out, `agreement` what ranks that don't clip do together before they step, if anything.
-    `active` where anything is looked at.
+    `active` where anything is looked at. `scale` is that of the loss, if there is one.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class NonFinite:
         together = rule == "skip" and plan.steps_last
         self.agreement = self._agree if together and not clips else None
         self.looks_alone = self.active and not clips and not together
+        scaler = plan.arguments.scaler
+        self.scale = None if scaler is None else LossScale(scaler, plan.accelerator)
         self._gradients = {
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
@@ -75,9 +78,13 @@ class NonFinite:
         self._looked_at.clear()
         self._leaves_all_out = False
         self._losses.clear()
+        if self.scale is not None:
+            self.scale.begin()
 
     def end(self) -> None:
         """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
+        if self.scale is not None and not self._accumulates:
+            self.scale.update(self._leaves_all_out)
         if self._losses:
             microbatches = list(self._losses)
             values = torch.stack(list(self._losses.values()))
@@ -146,6 +153,7 @@ class NonFinite:
         On a device that would be waited for, and the norm tells. Raises ExecutionError where one is
         not finite.
         """
+        self._unscale()
         if self._raises and not self._accelerator.queues and (found := self._not_finite()):
             self._refuse(found)
 
@@ -176,10 +184,17 @@ class NonFinite:
 
     def _agree(self) -> None:
         """Leave all steps out where any rank has a gradient that is not finite."""
+        self._unscale()
         exchange = self._control.expect(dict.fromkeys(self._numbers, 1), VERDICT_TAG)
         own = [bool(self._not_finite())]
         exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
         self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
+
+    def _unscale(self) -> None:
+        """Divide the gradients here by the scale of the loss, if there is one."""
+        if self.scale is not None:
+            for gradients in self._gradients.values():
+                gradients.multiply(self.scale.inverse)
 
     def _not_finite(self, steps: Sequence[Step] | None = None) -> list[Step]:
         """Of these steps, or each stage's only one, those with a gradient that is not finite."""
@@ -258,6 +273,12 @@ class _Gradients:
             if self._queues or not cmath.isfinite(grad.sum().item()):
                 found += ~_is_finite(grad)
         return found
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar, in place."""
+        for p in self._own:
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def worst(self) -> str:
         """The gradient that is not finite, in words: of several that of the last parameter, as

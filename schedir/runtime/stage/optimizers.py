@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
-from schedir.runtime.arguments import OptimizerFactory
+from schedir.runtime.arguments import OptimizerFactory, optimizer_of
 
 _MEMBERS = ("params", "param_names")
 """What a group holds of each of its parameters; all else holds for the group."""
@@ -146,12 +146,14 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def as_one(optimizers: Mapping[int, Optimizer], make: OptimizerFactory | None) -> StageOptimizers:
+def as_one(
+    optimizers: Mapping[int, Optimizer], make: OptimizerFactory | None, stage: int
+) -> StageOptimizers:
     """The optimisers of this process's stages as one, for schedulers.
 
-    Where no stage here has parameters, `make` makes one of an empty stand-in for them: a scheduler
-    runs on every rank. Raises ExecutionError where there is no optimiser, or they don't go
-    together.
+    Where no stage here has parameters, `make` makes one of an empty stand-in for those of `stage`:
+    a scheduler runs on every rank. Raises ExecutionError where there is no optimiser, or they don't
+    go together.
     """
     if make is None:
         raise ExecutionError(
@@ -161,7 +163,8 @@ def as_one(optimizers: Mapping[int, Optimizer], make: OptimizerFactory | None) -
     if optimizers:
         return StageOptimizers(optimizers)
     try:
-        alone = make([nn.Parameter(torch.empty(0))])
+        made = optimizer_of(make, [("", nn.Parameter(torch.empty(0)))], stage)
+        alone = cast(Optimizer, made)
     except Exception as error:
         raise ExecutionError(
             "no stage of this rank has parameters, and optimizer can't make one of an empty "

@@ -48,11 +48,11 @@ class Checkpoint:
     model does, which those of `partition` and `stages_of` do.
 
     It holds weights and buffers; the optimisers' state and param groups, by the parameters' names;
-    the state of `scheduler`, of `batches`, and of `others`, by name; the number of the next step;
-    and the generators of torch, the device, Python and numpy. A training that goes on from it
-    equals one that was never interrupted, bit for bit and dropout included, if its executor has the
-    same `seed`. Gradients are not kept: save after a step that updates. To load drops those that
-    are there.
+    the state of an executor's scaler, of `scheduler`, of `batches`, and of `others`, by name; the
+    number of the next step; and the generators of torch, the device, Python and numpy. A training
+    that goes on from it equals one that was never interrupted, bit for bit and dropout included, if
+    its executor has the same `seed`. Gradients are not kept: save after a step that updates. To
+    load drops those that are there.
 
     What several processes have is written once, by the first of them: replicas' weights and
     statistics. A tied parameter has all its names, its optimiser state the first one. `scheduler`
@@ -77,7 +77,10 @@ class Checkpoint:
         others: Mapping[str, Stateful] | None = None,
         loss_fn: object = None,
     ) -> None:
-        others = others or {}
+        scaler = model.scaler if isinstance(model, Executor) else None
+        if scaler is not None and "scaler" in (others or {}):
+            raise ExecutionError("others: 'scaler' is the executor's; give another name")
+        others = {**(others or {}), **({} if scaler is None else {"scaler": scaler})}
         for what, one in {"scheduler": scheduler, "batches": batches, **others}.items():
             if one is not None and not hasattr(one, "load_state_dict"):
                 raise ExecutionError(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.arguments import whole_name
 from schedir.runtime.session import digest
 from schedir.training.checkpoint.collective import Gather, everywhere
-from schedir.training.cutting.stages import whole_name
 
 LOSS = "loss_fn"
 """What precedes the names of a loss's parameters, where it is a module."""

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.arguments import TieOf
-from schedir.training.cutting.stages import Stages, StageSummary, held_stages, ties_of, whole_name
+from schedir.runtime.arguments import TieOf, whole_name
+from schedir.training.cutting.stages import Stages, StageSummary, held_stages, ties_of
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe

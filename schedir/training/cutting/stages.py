@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -91,12 +90,6 @@ def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
     for stage, parameter, name in held:
         names.setdefault(parameter, {}).setdefault(stage, name)
     return tuple(sorted(of.items()) for of in names.values() if len(of) > 1)
-
-
-def whole_name(name: str) -> str:
-    """Name a tensor as the whole model does, without what torch.compile puts before its name, and
-    torch.export behind that of a module that is called again."""
-    return re.sub(r"@\d+(?=\.|$)", "", name.replace("_orig_mod.", ""))
 
 
 def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:
