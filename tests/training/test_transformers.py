@@ -297,11 +297,6 @@ def test_a_checkpointed_model_trains_as_before() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "an encoder-decoder": (
-        lambda: transformers.T5Config(),
-        transformers.T5ForConditionalGeneration,
-        "T5ForConditionalGeneration can't be cut: an encoder-decoder",
-    ),
     "blocks that are one": (
         lambda: transformers.AlbertConfig(**_SIZES),
         transformers.AlbertForMaskedLM,

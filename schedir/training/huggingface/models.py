@@ -65,9 +65,7 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
         )
     config = found.skeleton.config
     reason = None
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "an encoder-decoder's stages take more than the hidden states of the one before"
-    elif getattr(config, "output_router_logits", False):
+    if getattr(config, "output_router_logits", False):
         reason = (
             "output_router_logits adds the balance of all blocks' experts to the loss, and no "
             "stage has them all; set it to False, to train without that loss"
@@ -94,6 +92,8 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
     if name == "input_ids":
         return {name: torch.empty(rows, 8, dtype=torch.long, device=meta)}
     if name == "pixel_values":
+        configs = [config, *_configs_of(model.skeleton)]  # of its parts, where its own has no size
+        config = next((one for one in configs if hasattr(one, "image_size")), config)
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)

@@ -7,6 +7,7 @@ so, the gradients tell.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,17 +204,18 @@ class _Tracer:
     def _hidden_of(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Under which name a block is given the hidden states, None for the first position; they
         are all that it may be given of what comes of parameters."""
+        names = [*inspect.signature(type(self._blocks[i]).forward).parameters][1:]
         given: dict[str | None, Any] = {
-            f"argument {at}" if at else None: value for at, value in enumerate(args)
+            (names[at] if at < len(names) else f"argument {at}") if at else None: value
+            for at, value in enumerate(args)
         }
         given.update(kwargs)
         computed = [name for name, value in given.items() if self._computed.any_in(value)]
         hidden = computed[0] if computed else None
         if len(computed) > 1:
-            names = ", ".join("the first argument" if n is None else n for n in computed)
             raise self._refusal(
                 f"block {i} of {self._name} takes more than the hidden states of what other stages "
-                f"compute: {names}"
+                f"compute: {', '.join(map(str, computed[1:]))}"
             )
         value = args[0] if hidden is None and args else kwargs.get(hidden or "")
         if not isinstance(value, Tensor):

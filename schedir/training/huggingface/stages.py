@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from schedir.runtime.arguments import TieOf
 from schedir.training.cutting.cuts import balanced, spans_of
 from schedir.training.cutting.deferred import tied_names
 from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages, ties_of
-from schedir.training.huggingface.models import model_of, on_meta, small_inputs, within
+from schedir.training.huggingface.models import Model, model_of, on_meta, small_inputs, within
 from schedir.training.huggingface.outline import (
     Outline,
     fake_values,
@@ -60,12 +61,23 @@ def stages_of(
     state dict has the names of the uncut model's.
 
     Raises ExecutionError without transformers, for more stages than blocks, and for a model that
-    can't be cut, with the reason: an encoder-decoder, say, or blocks that take more of other stages
-    than hidden states.
+    can't be cut, with the reason: an encoder-decoder or two towers, say, with the classes of its
+    family that can be, or blocks that take more of other stages than hidden states.
     """
     model = model_of(model_or_config, model_class)
+    if _is_encoder_decoder(model.skeleton):
+        raise _refusal(
+            model,
+            "it is an encoder-decoder, whose decoder needs the encoder's output in each stage",
+        )
     inputs = small_inputs(model)
-    outline = outline_of(model.skeleton, inputs, model.kind)
+    try:
+        outline = outline_of(model.skeleton, inputs, model.kind)
+    except ExecutionError:
+        if len(towers := _towers(model.skeleton)) < 2:
+            raise
+        named = " and ".join(f"{name} ({given})" for given, name in towers.items())
+        raise _refusal(model, f"its towers take different inputs, {named}") from None
     number = schedule if isinstance(schedule, int) else schedule.stages
     if number > len(outline.calls):
         raise ExecutionError(
@@ -93,6 +105,43 @@ def stages_of(
             one.to(device)
     summaries = [StageSummary(tuple(own), _parameters(model.skeleton, own)) for own in parts]
     return Stages(stages, ties, tuple(summaries))
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    """Whether a model has both; some classes of such a family have one alone."""
+    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return bool(getattr(model.config, "is_encoder_decoder", False)) and parts >= {
+        "encoder",
+        "decoder",
+    }
+
+
+def _towers(model: Any) -> dict[str, str]:
+    """The parts of a model that are models themselves, by their main input."""
+    named = [(name, one) for name, one in model.named_modules() if name]
+    return {one.main_input_name: name for name, one in named if hasattr(one, "main_input_name")}
+
+
+def _refusal(model: Model, reason: str) -> ExecutionError:
+    """Say why a model can't be cut, and which classes of its family can be, as tried."""
+    own = model.skeleton.config
+    parts = [getattr(own, name) for name in getattr(own, "sub_configs", ())]
+    configs = {type(config): config for config in (own, *parts)}
+    family = sys.modules[type(model.skeleton).__module__]
+    found = [name for name in getattr(family, "__all__", ()) if _can_be_cut(family, name, configs)]
+    those = f"of its family, {', '.join(found)} can be" if found else "nor can its family"
+    return ExecutionError(f"{model.kind} can't be cut: {reason}; {those}")
+
+
+def _can_be_cut(family: Any, name: str, configs: Mapping[type, Any]) -> bool:
+    """Whether one of a family's classes can be cut."""
+    made = getattr(family, name)
+    try:
+        model = model_of(configs[made.config_class], made)
+        outline_of(model.skeleton, small_inputs(model), model.kind)
+    except Exception:  # whatever it is, it is no way out
+        return False
+    return not _is_encoder_decoder(model.skeleton)
 
 
 def _spans(
