@@ -35,6 +35,7 @@ NO_TORCH = {
     "_experts_implementation": "of a config of transformers",
     "_from_config": "of a model of transformers",
     "_getframe": "of sys",
+    "_growth_tracker": "a key of the state that a GradScaler gives",
     "_model_mapping": "of a class of transformers",
     "_raw_saved_": "with it begin names that nodes of autograd have, each kind its own",
     "_saved_": "with it begin names that nodes of autograd have, each kind its own",
