@@ -21,20 +21,27 @@ from schedir.training.evaluation import (
     evaluate,
     perplexity,
 )
-from schedir.training.history import Epoch, Evaluation, History
+from schedir.training.history import Evaluation, History, Record
 from schedir.training.huggingface.stages import stages_of
+from schedir.training.loggers import CSV, JSONLines, Logger, Monitor, TensorBoard, WandB
 from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer
 
 __all__ = [
+    "CSV",
     "Batches",
     "Callback",
     "Checkpoint",
-    "Epoch",
     "Evaluation",
     "History",
+    "JSONLines",
+    "Logger",
+    "Monitor",
+    "Record",
     "Stages",
+    "TensorBoard",
     "Trainer",
+    "WandB",
     "accuracy",
     "balanced",
     "causal_lm_loss",
