@@ -54,6 +54,21 @@ class Callback:
         """The training has ended, whatever it was that ended it."""
 
 
+class Logger(Callback):
+    """A callback of the first process alone, whose `after_log` is told of each entry of the history
+    as well: "record/loss", "record/lr", "evaluation/loss", and "evaluation/" with a metric's name.
+    """
+
+    def after_record(self, history: History) -> None:
+        """Log the new entry."""
+        entry = history[-1]
+        figures = {"record/loss": entry.loss, "record/lr": entry.lr}
+        if entry.evaluation_loss is not None:
+            found = {"loss": entry.evaluation_loss, **entry.metrics}
+            figures |= {f"evaluation/{name}": value for name, value in found.items()}
+        self.after_log(entry.step, figures)
+
+
 AfterRecord: TypeAlias = Callable[[History], object]
 """A function in place of a Callback: what is called after each new entry of the history."""
 
@@ -67,7 +82,10 @@ class _Function(Callback):
 
 
 def callbacks_of(given: object) -> list[Callback]:
-    """Make callbacks of what was given. Raises ExecutionError for what is none."""
+    """Make callbacks of what was given, without those of another process.
+
+    Raises ExecutionError for what is none.
+    """
     if not isinstance(given, (list, tuple)):
         raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
     for one in given:
@@ -76,11 +94,11 @@ def callbacks_of(given: object) -> list[Callback]:
                 "a callback is a Callback or a function of the history, not "
                 + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
             )
-    return [one if isinstance(one, Callback) else _Function(one) for one in given]
+    own = (one for one in given if _is_first() or not isinstance(one, Logger))
+    return [one if isinstance(one, Callback) else _Function(one) for one in own]
 
 
-def is_first_process() -> bool:
-    """Whether this process is the one that prints, and writes what all would write alike."""
+def _is_first() -> bool:
     return not (dist.is_initialized() and dist.get_rank())
 
 
@@ -131,7 +149,7 @@ class _Shown(Callback):
 def shown(total: int | None, wanted: bool) -> list[Callback]:
     """What shows a training of so many steps, if that is known, on the first process and where
     `wanted`."""
-    return [_Shown(total)] if wanted and is_first_process() else []
+    return [_Shown(total)] if wanted and _is_first() else []
 
 
 def _short(value: float) -> str:

@@ -92,9 +92,5 @@ class History(Sequence[Record]):
         """How many entries there are since the best one."""
         return len(self) - (self.index(self.best) + 1 if self.best else 0)
 
-    def then(self, record: Record) -> History:
-        """The history with one entry more."""
-        return attrs.evolve(self, records=(*self, record))
-
     def __str__(self) -> str:
         return "\n".join(map(str, self))

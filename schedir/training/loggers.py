@@ -1,7 +1,7 @@
 """Loggers: callbacks that hand the figures of a training to a file or a service, and a monitor.
 
-On the first process alone, and at once, so that a training that is killed loses none. Each of them
-is a `write` over its library; MLflow's, say, would be one as well.
+They write at once, so that a training that is killed loses none of it. Each is a few lines over its
+library; another service's would be as well.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import csv
 import json
 import math
 import resource
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -20,76 +19,39 @@ from typing import Any
 import torch
 
 from schedir.errors import ExecutionError
-from schedir.files import replacing, write_text
+from schedir.files import replacing
 from schedir.runtime import Executor
 from schedir.runtime.processes.failure import describe
-from schedir.training.callbacks import Callback, is_first_process
+from schedir.training.callbacks import Callback, Logger
 from schedir.training.history import History
 
 
-class Logger(Callback):
-    """Writes the figures of each log, and of each entry of the history, on the first process.
-
-    Those of an entry are its "record/loss" and "record/lr", and the "evaluation/loss" and
-    "evaluation/" with a metric's name. Another one overrides `write`, and `open` and `close`.
-    """
-
-    def open(self, step: int) -> None:
-        """Begin, or go on, after so many steps: what was written of later ones is made anew."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures, by name, after so many steps."""
-
-    def close(self) -> None:
-        """End, if it was begun."""
-
-    def before_training(self, step: int) -> None:
-        """Open."""
-        if is_first_process():
-            self.open(step)
-
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write a log's figures."""
-        if is_first_process():
-            self.write(step, figures)
-
-    def after_record(self, history: History) -> None:
-        """Write those of an entry."""
-        entry = history[-1]
-        figures = {"record/loss": entry.loss, "record/lr": entry.lr}
-        if entry.evaluation_loss is not None:
-            found = {"loss": entry.evaluation_loss, **entry.metrics}
-            figures |= {f"evaluation/{name}": value for name, value in found.items()}
-        self.after_log(entry.step, figures)
-
-    def after_training(self, history: History) -> None:
-        """Close."""
-        if is_first_process():
-            self.close()
-
-
 class _File(Logger):
-    """A file of lines, which a training that goes on goes on with."""
+    """A file of rows, which a training that goes on goes on with."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
 
-    def open(self, step: int) -> None:
+    def before_training(self, step: int) -> None:
         """Drop what is of later steps, and a line that was cut off."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._keep(step)
+            self._replace([row for row in self._rows() if int(row["step"]) <= step])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ExecutionError(
                 f"{type(self).__name__} can't go on with {self._path}: {describe(error)}"
             ) from error
 
-    def _keep(self, step: int) -> None:
-        raise NotImplementedError
-
-    def _lines(self) -> list[str]:
+    def _rows(self) -> list[dict[str, Any]]:
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return self._parsed(line for line in text.splitlines(True) if line.endswith("\n"))
+
+    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in lines]
+
+    def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        with replacing(self._path) as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
 class JSONLines(_File):
@@ -98,15 +60,11 @@ class JSONLines(_File):
     A file that is there is gone on with: of it the lines of later steps are dropped.
     """
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add a line."""
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps({"step": step, **known}), file=file)
-
-    def _keep(self, step: int) -> None:
-        lines = [line for line in self._lines() if json.loads(line)["step"] <= step]
-        write_text(self._path, "".join(lines))
 
 
 class CSV(_File):
@@ -115,27 +73,21 @@ class CSV(_File):
     A file that is there is gone on with: of it the rows of later steps are dropped.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        super().__init__(path)
-        self._names = ["step"]
+    _names: Sequence[str] = ("step",)
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add a row."""
         if new := [name for name in figures if name not in self._names]:
-            self._names += new
+            self._names = [*self._names, *new]
             self._replace(self._rows())
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self._names).writerow({"step": step, **figures})
 
-    def _keep(self, step: int) -> None:
-        rows = self._rows()
-        self._names = [*rows[0]] if rows else ["step"]
-        self._replace([row for row in rows if int(row["step"]) <= step])
+    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
+        return [*csv.DictReader(lines)]
 
-    def _rows(self) -> list[dict[str, str]]:
-        return list(csv.DictReader(self._lines()))
-
-    def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
+    def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._names = [*dict.fromkeys([*self._names, *(rows[0] if rows else ())])]
         with replacing(self._path) as file:
             writer = csv.DictWriter(file, self._names)
             writer.writeheader()
@@ -146,27 +98,27 @@ class TensorBoard(Logger):
     """Writes scalars for TensorBoard into a folder: a step's own, which those of later steps that
     are there already give way to (`purge_step`)."""
 
+    _writer: Any
+
     def __init__(self, folder: str | PathLike[str]) -> None:
         _needs("tensorboard")
         self._folder = folder
-        self._writer: Any = None
 
-    def open(self, step: int) -> None:
+    def before_training(self, step: int) -> None:
         """Begin a file of events."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self._folder, purge_step=step + 1)
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
         """Add scalars."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def after_training(self, history: History) -> None:
         """Close the file."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WandB(Logger):
@@ -177,25 +129,25 @@ class WandB(Logger):
     has already, wandb keeps what it has.
     """
 
+    _run: Any
+
     def __init__(self, **init: Any) -> None:
         _needs("wandb")
         self._init = init
-        self._run: Any = None
 
-    def open(self, step: int) -> None:
+    def before_training(self, step: int) -> None:
         """Begin a run."""
         import wandb
 
         self._run = wandb.init(**self._init)
 
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a step."""
         self._run.log(figures, step=step)
 
-    def close(self) -> None:
+    def after_training(self, history: History) -> None:
         """End the run."""
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
 
 
 class Monitor(Callback):
@@ -212,8 +164,7 @@ class Monitor(Callback):
         """The largest peak of all processes so far, in GiB."""
         device = self._executor.device
         if device.type == "cpu":
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         else:
             peak = torch.get_device_module(device).max_memory_allocated(device)
         return {"peak_memory_gib": max(self._executor.gather(peak)) / 2**30}

@@ -40,7 +40,8 @@ class Progress:
         """Enter what was trained since the last entry, and what an evaluation has found."""
         measured = () if found is None else (found.loss, found.metrics)
         entry = Record(epoch, self.step, self.loss.mean, self.lr, *measured)
-        self.history, self.loss = self.history.then(entry), MeanLoss(self._skips)
+        self.history = attrs.evolve(self.history, records=(*self.history, entry))
+        self.loss = MeanLoss(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, and lists and dicts of them."""

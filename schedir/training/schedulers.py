@@ -46,9 +46,7 @@ def takes_metric(scheduler: object) -> bool:
     """
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
-        known = scheduler if isinstance(scheduler, type) else type(scheduler)
-        what = "the class " if isinstance(scheduler, type) else ""
-        raise ExecutionError(f"scheduler must have step(), unlike {what}{known.__name__}")
+        raise ExecutionError(f"scheduler must be an object with step(), unlike {scheduler!r}")
     for given in range(2):
         try:
             inspect.signature(step).bind(*[0.0] * given)

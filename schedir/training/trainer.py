@@ -122,8 +122,6 @@ class Trainer:
         for name, given in {"metrics": metrics, "patience": patience, "best": best}.items():
             if given and evaluation is None:
                 raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
-        if save_every and checkpoint is None:
-            raise ExecutionError("save_every needs a folder: give checkpoint= as well")
         held_out = () if evaluation is None else evaluation
         for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
             if not isinstance(pairs_given, Iterable):
@@ -163,9 +161,9 @@ class Trainer:
         self.scheduler, self.scheduler_by = scheduler, scheduler_by
         self.best, self.patience = best, patience
         self.autocast, self.segment, self.unit, self.progress = autocast, segment, unit, progress
-        self.callbacks = self._called = callbacks_of(callbacks)
+        self.callbacks = callbacks_of(callbacks)
         self.optimizer = executor.optimizer  # refused at once where there is none
-        self._length = length_hint(batches) or None
+        self._length = length_hint(batches)
         self._progress = Progress(
             History((), best or "loss", best_mode), executor.nonfinite == "skip", segment
         )
@@ -195,12 +193,12 @@ class Trainer:
             self._folder.resume()
         if self._is_over():
             return self.history
-        ends = [self.epochs and self._length and self.epochs * self._length, self.max_steps]
+        ends = (self.epochs or 0) * self._length, self.max_steps
         total = min(filter(None, ends), default=None)
         self._called = [*shown(total, self.progress), *self.callbacks]
+        for callback in self._called:
+            callback.before_training(now.step)
         try:
-            for callback in self._called:
-                callback.before_training(now.step)
             while not self._is_over():
                 self._train()
         finally:
@@ -226,21 +224,19 @@ class Trainer:
             return evaluate(self.executor, self.evaluation, self.metrics)
 
     def _is_over(self) -> bool:
-        now = self._progress
-        return now.epoch == self.epochs or now.step == self.max_steps or self.is_stale
+        now, ever = self._progress, math.inf
+        ends = now.epoch >= (self.epochs or ever) or now.step >= (self.max_steps or ever)
+        return ends or self.is_stale
 
     def _train(self) -> None:
         """Train for an epoch, or the rest of one, or to the last step."""
-        now, left = self._progress, None
+        now, size = self._progress, self.executor.schedule.microbatches
         source = pairs(self.batches, "training", now.in_epoch)
-        if self.max_steps is not None:
-            left = self.max_steps - now.step
-        batches = islice(source, left)
-        together = 1  # steps, of a segment
-        if self.segment:
-            together = self.segment // self.executor.schedule.microbatches
+        batches = islice(source, self.max_steps and self.max_steps - now.step)
+        together = (self.segment or size) // size  # steps
+        often = self.log_every, self.eval_every, self.save_every
         ended = False
-        while not ended:
+        while not (ended or self.is_stale):
             before, began, result = now.step, perf_counter(), None
             results = self._results(batches)
             for result in results:
@@ -248,7 +244,7 @@ class Trainer:
                 # Where an epoch is known to end all that is due is done with that, once.
                 if (now.step - before) % together or now.in_epoch == self._length:
                     continue
-                if any(self._is_due(every, before) for every in self._often):
+                if any(self._is_due(every, before) for every in often):
                     break
             else:
                 ended = True
@@ -283,10 +279,6 @@ class Trainer:
         self._step_scheduler("step")
         for callback in self._called:
             callback.after_step(result)
-
-    @property
-    def _often(self) -> tuple[int | None, ...]:
-        return self.log_every, self.eval_every, self.save_every
 
     def _is_due(self, every: int | None, before: int) -> bool:
         """Whether what is due every so many steps is, since there were as many as `before`."""
@@ -332,8 +324,8 @@ class Trainer:
                 if enters and self.best and self.history.best is self.history[-1]:
                     self._folder.save_best()
                 if saves:
-                    is_named = is_epoch and self.save_every is None
-                    name = f"epoch-{now.epoch}" if is_named else f"step-{now.step}"
+                    by_epoch = is_epoch and not self.save_every
+                    name = f"epoch-{now.epoch}" if by_epoch else f"step-{now.step}"
                     self._folder.save(name, now.step)
 
     def _rates(self, result: StepResult) -> dict[str, float]:

@@ -538,7 +538,7 @@ def once() -> Iterator[Batch]:
         ({"autocast": torch.float16}, "autocast must be torch.bfloat16 or None, not torch.float16"),
         ({"batches": None}, r"batches must be an iterable of pairs .*, not NoneType"),
         ({"evaluation": 3}, r"evaluation must be an iterable of pairs .*, not int"),
-        ({"scheduler": torch.optim.lr_scheduler}, r"scheduler must have step\(\), unlike module"),
+        ({"scheduler": torch.optim.lr_scheduler}, r"object with step\(\), unlike <module"),
         ({"callbacks": print}, "callbacks must be a list, not builtin_function_or_method"),
         ({"callbacks": [3]}, "a callback is a Callback or a function of the history, not int"),
         ({"callbacks": [Callback]}, "not the class Callback"),

@@ -47,7 +47,7 @@ class RunFolder:
         there = everywhere(self._gather, lambda: _steps_in(_prepared(folder)))
         steps = {name: at for seen in there for name, at in seen.items()}
         refused: list[str] = []
-        for name in sorted(steps, key=lambda name: (steps[name], _number(name)), reverse=True):
+        for name in sorted(steps, key=steps.__getitem__, reverse=True):
             own = folder / name
             missing = ", ".join(str(at) for at, seen in enumerate(there) if name not in seen)
             if missing:
@@ -123,7 +123,3 @@ def _steps_in(folder: Path) -> dict[str, float]:
             except (OSError, ValueError):
                 found[one.name] = math.inf
     return found
-
-
-def _number(name: str) -> int:
-    return int(name.partition("-")[2])
