@@ -138,7 +138,7 @@ class _Shown(Callback):
 
     def after_record(self, history: History) -> None:
         line = str(history[-1])
-        if history.best is not None and history.stale:
+        if history.best and history.stale:
             line += f"  {history.stale} after the best"
         self._console.print(line)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -336,14 +336,17 @@ def _read(loader: Iterable[Any], seed: int, epoch: int, first: int) -> Iterator[
     """Yield what a loader does in an epoch, from batch number `first` on; it draws from torch,
     numpy and random as seeded.
 
-    It begins and gives its first batch under one seed: a sampler is asked in the one if DataLoader
-    has workers, in the other if it has none, and draws the same order.
+    It begins and gives batch 0 under one seed, and begins under that one wherever it goes on: a
+    sampler is asked in the one if DataLoader has workers, in the other if it has none, and draws
+    the same order.
     """
-    for number in count(first):
+    for number in chain(range(min(first, 1)), count(first)):
         with _drawing(seed, epoch, number):
             try:
-                if number == first:
+                if number == 0:
                     source = iter(loader)
+                if number < first:
+                    continue
                 found = next(source)
             except StopIteration:
                 return

@@ -48,11 +48,9 @@ class Progress:
         return {
             "segment": self._segment,
             "history": [attrs.asdict(record) for record in self.history],
-            "counts": [self.step, self.epoch, self.in_epoch],
-            "lr": self.lr,
+            "numbers": [self.step, self.epoch, self.in_epoch, self.lr, self.seconds],
             "loss": self.loss.totals,
             "logged": self.logged.totals,
-            "seconds": self.seconds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,6 +63,5 @@ class Progress:
             )
         records = tuple(Record(**fields) for fields in state["history"])
         self.history = attrs.evolve(self.history, records=records)
-        self.step, self.epoch, self.in_epoch = state["counts"]
-        self.lr, self.seconds = state["lr"], state["seconds"]
+        self.step, self.epoch, self.in_epoch, self.lr, self.seconds = state["numbers"]
         self.loss, self.logged = (MeanLoss(self._skips, state[of]) for of in ("loss", "logged"))

@@ -103,7 +103,8 @@ class Trainer:
         callbacks: Sequence[Callback | AfterRecord] = (),
         progress: bool = True,
     ) -> None:
-        may_be_none = {
+        numbers = {
+            "keep": keep,
             "epochs": epochs,
             "max_steps": max_steps,
             "eval_every": eval_every,
@@ -112,10 +113,8 @@ class Trainer:
             "patience": patience,
             "segment": segment,
         }
-        for name, number in {"keep": keep, **may_be_none}.items():
-            if number is None and name in may_be_none:
-                continue
-            if not (is_number(number) and number):
+        for name, number in numbers.items():
+            if (name == "keep" or number is not None) and not (is_number(number) and number):
                 raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
         if epochs is None and max_steps is None:
             raise ExecutionError("nothing says when the training ends: give epochs= or max_steps=")
@@ -123,20 +122,19 @@ class Trainer:
             if given and evaluation is None:
                 raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
         held_out = () if evaluation is None else evaluation
+        by_epochs = epochs or scheduler_by == "epoch" or (evaluation is not None and not eval_every)
         for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
             if not isinstance(pairs_given, Iterable):
                 raise ExecutionError(
                     f"{name} must be an iterable of pairs (inputs, target), not "
                     f"{type(pairs_given).__name__}"
                 )
-        if _is_endless(held_out):
-            raise ExecutionError("evaluation never ends: leave out repeat=True")
-        by_epochs = epochs or scheduler_by == "epoch" or (evaluation is not None and not eval_every)
-        if _is_endless(batches) and by_epochs:
-            raise ExecutionError(
-                "batches never ends, so no epoch does: leave out repeat=True, or count steps, by "
-                'max_steps, eval_every and scheduler_by="step" or "evaluation"'
-            )
+            is_endless = isinstance(pairs_given, Batches) and pairs_given.endless
+            if is_endless and (by_epochs or name == "evaluation"):
+                raise ExecutionError(
+                    f"{name} never ends, so no epoch does: leave out repeat=True, or for batches "
+                    'count steps, by max_steps, eval_every and scheduler_by="step" or "evaluation"'
+                )
         if autocast not in (None, torch.bfloat16):
             raise ExecutionError(f"autocast must be torch.bfloat16 or None, not {autocast}")
         self.executor, self.batches = executor, batches
@@ -352,10 +350,6 @@ class Trainer:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.executor.device.type, self.autocast)
-
-
-def _is_endless(batches: object) -> bool:
-    return isinstance(batches, Batches) and batches.endless
 
 
 class _Data:

@@ -483,7 +483,7 @@ def test_a_scheduler_is_stepped_by_what_it_is_said(by: Any) -> None:
         ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
         (
             {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
-            "evaluation never ends: leave out repeat=True",
+            "evaluation never ends, so no epoch does: leave out repeat=True",
         ),
     ],
 )
