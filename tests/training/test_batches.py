@@ -223,6 +223,16 @@ def test_an_epoch_ends_and_the_next_begins_where_it_should() -> None:
     assert values(left) == epochs[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_resumed_between_two_epochs_begins_the_next(kind: str) -> None:
+    batches = Batches(loader(kind))
+    values(batches)
+    resumed = Batches(loader(kind))
+    resumed.load_state_dict(batches.state_dict())
+    assert values(resumed) == values(batches)
+    assert len(values(resumed)) == len(values(batches)) > 1
+
+
 def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch() -> None:
     """Of a loop that saves after each step."""
     batches = Batches(loader("shuffled"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -265,16 +266,23 @@ def test_what_comes_first_ends_it(
 
 
 def test_the_newest_of_both_kinds_of_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
+    began: list[int] = []
+
+    class Begins(Callback):
+        def before_training(self, step: int) -> None:
+            began.append(step)
+
     def run(**options: Any) -> History:
         with an_executor(None) as executor:
-            given = {"checkpoint": tmp_path, "progress": False, **options}
+            given = {"checkpoint": tmp_path, "progress": False, "callbacks": [Begins()], **options}
             return Trainer(executor, Batches(TRAINED), **given).fit()
 
     run(max_steps=10)
     assert folders(tmp_path) == ["epoch-3", "step-10"]
-    assert [r.step for r in run(epochs=5)] == [3, 6, 9, 10, 12, 15]
-    assert folders(tmp_path) == ["epoch-4", "epoch-5"]
+    assert [r.step for r in run(epochs=5, keep=3)] == [3, 6, 9, 10, 12, 15]
+    assert folders(tmp_path) == ["epoch-4", "epoch-5", "step-10"]
     run(max_steps=16, save_every=9)
+    assert began == [0, 10, 15]
     assert folders(tmp_path) == ["epoch-5", "step-16"]
     assert run(epochs=2)[-1].step == 16  # it is further on already
     run(epochs=99, max_steps=20, save_every=1, keep=3)
@@ -357,6 +365,27 @@ def test_patience_goes_by_the_measure() -> None:
         history = trainer.fit()
     assert [record.metrics["given"] for record in history] == [3, 1, 2]
     assert history.best is history[0]
+
+
+def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with the entry at the end, which was not known to be one when it was saved."""
+    removed: list[str] = []
+    remove = shutil.rmtree
+
+    def remembers(path: Path, *options: Any, **others: Any) -> None:
+        removed.append(path.name)
+        remove(path, *options, **others)
+
+    monkeypatch.setattr(shutil, "rmtree", remembers)
+    options = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
+    whole = fitted(None, SOURCES["unsized"], tmp_path, **options)
+    assert removed == ["step-3"]
+    assert folders(tmp_path) == ["step-6"]
+    again = fitted(None, SOURCES["unsized"], tmp_path, **options)
+    assert again.history == whole.history
+    assert [record.step for record in whole.history] == [3, 6]
 
 
 class Follows:
