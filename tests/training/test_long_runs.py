@@ -379,7 +379,7 @@ def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(
         remove(path, *options, **others)
 
     monkeypatch.setattr(shutil, "rmtree", remembers)
-    options = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
+    options: dict[str, Any] = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
     whole = fitted(None, SOURCES["unsized"], tmp_path, **options)
     assert removed == ["step-3"]
     assert folders(tmp_path) == ["step-6"]
