@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import shutil
+from collections import ChainMap
 from pathlib import Path
 
 from schedir.errors import ExecutionError
@@ -45,7 +46,7 @@ class RunFolder:
         """
         folder = self._folder
         there = everywhere(self._gather, lambda: _steps_in(_prepared(folder)))
-        steps = {name: at for seen in there for name, at in seen.items()}
+        steps = ChainMap(*there)
         refused: list[str] = []
         for name in sorted(steps, key=steps.__getitem__, reverse=True):
             own = folder / name
