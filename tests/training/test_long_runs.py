@@ -33,6 +33,7 @@ from schedir.training import (
 )
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 from tests.training.test_resuming import folders
 from tests.training.test_trainer import (
     CLASSES,
@@ -149,7 +150,7 @@ def assert_same(mine: Mapping[str, Tensor] | None, theirs: Mapping[str, Tensor] 
 EVERY: dict[str, Any] = {"eval_every": 4, "save_every": 3, "log_every": 2}
 
 
-@pytest.mark.parametrize("ends", [4, 7, 10, 12])
+@sweep("ends", [4, 7, 10, 12], quick=[7, 12])
 @pytest.mark.parametrize("name", SOURCES)
 def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Path) -> None:
     """In the midst of an epoch and at its end, where that is known before and where it is not."""
