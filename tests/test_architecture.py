@@ -65,7 +65,9 @@ TRAINING = (
     "schedulers",
     "history",
     "evaluation",
+    "progress",
     "callbacks",
+    "loggers",
     "trainer",
 )
 

@@ -3,7 +3,7 @@
 All of it can be done without it: the executor takes any modules and any batches.
 """
 
-from schedir.training.callbacks import Callback
+from schedir.training.callbacks import Callback, Logger
 from schedir.training.checkpoint.checkpoint import Checkpoint
 from schedir.training.checkpoint.whole_names import gathered_state
 from schedir.training.cutting.cuts import balanced
@@ -21,20 +21,27 @@ from schedir.training.evaluation import (
     evaluate,
     perplexity,
 )
-from schedir.training.history import Epoch, Evaluation, History
+from schedir.training.history import Evaluation, History, Record
 from schedir.training.huggingface.stages import stages_of
+from schedir.training.loggers import CSV, JSONLines, Monitor, TensorBoard, WandB
 from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer
 
 __all__ = [
+    "CSV",
     "Batches",
     "Callback",
     "Checkpoint",
-    "Epoch",
     "Evaluation",
     "History",
+    "JSONLines",
+    "Logger",
+    "Monitor",
+    "Record",
     "Stages",
+    "TensorBoard",
     "Trainer",
+    "WandB",
     "accuracy",
     "balanced",
     "causal_lm_loss",

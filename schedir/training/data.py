@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
@@ -66,6 +67,12 @@ class Batches:
     epoch began; after `load_state_dict` the next `iter()` reads the epoch again without handing
     these out, and goes on with the batch after them. (What persistent workers draw goes on from
     epoch to epoch, and is not kept.)
+
+    A stream need not be read again: where the loader has `state_dict` and `load_state_dict`, or the
+    IterableDataset of a DataLoader without workers has, that state is kept as well, and `iter()` of
+    a loader that was given it goes on from there. (With workers the data set's state is in those,
+    so the stream is read again; it is too where several ranks hold the first stage and
+    `reader="first"`.)
 
     Raises ExecutionError where the loader yields no batch at all, or none that can be split.
     """
@@ -129,7 +136,13 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, for `load_state_dict`: the next batch follows those handed out."""
         drawn = self._began if self.batch else self._source.drawn()
-        return {"epoch": self.epoch, "batch": self.batch, "seed": self._seed, "generators": drawn}
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "seed": self._seed,
+            "generators": drawn,
+            "loader": self._source.position(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where a state was taken. Raises ExecutionError where the loader is another."""
@@ -139,7 +152,7 @@ class Batches:
                 f"the loader has {len(self._began)} generators of its own, but the state that is "
                 f"loaded is of one with {len(generators)}"
             )
-        self._source.restore(generators)
+        self._source.restore(generators, state.get("loader"))
         self.epoch, self.batch, self._seed = state["epoch"], state["batch"], state["seed"]
         self._began, self._resumed = generators, True
 
@@ -158,6 +171,8 @@ class _Reader:
         found = [getattr(part, "generator", None) for part in parts]
         self._generators = {one: None for one in found if isinstance(one, torch.Generator)}
         self._of_epochs: list[Any] = [part for part in parts if hasattr(part, "set_epoch")]
+        self._stateful = _stateful(loader)
+        self._restored = False
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # or the TypeError that names its type
@@ -169,20 +184,29 @@ class _Reader:
     begin = drawn
     """The same, as an epoch begins."""
 
-    def restore(self, drawn: Sequence[Tensor]) -> None:
-        """Put the loader's own generators to where they were."""
+    def position(self) -> dict[str, Any] | None:
+        """The loader's own state, if it has one."""
+        return None if self._stateful is None else self._stateful.state_dict()
+
+    def restore(self, drawn: Sequence[Tensor], position: Mapping[str, Any] | None) -> None:
+        """Put the loader's own generators, and the loader itself if it can, to where they were."""
         for generator, state in zip(self._generators, drawn, strict=True):
             generator.set_state(state)
+        if position is not None and self._stateful is not None:
+            self._stateful.load_state_dict(position)
+            self._restored = True
 
     def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
-        """Yield the pairs of an epoch but for the first ones, of which `after` are only read.
+        """Yield the pairs of an epoch but for the first ones, of which `after` are only read; a
+        loader whose state was restored begins after them.
 
         Raises ExecutionError where the loader yields nothing, or has no such number.
         """
         for part in self._of_epochs:
             part.set_epoch(epoch)
-        number = 0
-        for number, batch in enumerate(_read(self._loader, seed, epoch), 1):
+        restored, self._restored = self._restored, False
+        first = number = after if restored else 0
+        for number, batch in enumerate(_read(self._loader, seed, epoch, first), first + 1):
             if number > after:
                 pair: Any = self._split(batch)
                 if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -191,7 +215,9 @@ class _Reader:
                     )
                 inputs, target = (tuple(part) if isinstance(part, list) else part for part in pair)
                 yield inputs, target
-        if not number:
+        if restored and not number:  # the state was that of an end, which `iter()` leaves behind
+            yield from self.epoch(seed, epoch, 0)
+        elif not number:
             raise ExecutionError(
                 f"the loader yields no batch in epoch {epoch}: {_why_empty(self._loader)}"
             )
@@ -235,11 +261,17 @@ class _HandedOut:
         self._length, self._drawn = self._told(self._facts)
         return self._drawn
 
-    def restore(self, drawn: Sequence[Tensor]) -> None:
-        """Put the loader's own generators to where they were."""
+    def position(self) -> dict[str, Any] | None:
+        """The loader's own state, if it has one, where nobody else would save another."""
+        if self._reader is None or len(self._takers[0]) > 1:
+            return None
+        return self._reader.position()
+
+    def restore(self, drawn: Sequence[Tensor], position: Mapping[str, Any] | None) -> None:
+        """Put the loader's own generators, and the loader itself if it can, to where they were."""
         self._drawn = list(drawn)
         if self._reader is not None:
-            self._reader.restore(drawn)
+            self._reader.restore(drawn, position)
 
     def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
         """Yield the pairs of an epoch but for the first ones, of which `after` are only read."""
@@ -300,17 +332,21 @@ def _compact(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, compact, batch)
 
 
-def _read(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """Yield what a loader does in an epoch; it draws from torch, numpy and random as seeded.
+def _read(loader: Iterable[Any], seed: int, epoch: int, first: int) -> Iterator[Any]:
+    """Yield what a loader does in an epoch, from batch number `first` on; it draws from torch,
+    numpy and random as seeded.
 
-    It begins and gives its first batch under one seed: a sampler is asked in the one if DataLoader
-    has workers, in the other if it has none, and draws the same order.
+    It begins and gives batch 0 under one seed, and begins under that one wherever it goes on: a
+    sampler is asked in the one if DataLoader has workers, in the other if it has none, and draws
+    the same order.
     """
-    for number in count():
+    for number in chain(range(min(first, 1)), count(first)):
         with _drawing(seed, epoch, number):
             try:
                 if number == 0:
                     source = iter(loader)
+                if number < first:
+                    continue
                 found = next(source)
             except StopIteration:
                 return
@@ -345,6 +381,15 @@ def _drawing_parts(loader: object) -> list[object]:
         getattr(loader, "dataset", None),
     )
     return list({id(part): part for part in parts}.values())
+
+
+def _stateful(loader: Any) -> Any:
+    """What knows how far a loader has been read: itself, or its stream of samples; else None."""
+    own = None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None)
+    for one in (loader, own if isinstance(own, IterableDataset) else None):
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            return one
+    return None
 
 
 def _parts(batch: Any) -> Pair:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -134,12 +134,13 @@ class MeanLoss:
     """Sums up the mean loss of many calls, each weighed by its samples.
 
     A call's loss is read when the next one is added: no rank waits for that of a call that it has
-    just made, and none piles up. With `skips`, one that is not finite does not count.
+    just made, and none piles up. With `skips`, one that is not finite does not count. `totals`, of
+    another one, are what it goes on from.
     """
 
-    def __init__(self, skips: bool = False) -> None:
+    def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
         self._skips = skips
-        self._sum = self._samples = 0.0
+        self._sum, self._samples = totals
         self._unread: StepResult | None = None
 
     def add(self, result: StepResult) -> None:
@@ -150,8 +151,14 @@ class MeanLoss:
     @property
     def mean(self) -> float:
         """The mean over all calls so far; NaN where they have no samples."""
+        total, samples = self.totals
+        return total / samples if samples else math.nan
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """The losses of all samples so far, added up, and how many these are."""
         self._read()
-        return self._sum / self._samples if self._samples else math.nan
+        return self._sum, self._samples
 
     def _read(self) -> None:
         call, self._unread = self._unread, None
@@ -161,8 +168,9 @@ class MeanLoss:
         self._samples += call.samples
 
 
-def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or for none."""
+def pairs(batches: Iterable[Any], what: str, after: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or for none, unless
+    some were given out before, `after` so many."""
     number = 0
     for number, batch in enumerate(batches, 1):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -171,7 +179,7 @@ def pairs(batches: Iterable[Any], what: str) -> Iterator[tuple[Any, Any]]:
                 "Batches(loader, split=…) makes pairs of it"
             )
         yield batch[0], batch[1]
-    if not number:
+    if not number and not after:
         raise ExecutionError(
             f"{what}: there is no batch; a data set smaller than a batch gives none with "
             "drop_last=True, and a generator gives its batches once: make a list, or a DataLoader"

@@ -1,7 +1,8 @@
-"""Learning-rate schedulers."""
+"""Learning-rate schedulers, and what their steps take."""
 
 from __future__ import annotations
 
+import inspect
 import math
 
 from torch.optim import Optimizer
@@ -36,3 +37,23 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float
         return floor + (1 - floor) * (1 + math.cos(math.pi * fallen)) / 2
 
     return LambdaLR(optimizer, share)
+
+
+def takes_metric(scheduler: object) -> bool:
+    """Whether a scheduler's `step` takes a metric, as that of torch's ReduceLROnPlateau.
+
+    Raises ExecutionError for what is no scheduler, or takes something else.
+    """
+    step = getattr(scheduler, "step", None)
+    if isinstance(scheduler, type) or not callable(step):
+        raise ExecutionError(f"scheduler must be an object with step(), unlike {scheduler!r}")
+    for given in range(2):
+        try:
+            inspect.signature(step).bind(*[0.0] * given)
+        except TypeError:
+            continue
+        return given > 0
+    raise ExecutionError(
+        f"{type(scheduler).__name__}.step{inspect.signature(step)} takes more than a metric: step "
+        "it in a callback, and give it in others="
+    )

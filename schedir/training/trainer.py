@@ -1,71 +1,79 @@
-"""The loop that everybody writes around a step, once, and the checkpoints that it goes on from.
-
-folder/epoch-2/   the checkpoint after two epochs, complete, as Checkpoint writes it
-       epoch-3/   the one after three; of the last `keep` there is a folder each
-       saving/    the next one, until it is complete and renamed
-"""
+"""The loop that everybody writes around a step, once, for epochs and for steps."""
 
 from __future__ import annotations
 
-import logging
-import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from operator import length_hint
 from os import PathLike
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
-import attrs
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor, StepResult
-from schedir.training.callbacks import AfterEpoch, Callback, callbacks_of, shown
+from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, shown
 from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
-from schedir.training.checkpoint.collective import everywhere
-from schedir.training.checkpoint.storage import DamagedError, make_folder
+from schedir.training.checkpoint.run_folder import RunFolder
 from schedir.training.data import Batches
-from schedir.training.evaluation import MeanLoss, Metric, evaluate, measures, pairs
-from schedir.training.history import Epoch, Evaluation, History
+from schedir.training.evaluation import Metric, evaluate, measures, pairs
+from schedir.training.history import Evaluation, History, Mode
+from schedir.training.progress import Progress
+from schedir.training.schedulers import takes_metric
 
-logger = logging.getLogger("schedir")
-
-_HISTORY = "history"
+_PROGRESS = "progress"
 
 
 class Trainer:
-    """Trains for some epochs. Every rank makes one, alike, and calls `fit`.
+    """Trains for some epochs or steps. Every rank makes one, alike, and calls `fit`.
 
     `batches` is what an epoch iterates: pairs (inputs, target), on every rank, as `Batches` makes
-    them. `scheduler`, of `executor.optimizer`, is stepped after each step, or with
-    `scheduler_by="epoch"` after each epoch's evaluation, by whose loss a ReduceLROnPlateau goes.
-    After each epoch `evaluation`, pairs as well, gives a loss and the `metrics`: see `evaluate`.
-    Both run under autocast to the type `autocast`, which may be torch.bfloat16. Then the
-    `callbacks` are called, and all is saved in the folder `checkpoint`, even if one of them raises,
-    which ends the training.
+    them. Training ends after `epochs` or `max_steps`, whichever comes first; where the batches
+    never end, steps alone are counted. At each epoch's end, or with `eval_every` after every so
+    many steps, and at the end of all, the `history` gets an entry: the mean loss since the one
+    before and, of `evaluation`, pairs as well, a loss and the `metrics`: see `evaluate`. Training
+    and evaluation run under autocast to the type `autocast`, which may be torch.bfloat16, or
+    torch.float16 where the executor has a `scaler`: the Trainer uses that, and refuses another.
 
-    What is not finite ends the training, before anything of that epoch is saved. Where the executor
+    What says how good an entry is, is its evaluation loss, or the metric that `best` names; with
+    `best_mode="max"` more is better. With `patience` the training ends after so many entries
+    without a better one than the best, on every rank after the same.
+
+    `scheduler`, of `executor.optimizer`, is stepped after each step, or as `scheduler_by` says
+    after each "epoch", or after each "evaluation", which is an entry of the history. One whose step
+    takes a metric, as ReduceLROnPlateau's, goes by what says how good an entry is.
+
+    What is not finite ends the training, before anything more is saved. Where the executor
     skips it (`nonfinite="skip"`), callbacks see `result.skipped`, the scheduler steps all the same,
-    and an epoch's loss leaves out calls whose own is not finite.
+    and an entry's loss leaves out calls whose own is not finite.
 
-    The folder has a checkpoint, `epoch-N`, for each of the last `keep` epochs. `fit` goes on from
-    the last one, as if nothing had ended the training, or says on the log that it is damaged and
-    goes on from the one before. For that, `batches` must know where it is, as `Batches` does.
-    Saved are the executor, the scheduler, the data and the history, and whatever else steps with
-    the training, by a name, in `others`: all that has `state_dict` and `load_state_dict`, such as
-    a scheduler that a callback steps, or averaged weights.
+    All is saved in the folder `checkpoint`, after the `callbacks`, even if one of them raises,
+    which ends the training: with `save_every` every so many steps and at the end, in `step-N`; else
+    at each epoch's end, in `epoch-N`, and where no `epochs` are counted at each entry. The last
+    `keep` of them are kept and, with `best` ("loss" for the evaluation loss, or a metric), that of
+    the best entry, in `best`, whatever its age; `Checkpoint(executor).load("run/best")` takes it.
+
+    `fit` goes on from the last one, as if nothing had ended the training, or says on the log that
+    it is damaged and goes on from the one before. For that, `batches` must know where it is, as
+    `Batches` does. Saved are the executor, the scheduler, the data and the history, and whatever
+    else steps with the training, by a name, in `others`: all that has `state_dict` and
+    `load_state_dict`, such as a scheduler that a callback steps, or averaged weights.
 
     With `segment`, an epoch is a stream whose pipeline stays full, in segments of so many
     microbatches: see `Executor.run`. That trains otherwise than a step for each batch would, so a
-    training that goes on from a checkpoint must have the same.
+    training that goes on from a checkpoint must have the same. What is due every so many steps
+    waits for the end of a segment, so that it changes nothing; `max_steps` cuts the last one short.
 
-    With `patience` it ends after so many epochs without a better evaluation loss than the best,
-    on every rank after the same. Rank 0 prints a line per epoch, on a terminal with a bar, unless
-    `progress` is False. `history` has the epochs so far.
+    Rank 0 prints a line per entry and, with `log_every`, a log every so many steps: the mean loss
+    since the last log, the learning rate, how much was trained in a second, and what callbacks add;
+    see `Callback.after_log`. A second is one of training alone, and what is counted in it is what
+    the executor's `count` counts, of which `unit` is the name. On a terminal there is a bar, with
+    the log beside it. All that `progress=False` leaves out.
 
     Raises ExecutionError where these do not go together.
     """
@@ -75,107 +83,185 @@ class Trainer:
         executor: Executor,
         batches: Iterable[tuple[Any, Any]],
         *,
-        epochs: int,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        log_every: int | None = None,
         scheduler: Any = None,
-        scheduler_by: Literal["step", "epoch"] = "step",
+        scheduler_by: Literal["step", "epoch", "evaluation"] = "step",
         evaluation: Iterable[tuple[Any, Any]] | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        best: str | None = None,
+        best_mode: Mode = "min",
+        patience: int | None = None,
         checkpoint: str | PathLike[str] | None = None,
         keep: int = 2,
         others: Mapping[str, Stateful] | None = None,
-        patience: int | None = None,
         segment: int | None = None,
         autocast: torch.dtype | None = None,
-        callbacks: Sequence[Callback | AfterEpoch] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        unit: str = "samples",
+        callbacks: Sequence[Callback | AfterRecord] = (),
         progress: bool = True,
     ) -> None:
-        may_be_none = {"patience": patience, "segment": segment}
-        for name, number in {"epochs": epochs, "keep": keep, **may_be_none}.items():
-            if number is None and name in may_be_none:
-                continue
-            if not (is_number(number) and number):
+        numbers = {
+            "keep": keep,
+            "epochs": epochs,
+            "max_steps": max_steps,
+            "eval_every": eval_every,
+            "save_every": save_every,
+            "log_every": log_every,
+            "patience": patience,
+            "segment": segment,
+        }
+        for name, number in numbers.items():
+            if (name == "keep" or number is not None) and not (is_number(number) and number):
                 raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
-        for name, given in {"metrics": metrics, "patience": patience}.items():
+        if epochs is None and max_steps is None:
+            raise ExecutionError("nothing says when the training ends: give epochs= or max_steps=")
+        for name, given in {"metrics": metrics, "patience": patience, "best": best}.items():
             if given and evaluation is None:
                 raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
         held_out = () if evaluation is None else evaluation
+        by_epochs = epochs or scheduler_by == "epoch" or (evaluation is not None and not eval_every)
         for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
             if not isinstance(pairs_given, Iterable):
                 raise ExecutionError(
                     f"{name} must be an iterable of pairs (inputs, target), not "
                     f"{type(pairs_given).__name__}"
                 )
-            if isinstance(pairs_given, Batches) and pairs_given.endless:
-                raise ExecutionError(f"{name} never ends, so no epoch does: leave out repeat=True")
-        if autocast not in (None, torch.bfloat16):
-            raise ExecutionError(f"autocast must be torch.bfloat16 or None, not {autocast}")
-        self.executor, self.batches, self.epochs = executor, batches, epochs
-        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise ExecutionError(f"scheduler must have step(), unlike {type(scheduler).__name__}")
-        if scheduler_by not in ("step", "epoch"):
-            raise ExecutionError(f'scheduler_by must be "step" or "epoch", not {scheduler_by!r}')
-        by_loss = scheduler_by == "epoch" and evaluation is not None
-        if isinstance(scheduler, ReduceLROnPlateau) and not by_loss:
+            is_endless = isinstance(pairs_given, Batches) and pairs_given.endless
+            if is_endless and (by_epochs or name == "evaluation"):
+                raise ExecutionError(
+                    f"{name} never ends, so no epoch does: leave out repeat=True, or for batches "
+                    'count steps, by max_steps, eval_every and scheduler_by="step" or "evaluation"'
+                )
+        if scaler is not None and scaler is not executor.scaler:
+            raise ExecutionError("scaler must be the executor's: Executor(…, scaler=scaler)")
+        half = () if executor.scaler is None else (torch.float16,)
+        if autocast not in (None, torch.bfloat16, *half):
             raise ExecutionError(
-                "a ReduceLROnPlateau goes by the evaluation loss: give evaluation= and "
-                'scheduler_by="epoch"'
+                "autocast must be torch.bfloat16 or None, or torch.float16 with Executor(…, "
+                f"scaler=…), not {autocast}"
+            )
+        self.executor, self.batches = executor, batches
+        self.epochs, self.max_steps = epochs, max_steps
+        self.eval_every, self.save_every, self.log_every = eval_every, save_every, log_every
+        self.evaluation, self.metrics = evaluation, measures(metrics)
+        if best not in (None, "loss", *self.metrics):
+            raise ExecutionError(f'best must be "loss" or the name of a metric, not {best!r}')
+        if best_mode not in ("min", "max"):
+            raise ExecutionError(f'best_mode must be "min" or "max", not {best_mode!r}')
+        if scheduler_by not in ("step", "epoch", "evaluation"):
+            raise ExecutionError(
+                f'scheduler_by must be "step", "epoch" or "evaluation", not {scheduler_by!r}'
+            )
+        self._by_metric = scheduler is not None and takes_metric(scheduler)
+        evaluated = scheduler_by == "evaluation" or (scheduler_by == "epoch" and not eval_every)
+        if self._by_metric and (evaluation is None or not evaluated):
+            raise ExecutionError(
+                f"a {type(scheduler).__name__} goes by the evaluation loss or a metric: give "
+                'evaluation= and scheduler_by="evaluation"'
             )
         self.scheduler, self.scheduler_by = scheduler, scheduler_by
-        self.evaluation, self.metrics = evaluation, measures(metrics)
-        self.patience, self.autocast, self.progress = patience, autocast, progress
-        self.segment = segment
+        self.best, self.patience = best, patience
+        self.autocast, self.segment, self.unit, self.progress = autocast, segment, unit, progress
         self.callbacks = callbacks_of(callbacks)
         self.optimizer = executor.optimizer  # refused at once where there is none
-        self.history = History()
-        self._is_first = (executor.pipeline, executor.rank) == (0, 0)
-        self._folder, self._keep = None if checkpoint is None else Path(checkpoint), keep
-        if self._folder is None:
+        self._length = length_hint(batches)
+        self._progress = Progress(
+            History((), best or "loss", best_mode), executor.nonfinite == "skip", segment
+        )
+        self._folder: RunFolder | None = None
+        if checkpoint is None:
             return
         if not hasattr(batches, "state_dict"):
             raise ExecutionError(
                 f"a {type(batches).__name__} does not know where it is, so nothing can go on from "
                 "a checkpoint: give Batches(…) of it"
             )
-        if others and _HISTORY in others:
-            raise ExecutionError(f"others: {_HISTORY!r} is the Trainer's own; give another name")
+        if others and _PROGRESS in others:
+            raise ExecutionError(f"others: {_PROGRESS!r} is the Trainer's own; give another name")
         data: Any = batches
         if hasattr(evaluation, "state_dict"):  # it may be shuffled, and floats add up in order
             data = _Data(data, evaluation)
-        self._epochs = _Epochs(segment)
-        others = {_HISTORY: self._epochs, **(others or {})}
-        self._checkpoint = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
+        others = {_PROGRESS: self._progress, **(others or {})}
+        saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
+        self._folder = RunFolder(Path(checkpoint), saves, keep, executor)
 
     def fit(self) -> History:
-        """Train until the last epoch, or until patience ends, and return all epochs."""
-        if not self.history:
-            self._resume()
-        steps = length_hint(self.batches) or None
-        with shown(self.epochs, steps, len(self.history), self.progress) as progress:
-            callbacks = [*progress, *self.callbacks]
-            while len(self.history) < self.epochs and not self.is_stale:
-                loss, rate = MeanLoss(skips=self.executor.nonfinite == "skip"), 0.0
-                for result in self._results():
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    loss.add(result)
-                    if self.scheduler is not None and self.scheduler_by == "step":
-                        self.scheduler.step()
-                    for callback in callbacks:
-                        callback.after_step(result)
-                found = self.evaluate()
-                self.history = self.history.then(loss.mean, rate, found)
-                if self.scheduler is not None and self.scheduler_by == "epoch":
-                    by_loss = isinstance(self.scheduler, ReduceLROnPlateau)
-                    self.scheduler.step(*[found.loss] if found and by_loss else ())
-                try:
-                    for callback in callbacks:
-                        callback.after_epoch(self.history)
-                finally:  # with what they have changed, and whatever they raise
-                    self._save()
+        """Train to the end, or until patience ends, and return the history."""
+        now = self._progress
+        if now.step:
+            now.begin_epoch()
+        elif self._folder is not None:
+            self._folder.resume()
+        if self._is_over():
+            return self.history
+        ends = (self.epochs or 0) * self._length, self.max_steps
+        total = min(filter(None, ends), default=None)
+        self._called = [*shown(total, self.progress), *self.callbacks]
+        for callback in self._called:
+            callback.before_training(now.step)
+        try:
+            while not self._is_over():
+                self._train()
+        finally:
+            for callback in self._called:
+                callback.after_training(self.history)
         return self.history
 
-    def _results(self) -> Iterator[StepResult]:
-        """Train for an epoch; gives the result of each batch, outside of autocast."""
-        batches = pairs(self.batches, "training")
+    @property
+    def history(self) -> History:
+        """The entries so far."""
+        return self._progress.history
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether patience has ended."""
+        return self.patience is not None and self.history.stale >= self.patience
+
+    def evaluate(self) -> Evaluation | None:
+        """The evaluation set's loss and metrics at the present weights, if there is one."""
+        if self.evaluation is None:
+            return None
+        with self._precision():
+            return evaluate(self.executor, self.evaluation, self.metrics)
+
+    def _is_over(self) -> bool:
+        now, ever = self._progress, math.inf
+        ends = now.epoch >= (self.epochs or ever) or now.step >= (self.max_steps or ever)
+        return ends or self.is_stale
+
+    def _train(self) -> None:
+        """Train for an epoch, or the rest of one, or to the last step."""
+        now, size = self._progress, self.executor.schedule.microbatches
+        source = pairs(self.batches, "training", now.in_epoch)
+        batches = islice(source, self.max_steps and self.max_steps - now.step)
+        together = (self.segment or size) // size  # steps
+        often = self.log_every, self.eval_every, self.save_every
+        ended = False
+        while not (ended or self.is_stale):
+            before, began, result = now.step, perf_counter(), None
+            results = self._results(batches)
+            for result in results:
+                self._count(result)
+                # Where an epoch is known to end all that is due is done with that, once.
+                if (now.step - before) % together or now.in_epoch == self._length:
+                    continue
+                if any(self._is_due(every, before) for every in often):
+                    break
+            else:
+                ended = True
+            results.close()
+            is_epoch = ended and (now.step != self.max_steps or now.in_epoch == self._length)
+            if is_epoch:
+                next(source, None)  # nothing; but the batches learn that their epoch is over
+            self._arrive(before, began, result, is_epoch)
+
+    def _results(self, batches: Iterable[Any]) -> Generator[StepResult, None, None]:
+        """Train on batches; gives the result of each, outside of autocast."""
         if self.segment is None:
             for inputs, target in batches:
                 with self._precision():
@@ -190,100 +276,88 @@ class Trainer:
                 return
             yield following
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether patience has ended."""
-        return self.patience is not None and self.history.stale >= self.patience
+    def _count(self, result: StepResult) -> None:
+        now = self._progress
+        now.step, now.in_epoch = now.step + 1, now.in_epoch + 1
+        now.lr = self.optimizer.param_groups[0]["lr"]
+        now.loss.add(result)
+        now.logged.add(result)
+        self._step_scheduler("step")
+        for callback in self._called:
+            callback.after_step(result)
 
-    def evaluate(self) -> Evaluation | None:
-        """The evaluation set's loss and metrics at the present weights, if there is one."""
-        if self.evaluation is None:
-            return None
-        with self._precision():
-            return evaluate(self.executor, self.evaluation, self.metrics)
+    def _is_due(self, every: int | None, before: int) -> bool:
+        """Whether what is due every so many steps is, since there were as many as `before`."""
+        return every is not None and self._progress.step // every > before // every
+
+    def _arrive(self, before: int, began: float, result: StepResult | None, is_epoch: bool) -> None:
+        """Log, evaluate, call back and save what is due, after the steps since `before`.
+
+        They began at a time, and the last one has a `result`.
+        """
+        now = self._progress
+        figures = {}
+        loss = now.logged.mean  # which waits for the last step
+        now.seconds += perf_counter() - began
+        if result is not None and self._is_due(self.log_every, before):
+            figures = {"loss": loss, "lr": now.lr, **self._rates(result)}
+            now.begin_log()
+        if is_epoch:
+            now.epoch, now.in_epoch = now.epoch + 1, 0
+        enters = self._is_due(self.eval_every, before) if self.eval_every else is_epoch
+        if self._is_over() and (not self.history or self.history[-1].step != now.step):
+            enters = True
+        if enters:
+            now.record(now.epoch if is_epoch else None, self.evaluate())
+            self._step_scheduler("evaluation")
+        if is_epoch:
+            self._step_scheduler("epoch")
+        saves = True  # with what callbacks have changed, and whatever they raise
+        try:
+            for callback in self._called:
+                if figures:
+                    callback.after_log(now.step, figures)
+                if enters:
+                    callback.after_record(self.history)
+                if is_epoch:
+                    callback.after_epoch(self.history)
+            saves = enters if self.epochs is None else is_epoch
+            if self.save_every:
+                saves = self._is_due(self.save_every, before)
+            saves = saves or self._is_over()
+        finally:
+            if self._folder is not None:
+                if enters and self.best and self.history.best is self.history[-1]:
+                    self._folder.save_best()
+                if saves:
+                    by_epoch = is_epoch and not self.save_every
+                    name = f"epoch-{now.epoch}" if by_epoch else f"step-{now.step}"
+                    self._folder.save(name, now.step)
+
+    def _rates(self, result: StepResult) -> dict[str, float]:
+        """How much was trained in a second since the last log, the bubble of the last step, and
+        what callbacks add."""
+        _, samples = self._progress.logged.totals
+        found = {f"{self.unit}_per_second": samples / self._progress.seconds}
+        times = self.executor.gather((result.busy, result.elapsed))
+        busy, elapsed = map(sum, zip(*times, strict=True))
+        if len(times) > 1 and not math.isnan(busy):
+            found["bubble"] = 1 - busy / elapsed
+        for callback in self._called:
+            found |= callback.figures()
+        return found
+
+    def _step_scheduler(self, after: str) -> None:
+        """Step it if it is stepped by what has just been."""
+        if self.scheduler is not None and after == self.scheduler_by:
+            last = self.history[-1:]
+            measured = [one.measured(last.measure) for one in last if self._by_metric]
+            self.scheduler.step(*measured)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.executor.device.type, self.autocast)
-
-    def _resume(self) -> None:
-        """Go on from the last checkpoint that is not damaged.
-
-        Raises ExecutionError where there are checkpoints, but not for all ranks, or all are
-        damaged, or the last one does not fit, and where none can be saved.
-        """
-        folder = self._folder
-        if folder is None:
-            return
-        there = everywhere(self.executor.gather, lambda: _numbers(_prepared(folder)))
-        refused: list[str] = []
-        for number in sorted(set().union(*there), reverse=True):
-            own = _folder_of(folder, number)
-            missing = ", ".join(str(at) for at, seen in enumerate(there) if number not in seen)
-            if missing:
-                raise ExecutionError(
-                    f"the checkpoint {own} is not there for process {missing}: give a folder that "
-                    "all ranks see"
-                )
-            try:
-                self._checkpoint.load(own)
-            except DamagedError as error:
-                refused.append(str(error))
-                continue
-            if refused and self._is_first:
-                logger.warning("%s; the training goes on from %s", "; ".join(refused), own)
-            self.history = self._epochs.history
-            return
-        if refused:
-            raise ExecutionError(
-                f"no checkpoint in {folder} can be loaded: {'; '.join(refused)}; to begin anew, "
-                "give another folder"
-            )
-
-    def _save(self) -> None:
-        """Save all beside what was saved before, of which what is too old is then removed."""
-        folder = self._folder
-        if folder is None:
-            return
-        self._epochs.history = self.history
-        self._checkpoint.save(folder / "saving")
-        number = len(self.history)
-
-        def finish() -> None:
-            own = _folder_of(folder, number)
-            if own.exists():  # a damaged one, or it would have been loaded
-                shutil.rmtree(own)
-            (folder / "saving").rename(own)
-            for old in [n for n in _numbers(folder) if n <= number][: -self._keep]:
-                shutil.rmtree(_folder_of(folder, old), ignore_errors=True)
-
-        everywhere(self.executor.gather, lambda: finish() if self._is_first else None)
-
-
-def _prepared(folder: Path) -> Path:
-    """Make the folder, in which checkpoints can be saved.
-
-    Raises ExecutionError where they can't, or it is a checkpoint itself.
-    """
-    if Checkpoint.is_at(folder):
-        raise ExecutionError(
-            f"{folder} is a checkpoint itself, and a Trainer keeps its own in folders below it: "
-            f"give another folder, or move what is there to {_folder_of(folder, 3)}, if three is "
-            "the number of its epochs"
-        )
-    make_folder(folder)
-    return folder
-
-
-def _folder_of(folder: Path, number: int) -> Path:
-    return folder / f"epoch-{number}"
-
-
-def _numbers(folder: Path) -> list[int]:
-    """The epochs after which there are checkpoints, damaged ones too, in order."""
-    found = (re.fullmatch(r"epoch-([1-9]\d*)", one.name) for one in folder.iterdir())
-    return sorted(int(name[1]) for name in found if name)
 
 
 class _Data:
@@ -300,22 +374,3 @@ class _Data:
         if "evaluation" in own:
             self._evaluation.load_state_dict(own.pop("evaluation"))
         self._batches.load_state_dict(own)
-
-
-class _Epochs:
-    """Gives a history, and the segments that it is of, a state that a checkpoint can hold."""
-
-    def __init__(self, segment: int | None) -> None:
-        self.history, self._segment = History(), segment
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": [attrs.asdict(epoch) for epoch in self.history], "segment": self._segment}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        segment = state.get("segment")
-        if segment != self._segment:
-            raise ExecutionError(
-                f"the checkpoint is of a training with segment={segment}, and this one has "
-                f"segment={self._segment}, which trains otherwise; give it the same"
-            )
-        self.history = History(tuple(Epoch(**fields) for fields in state["epochs"]))

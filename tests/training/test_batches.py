@@ -52,6 +52,35 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
             yield torch.tensor(i + 100 * self.epoch), torch.rand(())
 
 
+class Resumable(Stream):
+    """A stream that knows its place, which at its end is that; how many samples were read."""
+
+    at = begins = read = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        begins, self.begins = self.begins, 0
+        for self.at in range(begins + 1, 11):
+            self.read += 1
+            yield torch.tensor(self.at + 100 * self.epoch), torch.rand(())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = self.begins = state["at"]
+
+
+class ReadsAhead(Resumable):
+    """A loader that knows which batches it has given, of those that it has read before."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        begins, self.begins = self.begins, 0
+        self.read += 1
+        batches = [(torch.tensor(i + 100 * self.epoch), torch.zeros(2)) for i in range(3)]
+        for self.at in range(begins + 1, 4):
+            yield batches[self.at - 1]
+
+
 def loader(kind: str) -> Iterable[Any]:
     data = Noisy()
     if kind == "shuffled":
@@ -66,10 +95,19 @@ def loader(kind: str) -> Iterable[Any]:
         return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1))
     if kind == "stream":
         return DataLoader(Stream(), 4)
+    if kind == "resumable stream":
+        return DataLoader(Resumable(), 4)
+    if kind == "resumable stream of workers":
+        return DataLoader(Resumable(), 4, num_workers=1)
+    if kind == "reads ahead":
+        return ReadsAhead()
     return [(torch.ones(2), torch.zeros(2)), (torch.ones(3), torch.zeros(3))]
 
 
-KINDS = ("shuffled", "own generator", "weighted", "workers", "distributed", "stream", "list")
+KINDS = (
+    *("shuffled", "own generator", "weighted", "workers", "distributed", "stream", "list"),
+    *("resumable stream", "resumable stream of workers", "reads ahead"),
+)
 
 
 def values(pairs: Iterable[Any]) -> list[Any]:
@@ -126,6 +164,23 @@ def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> No
     assert values(islice(resumed, 10 - before)) == whole[before:]
 
 
+def test_a_stream_that_knows_its_place_is_not_read_again() -> None:
+    stream = Resumable()
+    batches = Batches(DataLoader(stream, 4))
+    reading = iter(batches)
+    next(reading)
+    state = batches.state_dict()
+    assert stream.read == 4  # and none ahead
+    stream = Resumable()
+    resumed = Batches(DataLoader(stream, 4))
+    resumed.load_state_dict(state)
+    assert len(values(resumed)) == 2
+    assert stream.read == 6
+    other = Batches(loader("resumable stream of workers"))  # reads it again, to the same end
+    other.load_state_dict(state)
+    assert [x for x, _ in values(other)] == [x for x, _ in values(reading)]
+
+
 def test_the_order_is_the_same_with_workers_and_without() -> None:
     """A resumed run may have others."""
     data = TensorDataset(*torch.arange(24.0).reshape(2, 12))
@@ -166,6 +221,16 @@ def test_an_epoch_ends_and_the_next_begins_where_it_should() -> None:
     left = Batches(DataLoader(Noisy(), 5, shuffle=True))
     next(iter(left))
     assert values(left) == epochs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_resumed_between_two_epochs_begins_the_next(kind: str) -> None:
+    batches = Batches(loader(kind))
+    values(batches)
+    resumed = Batches(loader(kind))
+    resumed.load_state_dict(batches.state_dict())
+    assert values(resumed) == values(batches)
+    assert len(values(resumed)) == len(values(batches)) > 1
 
 
 def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch() -> None:

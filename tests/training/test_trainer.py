@@ -201,7 +201,7 @@ def test_it_stops_once_patience_ends_on_every_rank_alike(
         history = trainer.fit()
         assert trainer.fit() == history  # and goes no further
     assert len(history) == epochs
-    assert (history.best.number if history.best else 0) == best
+    assert (history.best.epoch if history.best else 0) == best
 
 
 def test_callbacks_are_called_after_each_step_and_epoch() -> None:
@@ -212,7 +212,7 @@ def test_callbacks_are_called_after_each_step_and_epoch() -> None:
             seen.append(round(result.samples))
 
         def after_epoch(self, history: History) -> None:
-            seen.append(history[-1].number)
+            seen.append(history[-1].epoch)
 
     with an_executor(None) as executor:
         trainer = Trainer(
@@ -509,9 +509,8 @@ def test_a_terminal_has_a_bar_of_the_steps(
     with an_executor(None) as executor:
         Trainer(executor, TRAINED, epochs=2).fit()
     printed = capsys.readouterr().out
-    assert "0/3" in printed  # drawn a few times a second, so maybe nothing else
-    assert "epoch 1 of 2" in printed
-    assert "epoch 3" not in printed
+    assert "0/6" in printed  # drawn a few times a second, so maybe nothing else
+    assert "6/6" in printed
 
 
 @on_ranks(2)
@@ -530,16 +529,17 @@ def once() -> Iterator[Batch]:
     ("options", "text"),
     [
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
-        ({"epochs": None}, "epochs must be an int of at least 1, not None"),
+        ({"epochs": None}, "nothing says when the training ends: give epochs= or max_steps="),
         ({"segment": 0}, "segment must be an int of at least 1, not 0"),
         ({"segment": 4}, "1f1b computes nothing after"),
         ({"patience": 0}, "patience must be an int of at least 1, not 0"),
         ({"patience": 2}, "patience needs an evaluation set: give evaluation= as well"),
         ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),
-        ({"autocast": torch.float16}, "autocast must be torch.bfloat16 or None, not torch.float16"),
+        ({"autocast": torch.float16}, r"or torch.float16 with Executor\(…, scaler=…\), not"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "scaler must be the executor's"),
         ({"batches": None}, r"batches must be an iterable of pairs .*, not NoneType"),
         ({"evaluation": 3}, r"evaluation must be an iterable of pairs .*, not int"),
-        ({"scheduler": torch.optim.lr_scheduler}, r"scheduler must have step\(\), unlike module"),
+        ({"scheduler": torch.optim.lr_scheduler}, r"object with step\(\), unlike <module"),
         ({"callbacks": print}, "callbacks must be a list, not builtin_function_or_method"),
         ({"callbacks": [3]}, "a callback is a Callback or a function of the history, not int"),
         ({"callbacks": [Callback]}, "not the class Callback"),

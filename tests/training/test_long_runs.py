@@ -1,0 +1,724 @@
+"""A Trainer that counts steps: endless data, evaluations, checkpoints and logs every so many."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers.optimization import GreedyLR
+
+from schedir.runtime import Executor, StepResult
+from schedir.training import (
+    Batches,
+    Callback,
+    Checkpoint,
+    History,
+    Monitor,
+    Trainer,
+    accuracy,
+    evaluate,
+    gathered_state,
+    warmup_cosine,
+)
+from tests.runtime.kit import everyone, message_of
+from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
+from tests.training.test_resuming import folders
+from tests.training.test_trainer import (
+    CLASSES,
+    HELD_OUT,
+    TRAINED,
+    Ends,
+    Plain,
+    an_executor,
+    labelled,
+    noisy_executor,
+)
+
+DATA = TensorDataset(*(torch.cat(parts) for parts in zip(*labelled(8, 8, 8), strict=True)))
+
+
+class Unsized:
+    """A loader that does not know its length."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples without an end, each of which is read once: it says how many."""
+
+    def __init__(self, ends: int | None = None) -> None:
+        self.at = self.read = 0
+        self.ends = ends
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.at != self.ends:
+            self.at, self.read = self.at + 1, self.read + 1
+            draw = torch.Generator().manual_seed(self.at)
+            yield torch.randn(4, generator=draw), torch.randint(CLASSES, (), generator=draw)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=8, shuffle=True)  # three batches
+
+
+SOURCES: dict[str, Callable[[Executor], Batches]] = {
+    "sized": lambda _: Batches(shuffled()),
+    "unsized": lambda _: Batches(Unsized(shuffled())),
+    "endless": lambda _: Batches(shuffled(), repeat=True),
+    "stream": lambda _: Batches(DataLoader(Stream(), 8)),
+    "stream that ends": lambda _: Batches(DataLoader(Stream(24), 8)),
+}
+
+
+class Keeps(Callback):
+    """What is logged, without what depends on the time."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, float, float]] = []
+
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+        self.logged.append((step, figures["loss"], figures["lr"]))
+
+
+@frozen
+class Fitted:
+    history: History
+    weights: dict[str, Tensor] | None
+    logged: list[tuple[int, float, float]]
+
+
+def cosine(optimizer: Optimizer) -> Any:
+    return warmup_cosine(optimizer, warmup=2, steps=13)
+
+
+def fitted(
+    rank: int | None,
+    source: Callable[[Executor], Batches],
+    folder: Path | None = None,
+    ends: int | None = None,
+    make: Callable[[Optimizer], Any] = cosine,
+    **options: Any,
+) -> Fitted:
+    """A training of 13 steps, which may be interrupted before."""
+    keeps = Keeps()
+    with noisy_executor(rank, segment=options.get("segment")) as executor:
+        given: dict[str, Any] = {
+            "max_steps": 13,
+            "scheduler": make(executor.optimizer),
+            "evaluation": Batches(DataLoader(DATA, batch_size=8, shuffle=True)),
+            "metrics": {"accuracy": accuracy},
+            "checkpoint": folder,
+            "callbacks": [keeps, *([] if ends is None else [Ends(executor, ends)])],
+            "progress": False,
+            **options,
+        }
+        trainer = Trainer(executor, source(executor), **given)
+        with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        return Fitted(trainer.history, gathered_state(executor), keeps.logged)
+
+
+def assert_same(mine: Mapping[str, Tensor] | None, theirs: Mapping[str, Tensor] | None) -> None:
+    assert (mine is None) == (theirs is None)
+    for name, value in (mine or {}).items():
+        assert torch.equal(value, (theirs or {})[name]), name
+
+
+EVERY: dict[str, Any] = {"eval_every": 4, "save_every": 3, "log_every": 2}
+
+
+@sweep("ends", [4, 7, 10, 12], quick=[7, 12])
+@pytest.mark.parametrize("name", SOURCES)
+def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Path) -> None:
+    """In the midst of an epoch and at its end, where that is known before and where it is not."""
+    whole = fitted(None, SOURCES[name], **EVERY)
+    assert [record.step for record in whole.history] == [4, 8, 12, 13]
+    # At step 12 the others do not know yet that there is no more.
+    assert whole.history[2].epoch == (4 if name == "sized" else None)
+    assert [step for step, _, _ in whole.logged] == [2, 4, 6, 8, 10, 12]
+    fitted(None, SOURCES[name], tmp_path, ends=ends, **EVERY)
+    saved = (ends - 1) // 3 * 3  # it is interrupted before it saves
+    assert folders(tmp_path)[-1] == f"step-{saved}"
+    resumed = fitted(None, SOURCES[name], tmp_path, **EVERY)
+    assert resumed.history == whole.history
+    assert_same(resumed.weights, whole.weights)
+    assert resumed.logged == [one for one in whole.logged if one[0] > saved]
+    assert folders(tmp_path) == ["step-12", "step-13"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["endless", "stream"])
+@pytest.mark.parametrize("reader", ["all", "first"])
+def test_it_goes_on_from_any_step_on_ranks(
+    name: str, reader: str, rank: int, tmp_path: Path
+) -> None:
+    def source(executor: Executor) -> Batches:
+        loader = shuffled() if name == "endless" else DataLoader(Stream(), 8)
+        reads = reader == "all" or rank == 0
+        return Batches(
+            loader if reads else None, repeat=name == "endless", reader=reader, executor=executor
+        )
+
+    (folder, _) = everyone(tmp_path)
+    whole = fitted(rank, SOURCES[name], **EVERY)
+    assert everyone(whole.history) == [whole.history] * 2
+    fitted(rank, source, folder, ends=8, **EVERY)
+    resumed = fitted(rank, source, folder, **EVERY)
+    assert resumed.history == whole.history
+    assert_same(resumed.weights, whole.weights)
+
+
+def test_a_stream_with_a_state_is_not_read_again(tmp_path: Path) -> None:
+    """Neither what was handed out before, nor ahead of what is handed out."""
+    for ends, steps in ((7, 7), (None, 13 - 6)):
+        stream = Stream()
+        batches = Batches(DataLoader(stream, 8))
+        fitted(None, partial(lambda own, _: own, batches), tmp_path, ends, **EVERY)
+        assert stream.read == 8 * steps
+
+
+def by_hand() -> tuple[list[tuple[float, int]], Plain]:
+    """Of 12 steps the losses and rows, in one process."""
+    plain = Plain(steps=12)
+    losses = []
+    for batch in TRAINED * 4:
+        losses.append((plain.step(batch), len(batch[1])))
+        for scheduler in plain.schedulers:
+            scheduler.step()
+    return losses, plain
+
+
+def test_the_loss_of_an_entry_is_the_mean_since_the_one_before() -> None:
+    losses, plain = by_hand()
+    with an_executor(None) as executor:
+        trainer = Trainer(
+            executor,
+            Batches(TRAINED, repeat=True),
+            max_steps=12,
+            eval_every=5,
+            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
+            evaluation=HELD_OUT,
+            progress=False,
+        )
+        history = trainer.fit()
+        assert history[-1].evaluation_loss == plain.evaluation()[0]
+    assert [record.step for record in history] == [5, 10, 12]
+    for record, part in zip(history, (losses[:5], losses[5:10], losses[10:]), strict=True):
+        assert record.loss == sum(loss * rows for loss, rows in part) / sum(r for _, r in part)
+
+
+@pytest.mark.parametrize(
+    ("limits", "records"),
+    [
+        ({"epochs": 2, "max_steps": 99}, [(1, 3), (2, 6)]),
+        ({"epochs": 9, "max_steps": 4}, [(1, 3), (None, 4)]),
+        ({"max_steps": 6}, [(1, 3), (2, 6)]),
+        ({"epochs": 2, "eval_every": 2}, [(None, 2), (None, 4), (2, 6)]),
+        ({"epochs": 2, "eval_every": 4}, [(None, 4), (2, 6)]),
+    ],
+)
+def test_what_comes_first_ends_it(
+    limits: dict[str, int], records: list[tuple[int | None, int]], tmp_path: Path
+) -> None:
+    seen: list[int] = []
+
+    class Epochs(Callback):
+        def after_epoch(self, history: History) -> None:
+            seen.append(len(history))
+
+    def run(**limits: Any) -> tuple[list[tuple[int | None, int]], dict[str, Tensor] | None]:
+        with noisy_executor(None) as executor:
+            given = {"checkpoint": tmp_path, "callbacks": [Epochs()], "progress": False, **limits}
+            trainer = Trainer(executor, Batches(shuffled()), **given)
+            found = [(record.epoch, record.step) for record in trainer.fit()]
+            assert executor.steps == found[-1][1]
+            assert trainer.fit() == trainer.history  # and no further
+            return found, gathered_state(executor)
+
+    found, _ = run(**limits)
+    assert found == records
+    assert len(seen) == found[-1][1] // 3
+    _, longer = run(max_steps=8)
+    _, whole = run(max_steps=8, checkpoint=None)
+    assert_same(longer, whole)
+
+
+def test_the_newest_of_both_kinds_of_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
+    began: list[int] = []
+
+    class Begins(Callback):
+        def before_training(self, step: int) -> None:
+            began.append(step)
+
+    def run(**options: Any) -> History:
+        with an_executor(None) as executor:
+            given = {"checkpoint": tmp_path, "progress": False, "callbacks": [Begins()], **options}
+            return Trainer(executor, Batches(TRAINED), **given).fit()
+
+    run(max_steps=10)
+    assert folders(tmp_path) == ["epoch-3", "step-10"]
+    assert [r.step for r in run(epochs=5, keep=3)] == [3, 6, 9, 10, 12, 15]
+    assert folders(tmp_path) == ["epoch-4", "epoch-5", "step-10"]
+    run(max_steps=16, save_every=9)
+    assert began == [0, 10, 15]
+    assert folders(tmp_path) == ["epoch-5", "step-16"]
+    assert run(epochs=2)[-1].step == 16  # it is further on already
+    run(epochs=99, max_steps=20, save_every=1, keep=3)
+    assert folders(tmp_path) == ["step-18", "step-19", "step-20"]
+
+
+def test_endless_batches_are_saved_with_each_entry(tmp_path: Path) -> None:
+    fitted(None, SOURCES["endless"], tmp_path, eval_every=5, keep=9)
+    assert folders(tmp_path) == ["step-10", "step-13", "step-5"]
+
+
+def step_and_weights(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).load(folder)
+        state = gathered_state(executor)
+        assert state is not None
+        return executor.steps, state
+
+
+@pytest.mark.parametrize(("best", "mode"), [("loss", "min"), ("loss", "max"), ("accuracy", "max")])
+def test_the_best_is_kept_whatever_its_age(best: str, mode: Any, tmp_path: Path) -> None:
+    options = {"eval_every": 1, "save_every": 1, "keep": 1, "best": best, "best_mode": mode}
+    fitted(None, SOURCES["endless"], tmp_path, ends=9, **options)
+    history = fitted(None, SOURCES["endless"], tmp_path, **options).history
+    assert folders(tmp_path) == ["best", "step-13"]
+    measured = [record.metrics.get(best, record.evaluation_loss) for record in history]
+    top = (min if mode == "min" else max)(measured)  # type: ignore[type-var]
+    assert history.best is history[measured.index(top)]
+    assert history.stale == 12 - measured.index(top)
+    step, weights = step_and_weights(tmp_path / "best")
+    assert step == history.best.step
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).load_weights(tmp_path / "best")
+        assert_same(gathered_state(executor), weights)
+        found = evaluate(executor, Batches(DataLoader(DATA, batch_size=8)), {"accuracy": accuracy})
+    assert found.metrics["accuracy"] == history.best.metrics["accuracy"]
+    assert found.loss == pytest.approx(history.best.evaluation_loss)
+
+
+def test_the_best_is_whole_whenever_a_save_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"eval_every": 1, "best": "loss", "best_mode": "max"}
+    fitted(None, SOURCES["endless"], tmp_path, max_steps=2, **options)
+    before = step_and_weights(tmp_path / "best")
+    options |= {"best_mode": "min"}  # the next one is better, surely
+    for place in ("replace", "rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, place, dies)
+            with pytest.raises(KeyboardInterrupt):
+                fitted(None, SOURCES["endless"], tmp_path, **options)
+        step, weights = step_and_weights(tmp_path / "best")
+        if place == "replace":
+            assert step == before[0]
+            assert_same(weights, before[1])
+
+
+def test_patience_goes_by_the_measure() -> None:
+    values = iter(value for value in (3.0, 1.0, 2.0, 9.0) for microbatch in range(4))
+
+    def given(output: Any, target: Any) -> tuple[float, float]:
+        return next(values), 1.0
+
+    with an_executor(None) as executor:
+        trainer = Trainer(
+            executor,
+            Batches(TRAINED, repeat=True),
+            max_steps=99,
+            eval_every=2,
+            evaluation=HELD_OUT[:1],
+            metrics={"given": given},
+            best="given",
+            best_mode="max",
+            patience=2,
+            progress=False,
+        )
+        history = trainer.fit()
+    assert [record.metrics["given"] for record in history] == [3, 1, 2]
+    assert history.best is history[0]
+
+
+def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with the entry at the end, which was not known to be one when it was saved."""
+    removed: list[str] = []
+    remove = shutil.rmtree
+
+    def remembers(path: Path, *options: Any, **others: Any) -> None:
+        removed.append(path.name)
+        remove(path, *options, **others)
+
+    monkeypatch.setattr(shutil, "rmtree", remembers)
+    options: dict[str, Any] = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
+    whole = fitted(None, SOURCES["unsized"], tmp_path, **options)
+    assert removed == ["step-3"]
+    assert folders(tmp_path) == ["step-6"]
+    again = fitted(None, SOURCES["unsized"], tmp_path, **options)
+    assert again.history == whole.history
+    assert [record.step for record in whole.history] == [3, 6]
+
+
+class Follows:
+    """A scheduler of one's own that halves the rate where a metric is no better than the last."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.last = float("inf")
+
+    def step(self, metric: float) -> None:
+        if metric >= self.last:
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 2
+        self.last = metric
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = state["last"]
+
+
+BY_METRIC: dict[str, Callable[[Optimizer], Any]] = {
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", patience=0, threshold=0.5),
+    "greedy": lambda o: GreedyLR(o, "max", patience=0, factor=0.7, min_lr=1e-6),
+    "one's own": Follows,
+}
+
+
+@pytest.mark.parametrize("make", BY_METRIC.values(), ids=BY_METRIC)
+def test_a_scheduler_that_takes_a_metric_goes_by_the_measure(
+    make: Callable[[Optimizer], Any], tmp_path: Path
+) -> None:
+    """As it does alone, and where it goes on."""
+
+    options: dict[str, Any] = {
+        "eval_every": 2,
+        "save_every": 3,
+        "scheduler_by": "evaluation",
+        "best": "accuracy",
+        "best_mode": "max",
+        "max_steps": 20,
+    }
+    whole = fitted(None, SOURCES["endless"], tmp_path / "whole", make=make, **options).history
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.05)
+    alone = make(optimizer)
+    for record in whole:
+        assert record.lr == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        alone.step(record.metrics["accuracy"])
+    assert len({record.lr for record in whole}) > 2
+    for ends in (11, None):
+        part = fitted(None, SOURCES["endless"], tmp_path / "part", ends, make, **options).history
+    assert part == whole
+
+
+def takes_two(optimizer: Optimizer) -> Any:
+    class Takes(Follows):
+        def step(self, metric: float, epoch: int) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    return Takes(optimizer)
+
+
+EVALUATED = {"evaluation": HELD_OUT}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        *(
+            (make, options, "goes by the evaluation loss or a metric: give evaluation= and")
+            for make in BY_METRIC.values()
+            for options in (
+                {},
+                EVALUATED,
+                {"scheduler_by": "epoch"},
+                {"scheduler_by": "evaluation"},
+                {"scheduler_by": "epoch", "eval_every": 2, **EVALUATED},
+            )
+        ),
+        (lambda _: lr_scheduler.StepLR, EVALUATED, "unlike <class '.*StepLR'>"),
+        (takes_two, EVALUATED, r"Takes.step\(metric: .*\) .* takes more than a metric"),
+    ],
+)
+def test_a_scheduler_that_can_not_be_stepped_is_refused(
+    make: Callable[[Optimizer], Any], options: dict[str, Any], text: str
+) -> None:
+    with an_executor(None) as executor:
+        scheduler = make(executor.optimizer)
+        said = message_of(Trainer, executor, TRAINED, epochs=1, scheduler=scheduler, **options)
+    assert re.search(text, said)
+
+
+@pytest.mark.parametrize("by", ["step", "epoch", "evaluation"])
+def test_a_scheduler_is_stepped_by_what_it_is_said(by: Any) -> None:
+    options = {"scheduler_by": by, "eval_every": 2, "max_steps": 7}
+    steps = []
+
+    def make(optimizer: Optimizer) -> Any:
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+        steps.append(scheduler)
+        return scheduler
+
+    fitted(None, SOURCES["sized"], make=make, **options)
+    assert steps[0].last_epoch == {"step": 7, "epoch": 2, "evaluation": 4}[by]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "nothing says when the training ends"),
+        ({"max_steps": 0}, "max_steps must be an int of at least 1, not 0"),
+        ({"max_steps": 4, "eval_every": 2.5}, "eval_every must be an int of at least 1, not 2.5"),
+        ({"max_steps": 4, "best": "loss"}, "best needs an evaluation set"),
+        (
+            {"max_steps": 4, "best": "f1", "eval_every": 2, **EVALUATED},
+            'must be "loss" or the name of a metric',
+        ),
+        ({"max_steps": 4, "best_mode": "most"}, 'best_mode must be "min" or "max", not \'most\''),
+        ({"epochs": 2}, "batches never ends, so no epoch does"),
+        ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch does"),
+        ({"max_steps": 4, **EVALUATED}, "by max_steps, eval_every and"),
+        ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
+        (
+            {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
+            "evaluation never ends, so no epoch does: leave out repeat=True",
+        ),
+    ],
+)
+def test_what_does_not_go_with_endless_batches_is_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    with an_executor(None) as executor:
+        assert text in message_of(Trainer, executor, SOURCES["endless"](executor), **options)
+        assert executor.steps == 0
+
+
+@pytest.mark.parametrize("every", [{"eval_every": 1}, {"eval_every": 4, "save_every": 5}])
+def test_what_is_due_within_a_segment_waits_and_changes_nothing(
+    every: dict[str, Any], tmp_path: Path
+) -> None:
+    """Segments of two batches, in epochs of three: they end at steps 2, 3, 5, 6 and so on."""
+    source = SOURCES["sized"]
+    quiet = fitted(None, source, segment=8, eval_every=99)
+    whole = fitted(None, source, tmp_path / "whole", segment=8, keep=9, log_every=1, **every)
+    assert_same(whole.weights, quiet.weights)
+    if "save_every" in every:
+        assert [record.step for record in whole.history] == [5, 8, 12, 13]
+        saved = ["best", "step-11", "step-13", "step-5"]
+        assert folders(tmp_path / "whole") == [one for one in saved if one != "best"]
+    else:
+        assert [record.step for record in whole.history] == [2, 3, 5, 6, 8, 9, 11, 12, 13]
+    assert [step for step, _, _ in whole.logged] == [2, 3, 5, 6, 8, 9, 11, 12, 13]
+    for ends in (5, None):  # calls: of the executor, a segment is a step
+        part = fitted(None, source, tmp_path / "part", ends, segment=8, **every)
+    assert part.history == whole.history
+    assert_same(part.weights, whole.weights)
+
+
+@on_ranks(2)
+def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, tmp_path: Path) -> None:
+    (folder, _) = everyone(tmp_path)
+    quiet = fitted(rank, SOURCES["endless"], segment=8, eval_every=99)
+    every: dict[str, Any] = {"eval_every": 3, "save_every": 5, "log_every": 2}
+    for ends in (5, None):
+        found = fitted(rank, SOURCES["endless"], folder, ends, segment=8, **every)
+    assert_same(found.weights, quiet.weights)
+    assert [record.step for record in found.history] == [4, 6, 10, 12, 13]
+
+
+def test_callbacks_are_called_in_their_order() -> None:
+    seen: list[str] = []
+
+    class Watches(Callback):
+        def before_training(self, step: int) -> None:
+            seen.append(f"before {step}")
+
+        def after_step(self, result: StepResult) -> None:
+            seen.append("step")
+
+        def figures(self) -> Mapping[str, float]:
+            executor.gather(None)  # the pipeline is drained
+            return {"found": 4.5}
+
+        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+            assert figures["found"] == 4.5
+            seen.append(f"log {step}")
+
+        def after_record(self, history: History) -> None:
+            seen.append(f"record {history[-1].step}")
+
+        def after_epoch(self, history: History) -> None:
+            seen.append("epoch")
+
+        def after_training(self, history: History) -> None:
+            seen.append(f"after {len(history)}")
+
+    with an_executor(None) as executor:
+        given: dict[str, Any] = {"callbacks": [Watches()], "eval_every": 2, "log_every": 2}
+        Trainer(executor, TRAINED, max_steps=4, progress=False, **given).fit()
+    assert seen == [
+        "before 0",
+        *("step", "step", "log 2", "record 2", "step", "epoch"),
+        *("step", "log 4", "record 4", "after 2"),
+    ]
+
+
+def test_what_a_callback_raises_ends_the_training_once_it_is_saved(tmp_path: Path) -> None:
+    class Fails(Callback):
+        ended = False
+
+        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+            if step == 4:
+                raise KeyboardInterrupt
+
+        def after_training(self, history: History) -> None:
+            self.ended = True
+
+    fails = Fails()
+    with pytest.raises(KeyboardInterrupt):
+        fitted(None, SOURCES["endless"], tmp_path, callbacks=[fails], **EVERY)
+    assert fails.ended
+    assert folders(tmp_path) == ["step-3", "step-4"]
+    resumed = fitted(None, SOURCES["endless"], tmp_path, **EVERY)
+    assert resumed.history == fitted(None, SOURCES["endless"], **EVERY).history
+
+
+def test_logs_are_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"log_every": 2, "max_steps": 5, "unit": "tokens"}
+    with an_executor(None) as executor:
+        callbacks = [Monitor(executor)]
+        Trainer(executor, TRAINED, callbacks=callbacks, **options).fit()
+        Trainer(executor, TRAINED, progress=False, **options).fit()
+    number = r"[\d.,e+-]+"
+    lines = capsys.readouterr().out.splitlines()
+    figures = f"  loss {number}  lr 0.05  tokens_per_second {number}  peak_memory_gib {number}"
+    patterns = [f"step 2{figures}", "epoch 1  .*", f"step 4{figures}", "step 5  .*"]
+    assert len(lines) == len(patterns)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_log_is_of_the_steps_since_the_last() -> None:
+    losses, _ = by_hand()
+    keeps = Keeps()
+    with an_executor(None) as executor:
+        trainer = Trainer(
+            executor,
+            Batches(TRAINED, repeat=True),
+            max_steps=12,
+            log_every=5,
+            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
+            callbacks=[keeps],
+            progress=False,
+        )
+        trainer.fit()
+    assert [step for step, _, _ in keeps.logged] == [5, 10]
+    for (_, loss, _), part in zip(keeps.logged, (losses[:5], losses[5:10]), strict=True):
+        assert loss == sum(loss * rows for loss, rows in part) / sum(rows for _, rows in part)
+
+
+@on_ranks(2)
+def test_the_first_rank_logs_and_knows_the_bubble_of_all(
+    rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[Mapping[str, float]] = []
+
+    class Told(Callback):
+        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+            told.append(dict(figures))
+
+    times: list[tuple[float, float]] = []
+
+    class Times(Callback):
+        def after_step(self, result: StepResult) -> None:
+            times.append((result.busy, result.elapsed))
+
+    with an_executor(rank) as executor:
+        callbacks = [Told(), Times(), Monitor(executor)]
+        Trainer(executor, TRAINED, max_steps=3, log_every=3, callbacks=callbacks).fit()
+    (figures,) = told
+    (first, second) = everyone((figures, times[-1]))
+    assert {**first[0], "samples_per_second": 0} == {**second[0], "samples_per_second": 0}
+    (busy, elapsed), (other, others) = first[1], second[1]
+    assert figures["bubble"] == 1 - (busy + other) / (elapsed + others)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:7] for line in lines] == ([] if rank else ["step 3 ", "epoch 1"])
+
+
+def test_a_terminal_has_the_log_beside_the_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "150")
+    with an_executor(None) as executor:
+        Trainer(executor, Batches(TRAINED, repeat=True), max_steps=4, log_every=2).fit()
+    printed = capsys.readouterr().out
+    assert "4/4" in printed
+    assert "samples_per_second" in printed
+    assert "step 2" not in printed
+
+
+def test_a_line_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in (3, 4):
+        options: dict[str, Any] = {"max_steps": steps, "eval_every": 9, "progress": steps == 4}
+        fitted(None, SOURCES["endless"], tmp_path, **options)
+    assert capsys.readouterr().out.startswith("goes on after step 3\nstep 4  loss ")
+
+
+def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
+    """Of a scaler that grows every second step, in a training that was cut in two."""
+
+    def fit(steps: int, folder: Path | None) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        with an_executor(None, scaler=scaler) as executor:
+            Trainer(
+                executor,
+                SOURCES["sized"](executor),
+                max_steps=steps,
+                autocast=torch.float16,
+                scaler=scaler,
+                checkpoint=folder,
+                progress=False,
+            ).fit()
+            return gathered_state(executor), scaler.state_dict()
+
+    fit(5, tmp_path)
+    resumed, scale = fit(9, tmp_path)
+    through, expected = fit(9, None)
+    assert scale == expected
+    assert scale["scale"] == 2.0**14
+    assert resumed is not None
+    assert through is not None
+    assert all(torch.equal(value, through[name]) for name, value in resumed.items())
