@@ -202,6 +202,7 @@ def test_weights_and_biases_has_the_figures_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     told, _ = fit(WandB(project="tried", mode="offline", dir=tmp_path, name="one"))
+    import_module("wandb").teardown()  # its own process writes the file, and ends then
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
     found: Rows = {}
