@@ -189,7 +189,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_quiet(run: Run) -> None:
-    Path("slow.py").write_text("raise KeyboardInterrupt\n")
+    Path("slow.py").write_text("from schedir import schedule\nraise KeyboardInterrupt\n")
     assert run("show", "slow.py") == (130, "", "")
 
 
@@ -324,7 +324,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["zb", "--set", "costs=2"], "costs are not set with --set: give --costs FILE, or --cost"),
         (["gpipe", "--set", "target=2"], "fill-drain has no parameter 'target'"),
         (["gpipe", "--set", "order=a", "--set", "order=b"], "--set names order twice"),
-        (["1f1b", "--ranks", "0"], "argument --ranks: '0' is not a whole number >= 1"),
+        (["1f1b", "--ranks", "0"], "argument -r/--ranks: '0' is not a whole number >= 1"),
         (["1f1b", "--microbatches", "x"], "--microbatches: 'x' is not a whole number >= 1"),
         (["1f1b", "--ranks", "999999999"], "are too many: their product may be at most"),
         *(
@@ -348,7 +348,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["mine.py:"], "mine.py: no function is named after the colon"),
         (["mine.py:yours"], "mine.py has no function 'yours'; it has: mine"),
         (["serial.sched:f"], "serial.sched is a list of actions and has no function 'f'"),
-        (["empty.py"], "empty.py declares no schedule; decorate its function with"),
+        (["empty.py"], "empty.py has no @schedule; decorate its function with"),
         (["empty.csv"], "empty.csv:1:1: the file holds no action"),
         (["empty.sched"], "empty.sched:1:1: the file ends without a 'schedir' line"),
         (["fil-drain"], "did you mean 'fill-drain'?"),

@@ -376,8 +376,8 @@ def test_in_python() -> None:
         schedir.compare("1f1b")
     with pytest.raises(LoadError, match="nothing to compare"):
         schedir.compare([])
-    with pytest.raises(ValueError, match="unknown channel model 'nccl'"):
-        schedir.compare(["1f1b"], channel="nccl")
+    with pytest.raises(ValueError, match="unknown channel model 'tcp'"):
+        schedir.compare(["1f1b"], channel="tcp")
     with pytest.raises(SchedirError, match="a memory limit needs bytes"):
         schedir.compare(["1f1b"], memory_limit=10)
     for limit in (-1, math.nan):

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import schedir
-from schedir.cli.terminal import RefusedError, fail, refuse, say, show_parse_error
-from schedir.errors import ParseError, SchedirError
+from schedir.cli.terminal import RefusedError, fail, refuse, say, tell
+from schedir.errors import SchedirError
 from schedir.render import legible
 
 _COMMANDS = {
@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except RefusedError as refused:
             return refuse(refused)
-        except ParseError as error:
-            return show_parse_error(error)
         except SchedirError as error:
-            return fail(str(error))
+            return tell(error)
         except BrokenPipeError:
             _silence_stdout()
             return 141  # as the shell sees a program that SIGPIPE ends

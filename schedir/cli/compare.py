@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
-from schedir.cli.target import TARGET_OR_RUN, add_channel, add_shape, parameters_of
+from schedir.cli.target import TARGET_OR_RUN, add_channel, add_targets, parameters_of
 from schedir.cli.terminal import fail, page_for, progress, write
 from schedir.finder import SWEPT, compare
 from schedir.render import outputs_of
@@ -43,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "limits, 2 a target or option can't be used."
     )
     parser.epilog = _KEYS
-    parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET_OR_RUN)
-    shape = add_shape(parser)
+    shape = add_targets(parser, TARGET_OR_RUN)
     shape.add_argument(
         "--sweep",
         type=_sweep,
