@@ -41,6 +41,9 @@ def stuck(pipe, rank):
 """
 
 
+ONE = "def mine(pipe, rank):\n    yield forward(0, 0)\n    yield backward(0, 0)\n"
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command in an empty directory: exit code, stdout, stderr."""
@@ -328,6 +331,10 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b", "--microbatches", "x"], "--microbatches: 'x' is not a whole number >= 1"),
         (["1f1b", "--ranks", "999999999"], "are too many: their product may be at most"),
         *(
+            (["1f1b", option, "99999999999999999999"], "99999999999999999999 is too many: at most")
+            for option in ("--ranks", "--microbatches", "--chunks")
+        ),
+        *(
             (
                 [name, "--chunks", "2"],
                 f"{name} runs one stage per rank, not 2: leave chunks out, or take one "
@@ -338,6 +345,10 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b", "--set", "x"], "argument --set: 'x' is not KEY=VALUE"),
         (["interleaved-1f1b", "--set", "group_size=x"], "group_size must be an int >= 1, not 'x'"),
         (["serial"], "no schedule is named 'serial'; did you mean 'serial.sched'?"),
+        (["interleaved"], "did you mean 'interleaved-1f1b' or 'interleaved-zb' or 'grouped-"),
+        (["bfs"], "no schedule is named 'bfs'; did you mean 'looped-bfs'? "),
+        (["one"], "did you mean '1f1b'? "),  # which is also one-f-one-b
+        ([""], "no schedule is named ''; `schedir list`"),
         (["./mine"], "no schedule is named './mine'; did you mean './mine.py'?"),
         (["fold"], "fold is a directory"),
         (["fold.py"], "fold.py: not a regular file"),
@@ -416,7 +427,18 @@ def test_a_generator_that_chunks_do_not_break_is_told_its_own_fault(run: Run) ->
             "mine.py:4: mine, rank 0: ValueError: stage must be an int in 0..999999999",
         ),
         ("    return 5", "mine.py:2: the generator must yield actions, not return 5 (int)"),
-        ("    forward(0, 0)", "mine.py:2: the generator must yield actions, not return None"),
+        (
+            "    forward(0, 0)",
+            "mine.py:2: the generator must yield actions, not return None (NoneType): write `yield "
+            "forward(stage, microbatch)`\n",
+        ),
+        (
+            "    if rank == 0:\n        return [forward(0, 0)]\n    yield forward(rank, 0)",
+            "mine.py:2: the generator must yield actions, not return [Action(",
+        ),
+        ("    yield [forward(0, 0)]", "mine.py:4: rank 0 yielded [Action("),
+        ("    return [[forward(0, 0)]]", "mine.py:2: rank 0 yielded [Action("),
+        ("    yield", "mine.py:4: rank 0 yielded None (NoneType); a generator yields actions, such"),
         ("    yield '0F0'", "mine.py:4: rank 0 yielded '0F0' (str)"),
         ("    yield forward(", "mine.py:4: SyntaxError: '(' was never closed"),
         ("    while True:\n        yield forward(0, 0)", "mine.py:5: rank 0 yielded more than"),
@@ -432,6 +454,115 @@ def test_a_generator_that_fails_is_told_in_one_line(run: Run, body: str, message
     assert err.startswith(f"error: {message}")
     assert len(err.splitlines()) == 1
     assert str(Path(schedir.__file__).parent) not in err
+
+
+@pytest.mark.parametrize("body", ["    forward(0, 0)", "    yield forward(0, 0)"])
+def test_an_async_generator_is_told_so(run: Run, body: str) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine')\nasync def mine(pipe, rank):\n" + body
+    )
+    error = "error: mine.py:2: the generator must yield actions: write def, not async def\n"
+    assert run("show", "mine.py") == (2, "", error)
+
+
+def test_several_that_are_yielded_at_once_are_told_of_yield_from(run: Run) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine')\ndef mine(pipe, rank):\n"
+        "    yield (forward(m, 0) for m in (0, 1))\n"
+    )
+    assert run("show", "mine.py")[2].endswith("microbatch), and several with `yield from`\n")
+
+
+RAN = "open('ran', 'w').close()\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import schedir\nsched = schedir.build('1f1b')\n",
+        "import schedir\nargs.schedule = executor.schedule.ranks\n",
+        "def schedule(name): ...\n@schedule('mine')\ndef mine(pipe, rank): ...\n",
+        "",
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "check", "compare", "export"])
+def test_what_has_no_schedule_is_refused_before_it_runs(
+    run: Run, command: str, text: str
+) -> None:
+    Path("train.py").write_text(RAN + text)
+    assert run(command, "train.py") == (
+        2,
+        "",
+        "error: train.py has no @schedule; decorate its function with @schedule(name), or name it: "
+        "train.py:function\n",
+    )
+    assert not Path("ran").exists()
+    run(command, "train.py:main")
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from schedir import schedule\n@schedule('mine')",
+        "from schedir import schedule as declared\n@declared('mine')",
+        "from schedir import *\n@schedule('mine')",
+        "import schedir\n@schedir.schedule('mine')",
+        "import schedir as s\n@s.schedule('mine')",
+        "import schedir.library.authoring as a\n@a.schedule('mine')",
+        "import schedir.library\ndeclared = schedir.library.schedule\n@declared('mine')",
+        "if True:\n    from schedir.library import Generator as G\n@lambda f: G(f, 'mine')",
+        "import common\n@common.schedule('mine')",
+        "from common import *\n@schedule('mine')",
+    ],
+)
+def test_whatever_may_declare_a_schedule_is_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    Path("common.py").write_text("from schedir import schedule\n")
+    Path("mine.py").write_text(f"from schedir import forward, backward\n{text}\n{ONE}")
+    code, out, err = run("export", "mine.py", "--ranks", "1", "--microbatches", "1")
+    assert (code, err) == (0, "")
+    assert out.startswith("schedir 1\nname mine\n")
+    sys.modules.pop("common", None)
+
+
+def test_a_training_script_is_not_run(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+    command = "import sys, schedir.cli as c; c.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "check", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "train_gpt.py has no @schedule; " in done.stderr
+
+
+def test_files_below_the_working_directory_are_named_from_there(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, text in (("bad.sched", "schedir 2\n"), ("bad.py", "from schedir import schedule\n")):
+        (tmp_path / "sub" / name).write_text(text)
+        Path(name).write_text(text)
+        for file in (Path(name), Path("sub") / name):
+            code, _, err = run("show", str(file.absolute()))
+            assert code == 2
+            assert err.startswith(f"error: {file}")
+    beside = tmp_path.parent / f"{tmp_path.name}-beside.sched"
+    beside.write_text("")
+    assert run("show", str(beside))[2].startswith(f"error: {beside}:1:1: ")
+
+
+def test_a_generator_beside_the_working_directory_is_named_from_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir("here")
+    Path("../mine.py").write_text("from schedir import *\n@schedule('m')\ndef m(p, r): yield 5\n")
+    assert run("show", "../mine.py")[2].startswith("error: ../mine.py:3: rank 0 yielded 5 (int)")
 
 
 def test_what_a_generator_prints_stays_out_of_the_artefact(run: Run) -> None:

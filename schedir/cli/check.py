@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Prove that schedules are complete, matched and free of deadlocks, or print "
         "everything that is wrong with them. Exit code: 0 no error, 1 errors, 2 a target could "
         "not be loaded; of several targets the worst, as one that can't be loaded stops no other. "
-        'The JSON of several is {"targets": [...]}, with what is said of each, behind its "target", '
-        'or an "error".'
+        'The JSON of several is {"targets": [...]}: what is said of each, or its "error", behind '
+        'its "target".'
     )
     add_targets(parser, TARGET)
     add_channel(

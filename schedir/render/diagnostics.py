@@ -25,7 +25,7 @@ _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _WIDTH = 80
 
 
-_Likeness: TypeAlias = tuple[str, Source | tuple[int, int]]
+_Likeness: TypeAlias = tuple[str, Source | tuple[tuple[int, int], ...]]
 
 
 def full(report: Report, subject: str) -> Iterator[Piece]:
@@ -104,8 +104,8 @@ def _shown(report: Report) -> Iterator[tuple[Diagnostic, str]]:
 def _likeness(diagnostic: Diagnostic) -> _Likeness:
     """What findings alike have in common: the code, and the line of Python that made what they are
     about; of a list that no generator wrote, the rank and stage."""
-    at = diagnostic.locations[0]
-    return diagnostic.code, _source_of(diagnostic) or (at.rank, at.action.stage)
+    place = tuple((each.rank, each.action.stage) for each in diagnostic.locations[:1])
+    return diagnostic.code, _source_of(diagnostic) or place
 
 
 def _source_of(diagnostic: Diagnostic) -> Source | None:

@@ -23,7 +23,7 @@ def as_json(content: object) -> str:
     """Data for a program."""
     import json  # other forms start without it
 
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(content, indent=2, default=str) + "\n"
 
 
 class Piece(NamedTuple):

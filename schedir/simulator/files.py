@@ -280,7 +280,7 @@ def read_json(path: str | Path) -> object:
 
 
 _KINDS = {
-    "traceEvents": "a Perfetto trace (`schedir export --format perfetto`): give what it was made of",
+    "traceEvents": "a Perfetto trace (`schedir export --format perfetto`): give what that is of",
     _FORMAT: "measured timelines: `schedir show` draws them, and CostModel.fit makes costs of them",
     "backward": "costs, for --costs",
     "diagnostics": "what `schedir check` has found",

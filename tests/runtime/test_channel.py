@@ -45,6 +45,14 @@ def test_gloo_and_one_process_take_every_model(channel: str) -> None:
         assert channel_for(transport, channel, warns=True) == channel
 
 
+def test_a_transport_stands_for_its_model() -> None:
+    for transport, name in ((NcclTransport, "nccl"), (GlooTransport, "gloo")):
+        assert channel_for(transport, name, warns=True) == transport.channel == TRANSPORTS[name]
+    assert channel_for(GlooTransport, "mpi", warns=True) == "host"
+    with pytest.raises(ExecutionError, match="the laxest model there is 'edge'"):
+        channel_for(NcclTransport, "gloo", warns=True)
+
+
 def test_nccl_takes_what_it_can_do_and_warns_of_what_it_may_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
