@@ -16,9 +16,10 @@ import schedir
 from schedir.checker import CHANNELS, RULES
 from schedir.checker.diagnostics import Severity
 from schedir.cli import main
-from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
+from schedir.ir import COMMUNICATION, TRANSPORTS, Kind, loads_torch_csv
 from schedir.library import built_in
 from schedir.render import outputs_of
+from schedir.simulator import load_timelines
 from tests.command_line import DEADLOCK, Run, runner
 from tests.findings import odd
 from tests.sweeps import sweep
@@ -438,7 +439,10 @@ def test_a_generator_that_chunks_do_not_break_is_told_its_own_fault(run: Run) ->
         ),
         ("    yield [forward(0, 0)]", "mine.py:4: rank 0 yielded [Action("),
         ("    return [[forward(0, 0)]]", "mine.py:2: rank 0 yielded [Action("),
-        ("    yield", "mine.py:4: rank 0 yielded None (NoneType); a generator yields actions, such"),
+        (
+            "    yield",
+            "mine.py:4: rank 0 yielded None (NoneType); a generator yields actions, such",
+        ),
         ("    yield '0F0'", "mine.py:4: rank 0 yielded '0F0' (str)"),
         ("    yield forward(", "mine.py:4: SyntaxError: '(' was never closed"),
         ("    while True:\n        yield forward(0, 0)", "mine.py:5: rank 0 yielded more than"),
@@ -482,13 +486,15 @@ RAN = "open('ran', 'w').close()\n"
         "import schedir\nsched = schedir.build('1f1b')\n",
         "import schedir\nargs.schedule = executor.schedule.ranks\n",
         "def schedule(name): ...\n@schedule('mine')\ndef mine(pipe, rank): ...\n",
+        "from torch.profiler import schedule\nschedule(wait=1, warmup=1, active=3)\n",
+        "import torch.profiler\ntorch.profiler.schedule(wait=1, warmup=1, active=3)\n",
+        "import typing\nfrom collections.abc import Generator\nx: typing.Generator[int]\n",
+        "from math import *\nimport schedir\ns = schedir.build('1f1b')\n",
         "",
     ],
 )
 @pytest.mark.parametrize("command", ["show", "check", "compare", "export"])
-def test_what_has_no_schedule_is_refused_before_it_runs(
-    run: Run, command: str, text: str
-) -> None:
+def test_what_has_no_schedule_is_refused_before_it_runs(run: Run, command: str, text: str) -> None:
     Path("train.py").write_text(RAN + text)
     assert run(command, "train.py") == (
         2,
@@ -514,6 +520,7 @@ def test_what_has_no_schedule_is_refused_before_it_runs(
         "if True:\n    from schedir.library import Generator as G\n@lambda f: G(f, 'mine')",
         "import common\n@common.schedule('mine')",
         "from common import *\n@schedule('mine')",
+        "import schedir as s\n@lambda f: s.Generator(f, 'mine')",
     ],
 )
 def test_whatever_may_declare_a_schedule_is_run(
@@ -632,6 +639,21 @@ def test_list(run: Run) -> None:
     assert "--chunks 2, group_size=None" in row_of["interleaved-1f1b"]
     assert "vertical_sync=false" in row_of["pipedream"]
     assert row_of["fill-drain"].endswith("every microbatch is in flight at once.")
+
+
+def test_list_json(run: Run) -> None:
+    code, out, err = run("list", "--json")
+    assert (code, err) == (0, "")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert list(rows) == SCHEDULES
+    row = rows["interleaved-1f1b"]
+    assert list(row) == ["name", "aliases", "file", "chunks", "parameters", "description"]
+    assert rows["fill-drain"]["aliases"] == ["gpipe"]
+    assert Path(row["file"]).read_text().startswith('"""')
+    assert (row["chunks"], rows["1f1b"]["chunks"]) == (2, 1)
+    assert row["parameters"] == [{"name": "group_size", "default": None}]
+    assert rows["pipedream"]["parameters"] == [{"name": "vertical_sync", "default": False}]
+    assert rows["fill-drain"]["description"].endswith("every microbatch is in flight at once.")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -754,6 +776,198 @@ def test_check_formats(run: Run) -> None:
     assert (code, json.loads(out)) == (0, {"ok": True, "channel": "rank", "diagnostics": []})
 
 
+@pytest.mark.parametrize(("transport", "model"), TRANSPORTS.items())
+def test_a_transport_stands_for_its_channel_model(run: Run, transport: str, model: str) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    for form in ("full", "concise", "json", "github"):
+        argv = ("check", "dead.sched", "--output-format", form, "--channel")
+        assert run(*argv, transport) == run(*argv, model)
+    # The gloo of the table blocks in nothing, so that the list runs on that alone.
+    assert run("check", "dead.sched", "--channel", transport)[0] == (transport != "gloo")
+    compared = ("compare", "dead.sched", "1f1b", "--ranks", "2", "--json", "--channel")
+    assert run(*compared, transport) == run(*compared, model)
+    assert json.loads(run(*compared, transport)[1])["channel"] == model
+    found = ("search", "--ranks", "2", "--microbatches", "2", "--channel")
+    assert run(*found, transport) == run(*found, model)
+    schedule = schedir.loads(DEADLOCK)
+    assert schedir.check(schedule, transport).channel == model
+    assert schedir.advance_receives(schedule, transport) == schedir.advance_receives(
+        schedule, model
+    )
+
+
+def test_an_unknown_channel_is_told_models_and_transports(run: Run) -> None:
+    code, out, err = run("check", "1f1b", "--channel", "tcp")
+    assert (code, out) == (2, "")
+    with pytest.raises(ValueError, match="unknown channel model 'tcp'; known: ") as raised:
+        schedir.check(schedir.build("1f1b"), "tcp")
+    for name in (*CHANNELS, *TRANSPORTS):
+        assert name in err
+        assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["show", "check", "compare", "export", "search"])
+def test_the_shape_has_short_options(run: Run, command: str) -> None:
+    target = [] if command == "search" else ["interleaved-1f1b"]
+    short = run(command, *target, "-r", "2", "-m", "4", "-v", "3")
+    assert short[0] == 0
+    assert short == run(command, *target, "--ranks", "2", "--microbatches", "4", "--chunks", "3")
+    if command in ("show", "export", "compare"):
+        assert short != run(command, *target, "-r", "2", "-m", "4")
+
+
+def test_check_takes_several_targets(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("bad.sched").write_text("schedir 2\n")
+    shape = ("-r", "2", "-m", "4")
+    reports = {
+        target: run("check", target, *shape) for target in ("1f1b", "gpipe", "bad.sched")
+    } | {"dead.sched": run("check", "dead.sched")}
+    code, out, err = run("check", "1f1b", "gpipe", *shape)
+    assert (code, err) == (0, "")
+    assert out == f"1f1b:\n{reports['1f1b'][1]}fill-drain:\n{reports['gpipe'][1]}"
+    code, out, err = run("check", "1f1b", "dead.sched", "gpipe", "-r", "2")
+    assert (code, err) == (1, "")
+    assert f"\ndead.sched:\n{reports['dead.sched'][1]}fill-drain:\n" in out
+    # What can't be loaded stops no other.
+    code, out, err = run("check", "bad.sched", "dead.sched", "nope", "1f1b", "-r", "2")
+    assert code == 2
+    assert out.startswith(f"dead.sched:\n{reports['dead.sched'][1]}1f1b:\n1f1b: clean under rank")
+    assert err.startswith(reports["bad.sched"][2])
+    assert err.removeprefix(reports["bad.sched"][2]).startswith(
+        "error: no schedule is named 'nope'"
+    )
+
+
+def test_several_targets_in_the_other_formats(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("again.sched").write_text(DEADLOCK)
+    targets = ("again.sched", "nope", "1f1b", "dead.sched")
+    for form in ("concise", "github"):
+        argv = ("--output-format", form, "-r", "2")
+        each = [
+            run("check", target, *argv[:2], *([] if "." in target else argv[2:]))
+            for target in targets
+        ]
+        code, out, err = run("check", *targets, *argv)
+        assert (code, out, err) == (2, "".join(one[1] for one in each), each[1][2])
+        assert out.count("S301") == 2
+    code, out, err = run("check", *targets, "--output-format", "json")
+    content = json.loads(out)
+    assert (code, list(content)) == (2, ["targets"])
+    assert [one.pop("target") for one in content["targets"]] == [*targets]
+    dead, nope, clean, again = content["targets"]
+    assert dead == again == json.loads(run("check", "dead.sched", "--output-format", "json")[1])
+    assert clean == json.loads(run("check", "1f1b", "--output-format", "json")[1])
+    assert err == f"error: {nope['error']}\n"
+    assert list(nope) == ["error"]
+
+
+@pytest.mark.parametrize("form", ["sched", "torch-csv", "torch-csv-comms"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "-"],
+        ["show", "-", "--json"],
+        ["export", "-", "--format", "torch-csv-comms"],
+        ["show", "1f1b", "--against", "-"],
+        ["compare", "-", "1f1b", "--json"],
+    ],
+)
+def test_a_list_is_read_from_standard_input(tmp_path: Path, argv: list[str], form: str) -> None:
+    file = tmp_path / ("stdin.csv" if form.startswith("torch") else "stdin.sched")
+    schedir_process("export", "1f1b", "--format", form, "-o", file.name, cwd=tmp_path)
+    with open(file) as stdin:
+        piped = schedir_process(*argv, cwd=tmp_path, stdin=stdin)
+    named = schedir_process(*[file.name if each == "-" else each for each in argv], cwd=tmp_path)
+    assert (piped.returncode, piped.stderr) == (0, named.stderr)
+    assert piped.stdout == named.stdout.replace(file.name, "<stdin>")
+
+
+def test_standard_input_that_is_no_schedule(tmp_path: Path) -> None:
+    (tmp_path / "none").write_text("")
+    (tmp_path / "bad").write_text("schedir 1\nnom x\n")
+    (tmp_path / "good").write_text(SERIAL)
+    for file, argv, message in (
+        ("none", [], "<stdin>:1:1: the file ends without a 'schedir' line"),
+        ("bad", [], "<stdin>:2:1: "),
+        ("good", ["-r", "2"], "<stdin> has 1 ranks, not 2"),
+    ):
+        with open(tmp_path / file) as stdin:
+            done = schedir_process("check", "-", *argv, cwd=tmp_path, stdin=stdin)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {message}")
+        assert len(done.stderr.splitlines()) == 1
+    closed = f"{sys.executable} -m schedir check - <&-"
+    done = subprocess.run(["bash", "-c", closed], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (2, "error: <stdin>: Bad file descriptor\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["export", "1f1b", "--format", "perfetto"], "a Perfetto trace (`schedir export "),
+        (["check", "1f1b", "--output-format", "json"], "what `schedir check` has found"),
+        (["show", "1f1b", "--json"], "what `schedir show --json` prints"),
+        (["compare", "1f1b", "--json"], "what `schedir compare --json` prints"),
+    ],
+)
+def test_json_of_another_kind_is_told_what_it_is(run: Run, argv: list[str], what: str) -> None:
+    Path("it.json").write_text(run(*argv)[1])
+    for other, wanted in (
+        (["show", "it.json"], "file of timelines"),
+        (["compare", "1f1b", "it.json"], "file of timelines"),
+        (["check", "it.json"], "schedule"),
+        (["show", "1f1b", "--costs", "it.json"], "costs"),
+    ):
+        code, out, err = run(*other)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: it.json: no {wanted}, but {what}")
+        assert len(err.splitlines()) == 1
+
+
+def test_costs_and_timelines_are_told_apart(run: Run) -> None:
+    schedir.CostModel().save("costs.json")
+    schedir.simulate(schedir.build("1f1b"), schedir.CostModel()).save("line.json")
+    for argv, error in (
+        (["show", "costs.json"], "costs.json: no file of timelines, but costs, for --costs"),
+        (["check", "costs.json"], "costs.json: no schedule, but costs, for --costs"),
+        (["check", "line.json"], "line.json: no schedule, but measured timelines: `schedir show`"),
+        (["show", "1f1b", "--costs", "line.json"], "line.json: no costs, but measured timelines"),
+    ):
+        assert run(*argv)[2].startswith(f"error: {error}")
+
+
+MEASURED = Path(__file__).parent / "runs" / "1f1b-2x8.json"  # on two ranks
+
+
+def test_costs_of_a_run_have_its_ranks(run: Run) -> None:
+    schedir.CostModel.fit(load_timelines(MEASURED)).save("costs.json")
+    costs, two = ("--costs", "costs.json"), ("--ranks", "2")
+    for argv in (
+        ("show", "1f1b", "--json"),
+        ("show", "1f1b", "--why"),
+        ("check", "zb"),
+        ("compare", "1f1b", "zbv", "--json"),
+        ("search", "--microbatches", "2"),
+        ("export", "1f1b", "--format", "perfetto"),
+    ):
+        found = run(*argv, *costs)
+        assert found[0] == 0
+        assert found == run(*argv, *costs, *two)
+    assert schedir.build("1f1b", costs=schedir.CostModel.load("costs.json")).ranks == 2
+    # What is asked for, or has a shape, has that.
+    assert (
+        json.loads(run("compare", "1f1b", "-r", "4", "--json", *costs)[1])["rows"][0]["ranks"] == 4
+    )
+    run("export", "1f1b", "-o", "four.sched")
+    rows = json.loads(run("compare", "1f1b", "four.sched", "--json", *costs)[1])["rows"]
+    assert {row["ranks"] for row in rows} == {4}
+    code, out, err = run("show", "four.sched", *costs)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: forward has 2 numbers, but 1f1b has 4 stages")
+
+
 def test_of_findings_alike_three_are_shown(run: Run) -> None:
     Path("many.py").write_text(
         "from schedir import *\n@schedule('many')\n"
@@ -777,6 +991,20 @@ def test_of_findings_alike_three_are_shown(run: Run) -> None:
     assert [line.endswith("; and 27 more like it") for line in out.splitlines()] == [0, 0, 1]
     _, out, err = run("show", *shape)
     assert (out, err.count("error[S201]")) == ("", 3)
+
+
+def test_of_a_hundred_actions_on_a_wrong_rank_three_of_each_stage_are_shown(run: Run) -> None:
+    _, text, _ = run("export", "1f1b", "-r", "2", "-m", "25")
+    Path("swapped.sched").write_text(text.replace("placement 0 1", "placement 1 0"))
+    code, out, err = run("check", "swapped.sched")
+    assert (code, err) == (1, "")
+    # Of each stage 25 forwards, backwards, sends and receives, and its OPTIM_STEP.
+    assert out.count("error[S103]") == 6
+    assert out.count("   … and 98 more like it\n") == 2
+    assert out.endswith("\nswapped.sched: 202 errors under rank\n")
+    assert len(run("check", "swapped.sched", "--output-format", "concise")[1].splitlines()) == 8
+    _, out, _ = run("check", "swapped.sched", "--output-format", "json")
+    assert len(json.loads(out)["diagnostics"]) == 202
 
 
 @pytest.mark.parametrize(("severity", "codes"), [("warning", (0, 1)), ("error", (1, 1))])

@@ -117,14 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that is found, and say what it is like."""
     terms: dict[str, Any] = {field.name: getattr(args, field.name) for field in attrs.fields(Terms)}
-    terms["costs"] = costs = costs_of(args)
-    for name, default in (
-        ("ranks", costs.ranks or DEFAULT_RANKS),
-        ("microbatches", DEFAULT_MICROBATCHES),
-        ("chunks", 1),
-    ):
-        if terms[name] is None:
-            terms[name] = default
+    costs = costs_of(args)
+    terms.update(
+        costs=costs,
+        ranks=args.ranks or costs.ranks or DEFAULT_RANKS,
+        microbatches=args.microbatches or DEFAULT_MICROBATCHES,
+        chunks=args.chunks or 1,
+    )
     try:
         if args.output is not None:
             check_writable(args.output)

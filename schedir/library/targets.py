@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
@@ -30,7 +31,13 @@ ENTRY_POINT_GROUP = "schedir.schedules"
 _LISTS = (".sched", ".csv")  # the extensions of files that list actions
 _STDIN = "-"
 _CSV = re.compile(rb"[\s,\"(]*[0-9]")  # how torch's CSV begins: an action's stage
-_DECLARE = ("schedule", "Generator")  # what makes a Generator
+_DECLARE = {"schedule", "Generator"}  # what makes a Generator
+_UNRELATED = {
+    "collections",
+    "numpy",
+    "torch",
+    "typing",
+}  # have one of these names for another thing
 
 
 def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
@@ -192,28 +199,29 @@ def _from_file(path: Path, function: str | None) -> Generator:
 def _may_declare(path: Path) -> bool:
     """Whether a module's text lets it declare a schedule, so that it has to be run to be known.
 
-    It does where it imports `schedule` or `Generator`, or anything's all with `*`, or reads one of
-    the two of what it has imported, as in `schedir.schedule`. A training script does not. Text that
-    can't be parsed is run, which says why.
+    It does where it imports `schedule` or `Generator`, or reads one of the two of a module that it
+    imports, as in `schedir.schedule`, or by its bare name where it imports anything's all with `*`.
+    Imports from packages that have another of that name don't count. Text that can't be parsed is
+    run, which says why.
     """
-    import ast
-
     try:
         nodes = [*ast.walk(ast.parse(path.read_bytes()))]
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
         return True
-    names = [
-        each
+    imported: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.partition(".")[0] not in _UNRELATED:
+                for each in node.names:
+                    imported |= {each.name, (each.asname or each.name).partition(".")[0]}
+    read = {
+        ast.unparse(node).partition(".")[0]
         for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for each in node.names
-    ]
-    imported = {(name.asname or name.name).partition(".")[0] for name in names}
-    return any(name.name in ("*", *_DECLARE) for name in names) or any(
-        isinstance(node, ast.Attribute)
-        and node.attr in _DECLARE
-        and ast.unparse(node).partition(".")[0] in imported
-        for node in nodes
+        if getattr(node, "attr", getattr(node, "id", None)) in _DECLARE
+    }
+    return not imported.isdisjoint({*read, *_DECLARE}) or (
+        "*" in imported and bool(read & _DECLARE)
     )
 
 

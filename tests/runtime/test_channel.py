@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import schedir
+from schedir import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, RECEIVES, flat
+from schedir.ir import COMMUNICATION, RECEIVES, TRANSPORTS, flat
 from schedir.runtime import Executor, plan
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
