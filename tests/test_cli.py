@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import schedir
+from schedir import Action, Generator, Pipeline
 from schedir.checker import CHANNELS, RULES
 from schedir.checker.diagnostics import Severity
 from schedir.cli import main
@@ -558,6 +560,8 @@ def test_files_below_the_working_directory_are_named_from_there(run: Run, tmp_pa
             code, _, err = run("show", str(file.absolute()))
             assert code == 2
             assert err.startswith(f"error: {file}")
+    within = f"sub{tmp_path}/no.sched"  # which is no path below the working directory
+    assert run("show", within)[2] == f"error: {within}: no such file\n"
     beside = tmp_path.parent / f"{tmp_path.name}-beside.sched"
     beside.write_text("")
     assert run("show", str(beside))[2].startswith(f"error: {beside}:1:1: ")
@@ -654,6 +658,21 @@ def test_list_json(run: Run) -> None:
     assert row["parameters"] == [{"name": "group_size", "default": None}]
     assert rows["pipedream"]["parameters"] == [{"name": "vertical_sync", "default": False}]
     assert rows["fill-drain"]["description"].endswith("every microbatch is in flight at once.")
+
+
+def test_list_json_of_any_generator(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(
+        pipe: Pipeline, rank: int, needed: int, own: object = Kind, **more: int
+    ) -> list[Action]:
+        return []
+
+    odds = [Generator(function, "odd") for function in (odd, partial(odd, needed=1))]
+    monkeypatch.setattr("schedir.cli.list.installed", lambda: odds)
+    code, out, err = run("list", "--json")
+    assert (code, err) == (0, "")
+    ours, codeless = json.loads(out)
+    assert ours["parameters"] == [{"name": "needed"}, {"name": "own", "default": str(Kind)}]
+    assert (ours["file"], codeless["file"]) == (__file__, None)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -789,11 +808,9 @@ def test_a_transport_stands_for_its_channel_model(run: Run, transport: str, mode
     assert json.loads(run(*compared, transport)[1])["channel"] == model
     found = ("search", "--ranks", "2", "--microbatches", "2", "--channel")
     assert run(*found, transport) == run(*found, model)
-    schedule = schedir.loads(DEADLOCK)
-    assert schedir.check(schedule, transport).channel == model
-    assert schedir.advance_receives(schedule, transport) == schedir.advance_receives(
-        schedule, model
-    )
+    assert schedir.check(schedir.loads(DEADLOCK), transport).channel == model
+    tied = partial(schedir.advance_receives, schedir.build("pipedream"), room=9, ties=[(0, 3)])
+    assert tied(channel=transport) == tied(channel=model)
 
 
 def test_an_unknown_channel_is_told_models_and_transports(run: Run) -> None:
