@@ -8,17 +8,20 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import schedir
+from schedir import Action, Generator, Pipeline
 from schedir.checker import CHANNELS, RULES
 from schedir.checker.diagnostics import Severity
 from schedir.cli import main
-from schedir.ir import COMMUNICATION, Kind, loads_torch_csv
+from schedir.ir import COMMUNICATION, TRANSPORTS, Kind, loads_torch_csv
 from schedir.library import built_in
 from schedir.render import outputs_of
+from schedir.simulator import load_timelines
 from tests.command_line import DEADLOCK, Run, runner
 from tests.findings import odd
 from tests.sweeps import sweep
@@ -39,6 +42,9 @@ def stuck(pipe, rank):
         yield backward(rank, 0)
         yield backward(rank, 1)
 """
+
+
+ONE = "def mine(pipe, rank):\n    yield forward(0, 0)\n    yield backward(0, 0)\n"
 
 
 @pytest.fixture
@@ -189,7 +195,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_quiet(run: Run) -> None:
-    Path("slow.py").write_text("raise KeyboardInterrupt\n")
+    Path("slow.py").write_text("from schedir import schedule\nraise KeyboardInterrupt\n")
     assert run("show", "slow.py") == (130, "", "")
 
 
@@ -324,9 +330,13 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["zb", "--set", "costs=2"], "costs are not set with --set: give --costs FILE, or --cost"),
         (["gpipe", "--set", "target=2"], "fill-drain has no parameter 'target'"),
         (["gpipe", "--set", "order=a", "--set", "order=b"], "--set names order twice"),
-        (["1f1b", "--ranks", "0"], "argument --ranks: '0' is not a whole number >= 1"),
+        (["1f1b", "--ranks", "0"], "argument -r/--ranks: '0' is not a whole number >= 1"),
         (["1f1b", "--microbatches", "x"], "--microbatches: 'x' is not a whole number >= 1"),
         (["1f1b", "--ranks", "999999999"], "are too many: their product may be at most"),
+        *(
+            (["1f1b", option, "99999999999999999999"], "99999999999999999999 is too many: at most")
+            for option in ("--ranks", "--microbatches", "--chunks")
+        ),
         *(
             (
                 [name, "--chunks", "2"],
@@ -338,6 +348,10 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["1f1b", "--set", "x"], "argument --set: 'x' is not KEY=VALUE"),
         (["interleaved-1f1b", "--set", "group_size=x"], "group_size must be an int >= 1, not 'x'"),
         (["serial"], "no schedule is named 'serial'; did you mean 'serial.sched'?"),
+        (["interleaved"], "did you mean 'interleaved-1f1b' or 'interleaved-zb' or 'grouped-"),
+        (["bfs"], "no schedule is named 'bfs'; did you mean 'looped-bfs'? "),
+        (["one"], "did you mean '1f1b'? "),  # which is also one-f-one-b
+        ([""], "no schedule is named ''; `schedir list`"),
         (["./mine"], "no schedule is named './mine'; did you mean './mine.py'?"),
         (["fold"], "fold is a directory"),
         (["fold.py"], "fold.py: not a regular file"),
@@ -348,7 +362,7 @@ def test_settings_reach_the_generator_with_their_type(run: Run) -> None:
         (["mine.py:"], "mine.py: no function is named after the colon"),
         (["mine.py:yours"], "mine.py has no function 'yours'; it has: mine"),
         (["serial.sched:f"], "serial.sched is a list of actions and has no function 'f'"),
-        (["empty.py"], "empty.py declares no schedule; decorate its function with"),
+        (["empty.py"], "empty.py has no @schedule; decorate its function with"),
         (["empty.csv"], "empty.csv:1:1: the file holds no action"),
         (["empty.sched"], "empty.sched:1:1: the file ends without a 'schedir' line"),
         (["fil-drain"], "did you mean 'fill-drain'?"),
@@ -416,7 +430,21 @@ def test_a_generator_that_chunks_do_not_break_is_told_its_own_fault(run: Run) ->
             "mine.py:4: mine, rank 0: ValueError: stage must be an int in 0..999999999",
         ),
         ("    return 5", "mine.py:2: the generator must yield actions, not return 5 (int)"),
-        ("    forward(0, 0)", "mine.py:2: the generator must yield actions, not return None"),
+        (
+            "    forward(0, 0)",
+            "mine.py:2: the generator must yield actions, not return None (NoneType): write `yield "
+            "forward(stage, microbatch)`\n",
+        ),
+        (
+            "    if rank == 0:\n        return [forward(0, 0)]\n    yield forward(rank, 0)",
+            "mine.py:2: the generator must yield actions, not return [Action(",
+        ),
+        ("    yield [forward(0, 0)]", "mine.py:4: rank 0 yielded [Action("),
+        ("    return [[forward(0, 0)]]", "mine.py:2: rank 0 yielded [Action("),
+        (
+            "    yield",
+            "mine.py:4: rank 0 yielded None (NoneType); a generator yields actions, such",
+        ),
         ("    yield '0F0'", "mine.py:4: rank 0 yielded '0F0' (str)"),
         ("    yield forward(", "mine.py:4: SyntaxError: '(' was never closed"),
         ("    while True:\n        yield forward(0, 0)", "mine.py:5: rank 0 yielded more than"),
@@ -432,6 +460,120 @@ def test_a_generator_that_fails_is_told_in_one_line(run: Run, body: str, message
     assert err.startswith(f"error: {message}")
     assert len(err.splitlines()) == 1
     assert str(Path(schedir.__file__).parent) not in err
+
+
+@pytest.mark.parametrize("body", ["    forward(0, 0)", "    yield forward(0, 0)"])
+def test_an_async_generator_is_told_so(run: Run, body: str) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine')\nasync def mine(pipe, rank):\n" + body
+    )
+    error = "error: mine.py:2: the generator must yield actions: write def, not async def\n"
+    assert run("show", "mine.py") == (2, "", error)
+
+
+def test_several_that_are_yielded_at_once_are_told_of_yield_from(run: Run) -> None:
+    Path("mine.py").write_text(
+        "from schedir import *\n@schedule('mine')\ndef mine(pipe, rank):\n"
+        "    yield (forward(m, 0) for m in (0, 1))\n"
+    )
+    assert run("show", "mine.py")[2].endswith("microbatch), and several with `yield from`\n")
+
+
+RAN = "open('ran', 'w').close()\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import schedir\nsched = schedir.build('1f1b')\n",
+        "import schedir\nargs.schedule = executor.schedule.ranks\n",
+        "def schedule(name): ...\n@schedule('mine')\ndef mine(pipe, rank): ...\n",
+        "from torch.profiler import schedule\nschedule(wait=1, warmup=1, active=3)\n",
+        "import torch.profiler\ntorch.profiler.schedule(wait=1, warmup=1, active=3)\n",
+        "import typing\nfrom collections.abc import Generator\nx: typing.Generator[int]\n",
+        "from math import *\nimport schedir\ns = schedir.build('1f1b')\n",
+        "",
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "check", "compare", "export"])
+def test_what_has_no_schedule_is_refused_before_it_runs(run: Run, command: str, text: str) -> None:
+    Path("train.py").write_text(RAN + text)
+    assert run(command, "train.py") == (
+        2,
+        "",
+        "error: train.py has no @schedule; decorate its function with @schedule(name), or name it: "
+        "train.py:function\n",
+    )
+    assert not Path("ran").exists()
+    run(command, "train.py:main")
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from schedir import schedule\n@schedule('mine')",
+        "from schedir import schedule as declared\n@declared('mine')",
+        "from schedir import *\n@schedule('mine')",
+        "import schedir\n@schedir.schedule('mine')",
+        "import schedir as s\n@s.schedule('mine')",
+        "import schedir.library.authoring as a\n@a.schedule('mine')",
+        "import schedir.library\ndeclared = schedir.library.schedule\n@declared('mine')",
+        "if True:\n    from schedir.library import Generator as G\n@lambda f: G(f, 'mine')",
+        "import common\n@common.schedule('mine')",
+        "from common import *\n@schedule('mine')",
+        "import schedir as s\n@lambda f: s.Generator(f, 'mine')",
+    ],
+)
+def test_whatever_may_declare_a_schedule_is_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.syspath_prepend(".")
+    Path("common.py").write_text("from schedir import schedule\n")
+    Path("mine.py").write_text(f"from schedir import forward, backward\n{text}\n{ONE}")
+    code, out, err = run("export", "mine.py", "--ranks", "1", "--microbatches", "1")
+    assert (code, err) == (0, "")
+    assert out.startswith("schedir 1\nname mine\n")
+    sys.modules.pop("common", None)
+
+
+def test_a_training_script_is_not_run(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+    command = "import sys, schedir.cli as c; c.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "check", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "train_gpt.py has no @schedule; " in done.stderr
+
+
+def test_files_below_the_working_directory_are_named_from_there(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, text in (("bad.sched", "schedir 2\n"), ("bad.py", "from schedir import schedule\n")):
+        (tmp_path / "sub" / name).write_text(text)
+        Path(name).write_text(text)
+        for file in (Path(name), Path("sub") / name):
+            code, _, err = run("show", str(file.absolute()))
+            assert code == 2
+            assert err.startswith(f"error: {file}")
+    within = f"sub{tmp_path}/no.sched"  # which is no path below the working directory
+    assert run("show", within)[2] == f"error: {within}: no such file\n"
+    beside = tmp_path.parent / f"{tmp_path.name}-beside.sched"
+    beside.write_text("")
+    assert run("show", str(beside))[2].startswith(f"error: {beside}:1:1: ")
+
+
+def test_a_generator_beside_the_working_directory_is_named_from_there(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir("here")
+    Path("../mine.py").write_text("from schedir import *\n@schedule('m')\ndef m(p, r): yield 5\n")
+    assert run("show", "../mine.py")[2].startswith("error: ../mine.py:3: rank 0 yielded 5 (int)")
 
 
 def test_what_a_generator_prints_stays_out_of_the_artefact(run: Run) -> None:
@@ -501,6 +643,36 @@ def test_list(run: Run) -> None:
     assert "--chunks 2, group_size=None" in row_of["interleaved-1f1b"]
     assert "vertical_sync=false" in row_of["pipedream"]
     assert row_of["fill-drain"].endswith("every microbatch is in flight at once.")
+
+
+def test_list_json(run: Run) -> None:
+    code, out, err = run("list", "--json")
+    assert (code, err) == (0, "")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert list(rows) == SCHEDULES
+    row = rows["interleaved-1f1b"]
+    assert list(row) == ["name", "aliases", "file", "chunks", "parameters", "description"]
+    assert rows["fill-drain"]["aliases"] == ["gpipe"]
+    assert Path(row["file"]).read_text().startswith('"""')
+    assert (row["chunks"], rows["1f1b"]["chunks"]) == (2, 1)
+    assert row["parameters"] == [{"name": "group_size", "default": None}]
+    assert rows["pipedream"]["parameters"] == [{"name": "vertical_sync", "default": False}]
+    assert rows["fill-drain"]["description"].endswith("every microbatch is in flight at once.")
+
+
+def test_list_json_of_any_generator(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(
+        pipe: Pipeline, rank: int, needed: int, own: object = Kind, **more: int
+    ) -> list[Action]:
+        return []
+
+    odds = [Generator(function, "odd") for function in (odd, partial(odd, needed=1))]
+    monkeypatch.setattr("schedir.cli.list.installed", lambda: odds)
+    code, out, err = run("list", "--json")
+    assert (code, err) == (0, "")
+    ours, codeless = json.loads(out)
+    assert ours["parameters"] == [{"name": "needed"}, {"name": "own", "default": str(Kind)}]
+    assert (ours["file"], codeless["file"]) == (__file__, None)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -623,6 +795,196 @@ def test_check_formats(run: Run) -> None:
     assert (code, json.loads(out)) == (0, {"ok": True, "channel": "rank", "diagnostics": []})
 
 
+@pytest.mark.parametrize(("transport", "model"), TRANSPORTS.items())
+def test_a_transport_stands_for_its_channel_model(run: Run, transport: str, model: str) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    for form in ("full", "concise", "json", "github"):
+        argv = ("check", "dead.sched", "--output-format", form, "--channel")
+        assert run(*argv, transport) == run(*argv, model)
+    # The gloo of the table blocks in nothing, so that the list runs on that alone.
+    assert run("check", "dead.sched", "--channel", transport)[0] == (transport != "gloo")
+    compared = ("compare", "dead.sched", "1f1b", "--ranks", "2", "--json", "--channel")
+    assert run(*compared, transport) == run(*compared, model)
+    assert json.loads(run(*compared, transport)[1])["channel"] == model
+    found = ("search", "--ranks", "2", "--microbatches", "2", "--channel")
+    assert run(*found, transport) == run(*found, model)
+    assert schedir.check(schedir.loads(DEADLOCK), transport).channel == model
+    tied = partial(schedir.advance_receives, schedir.build("pipedream"), room=9, ties=[(0, 3)])
+    assert tied(channel=transport) == tied(channel=model)
+
+
+def test_an_unknown_channel_is_told_models_and_transports(run: Run) -> None:
+    code, out, err = run("check", "1f1b", "--channel", "tcp")
+    assert (code, out) == (2, "")
+    with pytest.raises(ValueError, match="unknown channel model 'tcp'; known: ") as raised:
+        schedir.check(schedir.build("1f1b"), "tcp")
+    for name in (*CHANNELS, *TRANSPORTS):
+        assert name in err
+        assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["show", "check", "compare", "export", "search"])
+def test_the_shape_has_short_options(run: Run, command: str) -> None:
+    target = [] if command == "search" else ["interleaved-1f1b"]
+    short = run(command, *target, "-r", "2", "-m", "4", "-v", "3")
+    assert short[0] == 0
+    assert short == run(command, *target, "--ranks", "2", "--microbatches", "4", "--chunks", "3")
+    if command in ("show", "export", "compare"):
+        assert short != run(command, *target, "-r", "2", "-m", "4")
+
+
+def test_check_takes_several_targets(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("bad.sched").write_text("schedir 2\n")
+    shape = ("-r", "2", "-m", "4")
+    reports = {
+        target: run("check", target, *shape) for target in ("1f1b", "gpipe", "bad.sched")
+    } | {"dead.sched": run("check", "dead.sched")}
+    code, out, err = run("check", "1f1b", "gpipe", *shape)
+    assert (code, err) == (0, "")
+    assert out == f"1f1b:\n{reports['1f1b'][1]}fill-drain:\n{reports['gpipe'][1]}"
+    code, out, err = run("check", "1f1b", "dead.sched", "gpipe", "-r", "2")
+    assert (code, err) == (1, "")
+    assert f"\ndead.sched:\n{reports['dead.sched'][1]}fill-drain:\n" in out
+    # What can't be loaded stops no other.
+    code, out, err = run("check", "bad.sched", "dead.sched", "nope", "1f1b", "-r", "2")
+    assert code == 2
+    assert out.startswith(f"dead.sched:\n{reports['dead.sched'][1]}1f1b:\n1f1b: clean under rank")
+    assert err.startswith(reports["bad.sched"][2])
+    assert err.removeprefix(reports["bad.sched"][2]).startswith(
+        "error: no schedule is named 'nope'"
+    )
+
+
+def test_several_targets_in_the_other_formats(run: Run) -> None:
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("again.sched").write_text(DEADLOCK)
+    targets = ("again.sched", "nope", "1f1b", "dead.sched")
+    for form in ("concise", "github"):
+        argv = ("--output-format", form, "-r", "2")
+        each = [
+            run("check", target, *argv[:2], *([] if "." in target else argv[2:]))
+            for target in targets
+        ]
+        code, out, err = run("check", *targets, *argv)
+        assert (code, out, err) == (2, "".join(one[1] for one in each), each[1][2])
+        assert out.count("S301") == 2
+    code, out, err = run("check", *targets, "--output-format", "json")
+    content = json.loads(out)
+    assert (code, list(content)) == (2, ["targets"])
+    assert [one.pop("target") for one in content["targets"]] == [*targets]
+    dead, nope, clean, again = content["targets"]
+    assert dead == again == json.loads(run("check", "dead.sched", "--output-format", "json")[1])
+    assert clean == json.loads(run("check", "1f1b", "--output-format", "json")[1])
+    assert err == f"error: {nope['error']}\n"
+    assert list(nope) == ["error"]
+
+
+@pytest.mark.parametrize("form", ["sched", "torch-csv", "torch-csv-comms"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "-"],
+        ["show", "-", "--json"],
+        ["export", "-", "--format", "torch-csv-comms"],
+        ["show", "1f1b", "--against", "-"],
+        ["compare", "-", "1f1b", "--json"],
+    ],
+)
+def test_a_list_is_read_from_standard_input(tmp_path: Path, argv: list[str], form: str) -> None:
+    file = tmp_path / ("stdin.csv" if form.startswith("torch") else "stdin.sched")
+    schedir_process("export", "1f1b", "--format", form, "-o", file.name, cwd=tmp_path)
+    with open(file) as stdin:
+        piped = schedir_process(*argv, cwd=tmp_path, stdin=stdin)
+    named = schedir_process(*[file.name if each == "-" else each for each in argv], cwd=tmp_path)
+    assert (piped.returncode, piped.stderr) == (0, named.stderr)
+    assert piped.stdout == named.stdout.replace(file.name, "<stdin>")
+
+
+def test_standard_input_that_is_no_schedule(tmp_path: Path) -> None:
+    (tmp_path / "none").write_text("")
+    (tmp_path / "bad").write_text("schedir 1\nnom x\n")
+    (tmp_path / "good").write_text(SERIAL)
+    for file, argv, message in (
+        ("none", [], "<stdin>:1:1: the file ends without a 'schedir' line"),
+        ("bad", [], "<stdin>:2:1: "),
+        ("good", ["-r", "2"], "<stdin> has 1 ranks, not 2"),
+    ):
+        with open(tmp_path / file) as stdin:
+            done = schedir_process("check", "-", *argv, cwd=tmp_path, stdin=stdin)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {message}")
+        assert len(done.stderr.splitlines()) == 1
+    closed = f"{sys.executable} -m schedir check - <&-"
+    done = subprocess.run(["bash", "-c", closed], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (2, "error: <stdin>: Bad file descriptor\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["export", "1f1b", "--format", "perfetto"], "a Perfetto trace (`schedir export "),
+        (["check", "1f1b", "--output-format", "json"], "what `schedir check` has found"),
+        (["show", "1f1b", "--json"], "what `schedir show --json` prints"),
+        (["compare", "1f1b", "--json"], "what `schedir compare --json` prints"),
+    ],
+)
+def test_json_of_another_kind_is_told_what_it_is(run: Run, argv: list[str], what: str) -> None:
+    Path("it.json").write_text(run(*argv)[1])
+    for other, wanted in (
+        (["show", "it.json"], "file of timelines"),
+        (["compare", "1f1b", "it.json"], "file of timelines"),
+        (["check", "it.json"], "schedule"),
+        (["show", "1f1b", "--costs", "it.json"], "costs"),
+    ):
+        code, out, err = run(*other)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: it.json: no {wanted}, but {what}")
+        assert len(err.splitlines()) == 1
+
+
+def test_costs_and_timelines_are_told_apart(run: Run) -> None:
+    schedir.CostModel().save("costs.json")
+    schedir.simulate(schedir.build("1f1b"), schedir.CostModel()).save("line.json")
+    for argv, error in (
+        (["show", "costs.json"], "costs.json: no file of timelines, but costs, for --costs"),
+        (["check", "costs.json"], "costs.json: no schedule, but costs, for --costs"),
+        (["check", "line.json"], "line.json: no schedule, but measured timelines: `schedir show`"),
+        (["show", "1f1b", "--costs", "line.json"], "line.json: no costs, but measured timelines"),
+    ):
+        assert run(*argv)[2].startswith(f"error: {error}")
+
+
+MEASURED = Path(__file__).parent / "runs" / "1f1b-2x8.json"  # on two ranks
+
+
+def test_costs_of_a_run_have_its_ranks(run: Run) -> None:
+    schedir.CostModel.fit(load_timelines(MEASURED)).save("costs.json")
+    costs, two = ("--costs", "costs.json"), ("--ranks", "2")
+    for argv in (
+        ("show", "1f1b", "--json"),
+        ("show", "1f1b", "--why"),
+        ("check", "zb"),
+        ("compare", "1f1b", "zbv", "--json"),
+        ("search", "--microbatches", "2"),
+        ("export", "1f1b", "--format", "perfetto"),
+    ):
+        found = run(*argv, *costs)
+        assert found[0] == 0
+        assert found == run(*argv, *costs, *two)
+    assert schedir.build("1f1b", costs=schedir.CostModel.load("costs.json")).ranks == 2
+    # What is asked for, or has a shape, has that.
+    assert (
+        json.loads(run("compare", "1f1b", "-r", "4", "--json", *costs)[1])["rows"][0]["ranks"] == 4
+    )
+    run("export", "1f1b", "-o", "four.sched")
+    rows = json.loads(run("compare", "1f1b", "four.sched", "--json", *costs)[1])["rows"]
+    assert {row["ranks"] for row in rows} == {4}
+    code, out, err = run("show", "four.sched", *costs)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: forward has 2 numbers, but 1f1b has 4 stages")
+
+
 def test_of_findings_alike_three_are_shown(run: Run) -> None:
     Path("many.py").write_text(
         "from schedir import *\n@schedule('many')\n"
@@ -646,6 +1008,20 @@ def test_of_findings_alike_three_are_shown(run: Run) -> None:
     assert [line.endswith("; and 27 more like it") for line in out.splitlines()] == [0, 0, 1]
     _, out, err = run("show", *shape)
     assert (out, err.count("error[S201]")) == ("", 3)
+
+
+def test_of_a_hundred_actions_on_a_wrong_rank_three_of_each_stage_are_shown(run: Run) -> None:
+    _, text, _ = run("export", "1f1b", "-r", "2", "-m", "25")
+    Path("swapped.sched").write_text(text.replace("placement 0 1", "placement 1 0"))
+    code, out, err = run("check", "swapped.sched")
+    assert (code, err) == (1, "")
+    # Of each stage 25 forwards, backwards, sends and receives, and its OPTIM_STEP.
+    assert out.count("error[S103]") == 6
+    assert out.count("   … and 98 more like it\n") == 2
+    assert out.endswith("\nswapped.sched: 202 errors under rank\n")
+    assert len(run("check", "swapped.sched", "--output-format", "concise")[1].splitlines()) == 8
+    _, out, _ = run("check", "swapped.sched", "--output-format", "json")
+    assert len(json.loads(out)["diagnostics"]) == 202
 
 
 @pytest.mark.parametrize(("severity", "codes"), [("warning", (0, 1)), ("error", (1, 1))])

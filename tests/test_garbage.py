@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import ParseError, Schedule
 from schedir.cli import main
-from schedir.cli.terminal import show_parse_error
+from schedir.cli.terminal import tell
 from schedir.ir import dumps_torch_csv, loads_torch_csv
 from schedir.passes import strip_communication
 from tests.built_in import NAMES
@@ -303,7 +303,7 @@ def test_the_line_that_is_shown(
         patch("schedir.cli.terminal._PIECE", piece),
         redirect_stderr(io.StringIO()) as stderr,
     ):
-        assert show_parse_error(ParseError("wrong", str(path), number, column)) == 2
+        assert tell(ParseError("wrong", str(path), number, column)) == 2
     _, *shown = stderr.getvalue().split("\n")[:-1]
     if shown:
         excerpt, caret = (row.removeprefix("    ") for row in shown)

@@ -533,9 +533,13 @@ def test_of_those_alike_the_rest_is_counted(found: list[Diagnostic], others: lis
     assert len(json.loads(written("json", report, "x"))["diagnostics"]) == len(found)
 
 
-def test_findings_without_a_line_are_shown_one_by_one() -> None:
-    place = Location(0, 1, schedir.forward(0, 1))
-    assert full(Report("edge", (odd("error", place),) * 9), "x").count("error[") == 9
+def test_findings_without_a_line_are_alike_where_rank_and_stage_are() -> None:
+    of_one = [odd("error", Location(0, m, schedir.forward(0, m))) for m in range(100)]
+    text = full(Report("edge", tuple(of_one)), "x")
+    assert text.count("error[") == 3
+    assert "   … and 97 more like it\n" in text
+    of_each = [odd("error", Location(0, stage, schedir.forward(stage, 0))) for stage in range(9)]
+    assert full(Report("edge", tuple(of_each)), "x").count("error[") == 9
 
 
 def test_a_finding_with_many_places_shows_a_few() -> None:
@@ -545,8 +549,8 @@ def test_a_finding_with_many_places_shows_a_few() -> None:
         + " 1OPTIM_STEP\n"
     )
     text = full(schedir.check(schedule), "many")
-    assert text.count(":::") == 8
-    assert "  ::: and 12 more\n" in text
+    assert text.count(":::") == 3
+    assert "  ::: and 17 more\n" in text
 
 
 @pytest.mark.parametrize("code", RULES)

@@ -36,7 +36,7 @@ from schedir.ir import (
     DEFAULT_CHANNEL,
     Schedule,
     Ties,
-    expect_channel,
+    channel_model,
     expect_schedule,
     ties_of,
 )
@@ -125,7 +125,7 @@ def sound(schedule: Schedule) -> Schedule | None:
 
 def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
     """The errors; where there are none, what else there is to say, if advice is wanted."""
-    expect_channel(channel)
+    channel = channel_model(channel)
     judged = _judged(schedule, terms)
     found, complete = [*judged.found], judged.complete
     ties = _ties_that_hold(terms.ties, found)

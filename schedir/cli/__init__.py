@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import schedir
-from schedir.cli.terminal import RefusedError, fail, refuse, say, show_parse_error
-from schedir.errors import ParseError, SchedirError
+from schedir.cli.terminal import RefusedError, fail, refuse, say, tell
+from schedir.errors import SchedirError
 from schedir.render import legible
 
 _COMMANDS = {
@@ -27,6 +27,7 @@ _COMMANDS = {
     "search": "find a schedule for given costs and limits",
     "export": "write a schedule or its timeline to a file",
     "explain": "explain a diagnostic",
+    "completion": "print a script that completes commands in a shell",
 }
 """What each command is for; its module here has the rest."""
 
@@ -44,10 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         except RefusedError as refused:
             return refuse(refused)
-        except ParseError as error:
-            return show_parse_error(error)
         except SchedirError as error:
-            return fail(str(error))
+            return tell(error)
         except BrokenPipeError:
             _silence_stdout()
             return 141  # as the shell sees a program that SIGPIPE ends
@@ -64,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for name, text in _COMMANDS.items():
         commands.add_parser(name, help=text, allow_abbrev=False)
+    parser.set_defaults(whole=parser, commands=commands.choices)
     return parser
 
 
@@ -78,10 +78,14 @@ class _Command(_Parser):
     """The parser of a command, whose module is imported, and asked for its arguments, once the
     command is given."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def fill(self) -> None:
+        """Have all arguments of the command."""
         command = import_module(f"schedir.cli.{self.prog.split()[-1]}")
         command.add_arguments(self)
         self.set_defaults(run=command.run, parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.fill()
         return super().parse_known_args(args, namespace)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from contextlib import redirect_stdout
 from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
-from schedir.cli.target import TARGET_OR_RUN, add_channel, add_shape, parameters_of
+from schedir.cli.target import TARGET_OR_RUN, add_channel, add_targets, at_least, parameters_of
 from schedir.cli.terminal import fail, page_for, progress, write
 from schedir.finder import SWEPT, compare
 from schedir.render import outputs_of
@@ -43,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "limits, 2 a target or option can't be used."
     )
     parser.epilog = _KEYS
-    parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET_OR_RUN)
-    shape = add_shape(parser)
+    shape = add_targets(parser, TARGET_OR_RUN)
     shape.add_argument(
         "--sweep",
         type=_sweep,
@@ -92,6 +90,4 @@ def _sweep(text: str) -> tuple[str, list[int]]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not {' or '.join(f'{name}=8,16' for name in SWEPT)}"
         )
-    if not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", values):
-        raise argparse.ArgumentTypeError(f"{values!r} is no list of whole numbers: 8,16,32")
-    return name, [int(value) for value in values.split(",")]
+    return name, [*map(at_least(1), values.split(","))]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+from typing import Any
 
 from schedir.cli.terminal import write
 from schedir.ir import printable
 from schedir.library import Generator, installed
-from schedir.render.text import Table
+from schedir.render.text import Piece, Table, as_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "List the schedules that have a name, with their parameters and defaults. "
         "Those of installed packages (entry points, group schedir.schedules) are run to find them."
     )
+    parser.epilog = (
+        "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]; a "
+        "parameter that has to be set lacks default, and file is null where no file has the code."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead, as told below")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table, or the same as data."""
+    if args.json:
+        write([Piece(as_json([_data(generator) for generator in installed()]))], sys.stdout)
+        return 0
     rows: list[tuple[str, ...]] = [("name", "aliases", "parameters", "description")]
     rows += [
         tuple(
@@ -37,6 +46,24 @@ def run(args: argparse.Namespace) -> int:
     ]
     write([Table(rows, header=True)], sys.stdout)
     return 0
+
+
+def _data(generator: Generator) -> dict[str, Any]:
+    """What the table says of a generator, and its file: the keys are a contract."""
+    empty = inspect.Parameter.empty
+    code = getattr(inspect.unwrap(generator.function), "__code__", None)
+    return {
+        "name": generator.name,
+        "aliases": generator.aliases,
+        "file": code and code.co_filename,
+        "chunks": generator.chunks,
+        "parameters": [
+            {"name": name} | ({} if each.default is empty else {"default": each.default})
+            for name, each in generator.parameters.items()
+            if each.kind is not inspect.Parameter.VAR_KEYWORD
+        ],
+        "description": generator.summary,
+    }
 
 
 def _parameters(generator: Generator) -> str:

@@ -15,7 +15,7 @@ import attrs
 
 from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
 from schedir.cli.export import write_out
-from schedir.cli.target import add_channel, at_least
+from schedir.cli.target import add_channel, add_sizes, at_least
 from schedir.cli.terminal import fail, progress
 from schedir.files import check_writable
 from schedir.finder import (
@@ -45,19 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "written, 2 an option can't be used, or nothing is within the limit."
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
-    shape = parser.add_argument_group("shape of the pipeline")
-    for option, letter, default, text in (
-        ("ranks", "P", DEFAULT_RANKS, "number of ranks"),
-        ("microbatches", "M", DEFAULT_MICROBATCHES, "number of microbatches"),
-        ("chunks", "V", 1, "number of stages per rank"),
-    ):
-        shape.add_argument(
-            f"--{option}",
-            type=at_least(1),
-            default=default,
-            metavar=letter,
-            help=f"{text} (default %(default)s)",
-        )
+    shape = add_sizes(parser, "1")
     shape.add_argument(
         "--placement",
         choices=PLACEMENT_NAMES,
@@ -129,7 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that is found, and say what it is like."""
     terms: dict[str, Any] = {field.name: getattr(args, field.name) for field in attrs.fields(Terms)}
-    terms["costs"] = costs_of(args)
+    costs = costs_of(args)
+    terms.update(
+        costs=costs,
+        ranks=args.ranks or costs.ranks or DEFAULT_RANKS,
+        microbatches=args.microbatches or DEFAULT_MICROBATCHES,
+        chunks=args.chunks or 1,
+    )
     try:
         if args.output is not None:
             check_writable(args.output)
@@ -150,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
     if code == 0:
         print(found_text(found), file=sys.stderr)
-        note_unmeasured(found.schedule, terms["costs"])
+        note_unmeasured(found.schedule, costs)
     return code
 
 

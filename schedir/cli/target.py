@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 from schedir.checker import CHANNELS, prove
 from schedir.cli.terminal import RefusedError
 from schedir.errors import LoadError
-from schedir.ir import DEFAULT_CHANNEL, Schedule
-from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Parameter, find, is_list, load
+from schedir.ir import DEFAULT_CHANNEL, TRANSPORTS, Schedule
+from schedir.library import (
+    DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
+    Parameter,
+    find,
+    is_list,
+    load,
+    name_of,
+)
 from schedir.passes import append_steps
 
 if TYPE_CHECKING:
@@ -23,26 +31,41 @@ _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
 
 _NAMED = "a name (`schedir list`), path.py[:function] or module:function (Python, which is run)"
-TARGET = f"{_NAMED}, or a .sched or .csv file"
+TARGET = f"{_NAMED}, a .sched or .csv file, or - for one in standard input"
 """What the help of a command says of the schedules that it takes."""
-TARGET_OR_RUN = f"{_NAMED}, a .sched or .csv file, or a .json file of measured timelines"
+TARGET_OR_RUN = f"{TARGET}; or a .json file of measured timelines"
 
 
-def add_target(parser: argparse.ArgumentParser, text: str = TARGET) -> None:
+def add_targets(parser: argparse.ArgumentParser, text: str) -> argparse._ArgumentGroup:
+    """Add several TARGETs and what shapes them, in a group that is returned; `text` says what they
+    may be."""
+    parser.add_argument("targets", metavar="TARGET", nargs="+", help=text)
+    return add_shape(parser)
+
+
+def add_target(parser: argparse.ArgumentParser, text: str) -> None:
     """Add TARGET and what shapes it; `text` says what it may be."""
     parser.add_argument("target", metavar="TARGET", help=text)
     add_shape(parser)
 
 
+def add_sizes(parser: argparse.ArgumentParser, chunks: str) -> argparse._ArgumentGroup:
+    """Add `--ranks`, `--microbatches` and `--chunks`, in a group that is returned; `chunks` says
+    how many there are by default."""
+    shape = parser.add_argument_group("shape of the pipeline")
+    default = f"default {DEFAULT_RANKS}, or as many as the costs were measured on"
+    for short, option, letter, text in (
+        ("-r", "--ranks", "P", f"number of ranks ({default})"),
+        ("-m", "--microbatches", "M", f"number of microbatches (default {DEFAULT_MICROBATCHES})"),
+        ("-v", "--chunks", "V", f"number of stages per rank (default: {chunks})"),
+    ):
+        shape.add_argument(short, option, type=at_least(1), metavar=letter, help=text)
+    return shape
+
+
 def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the options that shape what a generator yields, in a group that is returned."""
-    shape = parser.add_argument_group("shape of the pipeline")
-    for option, letter, text in (
-        ("ranks", "P", f"number of ranks (default {DEFAULT_RANKS})"),
-        ("microbatches", "M", f"number of microbatches (default {DEFAULT_MICROBATCHES})"),
-        ("chunks", "V", "number of stages per rank (default: the schedule's own)"),
-    ):
-        shape.add_argument(f"--{option}", type=at_least(1), metavar=letter, help=text)
+    shape = add_sizes(parser, "the schedule's own")
     shape.add_argument(
         "--set",
         type=_setting,
@@ -62,14 +85,18 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def add_channel(parser: argparse.ArgumentParser, text: str) -> None:
     """Add `--channel`; `text` says what it decides, and where more is said of it."""
-    parser.add_argument("--channel", choices=CHANNELS, default=DEFAULT_CHANNEL, help=text)
+    parser.add_argument(
+        "--channel", choices=(*CHANNELS, *TRANSPORTS), default=DEFAULT_CHANNEL, help=text
+    )
 
 
 def at_least(least: int) -> Callable[[str], int]:
     """The type of an option that takes a whole number."""
 
     def number(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        if re.fullmatch("0*[1-9][0-9]{9,}", text):
+            raise argparse.ArgumentTypeError(f"{text} is too many: at most {10**9 - 1}")
+        if not re.fullmatch("[0-9]+", text) or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
         return int(text)
 
@@ -78,11 +105,11 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def load_target(
     args: argparse.Namespace,
-    target: str | None = None,
+    target: str,
     shape: Schedule | None = None,
     costs: CostModel | None = None,
 ) -> Schedule:
-    """The schedule of a `target`, by default TARGET, as it was written but for `--add-steps`.
+    """The schedule of a `target`, as it was written but for `--add-steps`.
 
     What the options leave open of its ranks and microbatches is as in `shape`; `costs` are for
     generators that ask for them. Raises LoadError or ParseError.
@@ -91,7 +118,7 @@ def load_target(
     # What a user's generator prints is no part of the artefact.
     with redirect_stdout(sys.stderr):
         found = load(
-            args.target if target is None else target,
+            target,
             ranks=shape.ranks if shape and args.ranks is None else args.ranks,
             microbatches=(
                 shape.microbatches if shape and args.microbatches is None else args.microbatches
@@ -135,7 +162,8 @@ def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
 
 def subject_of(target: str, schedule: Schedule) -> str:
     """What to call the schedule in messages: the file it came from, or its name."""
-    return target if target.endswith((".sched", ".csv", ".json")) else schedule.name
+    named = is_list(target) or target.endswith(".json")
+    return name_of(target) if named else schedule.name
 
 
 def _setting(text: str) -> tuple[str, Parameter]:

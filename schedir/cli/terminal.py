@@ -4,6 +4,7 @@ how they report what went wrong."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import threading
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from schedir.checker import Report
-from schedir.errors import ParseError
+from schedir.errors import ParseError, SchedirError
 from schedir.ir import printable
 from schedir.render import Page, outputs_of
 from schedir.render.text import Block, coloured, plain
@@ -76,7 +77,10 @@ def fail(message: str) -> int:
 
 
 def say(level: str, message: str) -> None:
-    """Say something on stderr, in one line, whatever the message quotes."""
+    """Say something on stderr, in one line, whatever the message quotes; what lies below the
+    working directory is named from there."""
+    here = re.escape(os.path.join(os.getcwd(), ""))
+    message = re.sub(rf"(?<![\w./-]){here}", "", message)
     print(f"{level}: {printable(message)}", file=sys.stderr)
 
 
@@ -96,10 +100,11 @@ def refuse(refused: RefusedError) -> int:
     return 1
 
 
-def show_parse_error(error: ParseError) -> int:
-    """Say what is wrong with a file, with the line and a caret under it; returns the exit code."""
+def tell(error: SchedirError) -> int:
+    """Say what is wrong, in a file's text with the line and a caret under it; returns the exit
+    code."""
     fail(str(error))
-    if error.binary:
+    if not isinstance(error, ParseError) or error.binary:
         return 2
     column = error.column - 1
     start = max(0, column - _MOST_OF_A_LINE * 2 // 3)

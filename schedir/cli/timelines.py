@@ -76,7 +76,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     if args.step is not None:
         args.parser.error("--step is for files of measured timelines")
     costs = costs_of(args)
-    schedule = load_target(args, costs=costs)
+    schedule = load_target(args, args.target, costs=costs)
     subject = subject_of(args.target, schedule)
     line = simulate(proved(schedule, subject), costs)
     note_unmeasured(schedule, costs)
@@ -105,7 +105,7 @@ def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
         return schedule
     if args.step is not None:
         args.parser.error("--step is for files of measured timelines")
-    return load_target(args, costs=costs)
+    return load_target(args, args.target, costs=costs)
 
 
 def _timelines(

@@ -14,7 +14,7 @@ import attrs
 
 from schedir.checker import CHANNELS, delays, prove
 from schedir.errors import LoadError, SchedirError
-from schedir.ir import DEFAULT_CHANNEL, Schedule, expect_channel
+from schedir.ir import DEFAULT_CHANNEL, Schedule, channel_model
 from schedir.library import (
     DEFAULT_MICROBATCHES,
     DEFAULT_RANKS,
@@ -25,6 +25,7 @@ from schedir.library import (
     find,
     is_list,
     load,
+    name_of,
 )
 from schedir.passes import append_steps
 from schedir.simulator import (
@@ -105,7 +106,7 @@ class _Job:
     """What all rows are made by."""
 
     costs: CostModel | Callable[[int], CostModel]
-    channel: str = attrs.field(validator=lambda _, __, value: expect_channel(value))
+    channel: str = attrs.field(converter=channel_model)
     memory_limit: float | None = attrs.field()
     _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
 
@@ -424,7 +425,7 @@ def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
 
 def _completed(shapes: Shapes, fixed: Sequence[Schedule]) -> Shapes:
     for name in ("ranks", "microbatches"):
-        had = {getattr(each, name) for each in fixed}
+        had = {getattr(each, name) for each in fixed} or {getattr(shapes.costs, name, None)}
         if getattr(shapes, name) is None and name not in shapes.swept and len(had) == 1:
             shapes = attrs.evolve(shapes, **{name: had.pop()})
     return shapes
@@ -447,7 +448,7 @@ def _found(target: Target) -> Generator | Schedule | Timeline:
 def _shaped(
     target: Target, found: Generator | Schedule | Timeline, shapes: Shapes
 ) -> Iterator[Variant]:
-    named = str(target) if isinstance(target, (str, Path)) else None
+    named = name_of(target) if isinstance(target, (str, Path)) else None
     if not isinstance(found, Generator):
         schedule = _schedule_of(found)
         name = named or schedule.name

@@ -19,7 +19,7 @@ import attrs
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
-from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, expect_channel
+from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel
 from schedir.simulator.values import PerLink, PerStage
@@ -99,9 +99,7 @@ class Terms:
     objective: Objective = attrs.field(default="makespan", validator=_one_of(*OBJECTIVES))
     split: bool = attrs.field(default=True, validator=_a(bool))
     recompute: bool | None = attrs.field(default=None, validator=_a(bool, type(None)))
-    channel: str = attrs.field(
-        default=DEFAULT_CHANNEL, validator=lambda _, __, value: expect_channel(value)
-    )
+    channel: str = attrs.field(default=DEFAULT_CHANNEL, converter=channel_model)
 
     def __attrs_post_init__(self) -> None:
         expect_fewer(self.ranks, self.chunks, self.microbatches)

@@ -33,7 +33,7 @@ from schedir.ir import (
     Ints,
     Schedule,
     Ties,
-    expect_channel,
+    channel_model,
 )
 from schedir.ir.kinds import STEPS
 from schedir.ir.ties import shared_steps, tied_steps
@@ -254,7 +254,7 @@ def waits(
     by place the compute that it comes after instead of the one listed before it, -1 for none.
     Raises ValueError for an unknown model.
     """
-    expect_channel(channel)
+    channel = channel_model(channel)
     graph = graph_of(schedule)
     node = _nodes(graph, ties)
     begins, over, nodes = _points(graph, channel, node)
@@ -404,7 +404,7 @@ def queues(graph: Graph, channel: str) -> Ints:
     are a queue of their rank, whatever the model, but `host`. Raises ValueError for an unknown
     model.
     """
-    expect_channel(channel)
+    channel = channel_model(channel)
     columns = graph.columns
     communicates = columns.is_kind(*COMMUNICATION)
     groups, copies = columns.is_kind(*GROUPS), columns.is_kind(*COPIES)

@@ -21,7 +21,8 @@ from schedir.ir.channels import (
     CHANNELS,
     CHANNELS_IN_WORDS,
     DEFAULT_CHANNEL,
-    expect_channel,
+    TRANSPORTS,
+    channel_model,
 )
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
 from schedir.ir.kinds import (
@@ -77,6 +78,7 @@ __all__ = [
     "RECEIVES",
     "SENDS",
     "STEPS",
+    "TRANSPORTS",
     "VALUES",
     "Action",
     "Bools",
@@ -94,11 +96,11 @@ __all__ = [
     "backward",
     "backward_input",
     "backward_weight",
+    "channel_model",
     "columns_of",
     "decode",
     "dumps",
     "dumps_torch_csv",
-    "expect_channel",
     "expect_schedule",
     "flat",
     "forward",

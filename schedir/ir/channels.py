@@ -40,8 +40,18 @@ DEFAULT_CHANNEL = "rank"
 """What schedules are judged under unless somebody says otherwise: what is clean under it runs on
 gloo and on NCCL."""
 
+TRANSPORTS = {"nccl": "rank", "gloo": "async", "mpi": "host"}
+"""The transports that may be named in place of a model, and the model of each: of MPI's blocking
+calls, as its standard allows any send to block."""
 
-def expect_channel(channel: object) -> None:
-    """Raise ValueError for what is no channel model."""
-    if channel not in CHANNELS:
-        raise ValueError(f"unknown channel model {channel!r}; known: {', '.join(CHANNELS)}")
+
+def channel_model(name: object) -> str:
+    """The channel model that a model's or a transport's name stands for.
+
+    Raises ValueError where the name is neither.
+    """
+    known = (*CHANNELS, *TRANSPORTS)
+    for each in known:
+        if name == each:
+            return TRANSPORTS.get(each, each)
+    raise ValueError(f"unknown channel model {name!r}; known: {', '.join(known)}")

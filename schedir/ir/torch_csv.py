@@ -133,7 +133,7 @@ class _Reader:
             raise self._error("the file holds no action of any microbatch", 0)
         stem = PurePath(self.file).stem
         self._refuse_old(ranks)
-        name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip() or "torch-csv"
+        name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip(" -") or "torch-csv"
         return Schedule(name, microbatches, self._placement(ranks), ranks)
 
     def _rows(self) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter
 from schedir.library.generate import Costs, generate
-from schedir.library.targets import find, is_list, read_list
+from schedir.library.targets import find, is_list, name_of, read_list
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -48,9 +48,10 @@ def build(
 ) -> Schedule:
     """The complete schedule that `target` describes, communication inserted.
 
-    `target` is a name, a path or a callable. Defaults: 4 ranks, 8 microbatches, and the
-    generator's own number of chunks per rank; `parameters` are the generator's own. `costs` are
-    for generators that are made for given ones, by default the textbook's.
+    `target` is a name, a path, `-` for standard input, or a callable. Defaults: 4 ranks, or as many
+    as `costs` were measured on, 8 microbatches, and the generator's own number of chunks per rank;
+    `parameters` are the generator's own. `costs` are for generators that are made for given ones,
+    by default the textbook's.
 
     Raises LoadError where the target can't be found or its generator fails, ParseError for a
     malformed file, ScheduleError where the actions can't be completed.
@@ -85,7 +86,7 @@ def load(
         own = [*parameters, *(["chunks"] if chunks is not None else [])]
         return _load_list(Path(target), ranks, microbatches, own)
     generator = find(target)
-    ranks = DEFAULT_RANKS if ranks is None else ranks
+    ranks = ranks or getattr(costs, "ranks", None) or DEFAULT_RANKS
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks
     expect_fewer(ranks, chunks, microbatches)
@@ -112,15 +113,15 @@ def _load_list(
     path: Path, ranks: int | None, microbatches: int | None, parameters: list[str]
 ) -> Schedule:
     """The schedule in a file, which has a shape already and no `parameters`."""
-    found = read_list(path)
+    found, name = read_list(path), name_of(path)
     if parameters:
         raise LoadError(
-            f"{path} is a list of actions and takes no parameters: {', '.join(parameters)}"
+            f"{name} is a list of actions and takes no parameters: {', '.join(parameters)}"
         )
     for what, asked, has in (
         ("ranks", ranks, found.ranks),
         ("microbatches", microbatches, found.microbatches),
     ):
         if asked is not None and asked != has:
-            raise LoadError(f"{path} has {has} {what}, not {asked}; leave {what} out")
+            raise LoadError(f"{name} has {has} {what}, not {asked}; leave {what} out")
     return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from inspect import isasyncgenfunction, iscoroutinefunction
 from itertools import islice
 from types import CodeType, FrameType, GeneratorType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,6 +50,9 @@ def generate(
 
     Raises LoadError where it fails, or takes no such parameters.
     """
+    if iscoroutinefunction(generator.function) or isasyncgenfunction(generator.function):
+        line = blamed_line(None, generator)
+        raise LoadError(f"{line}: the generator must yield actions: write def, not async def")
     own = generator.parameters
     for name, value in parameters.items():
         if name not in own and not generator.takes_any_parameter:
@@ -62,7 +66,10 @@ def generate(
 
     def entries_of(rank: int) -> list[Entry]:
         try:
-            return _collect(generator, pipe, rank, list_of(rank), lines)
+            entries = _collect(generator, pipe, rank, list_of(rank), lines)
+            if not entries:
+                _expect_none_returned(generator, iter(list_of(rank)))
+            return entries
         except LoadError:
             raise
         except (Exception, SystemExit) as error:
@@ -120,7 +127,7 @@ def _collect(
     if not isinstance(produced, Iterable):
         raise LoadError(
             f"{blamed_line(None, generator)}: the generator must yield actions, "
-            f"not return {describe_value(produced)}"
+            f"not return {describe_value(produced)}: write `yield forward(stage, microbatch)`"
         )
     limit = _limit(pipe)
     iterator = iter(produced)
@@ -134,9 +141,11 @@ def _collect(
             frame, numbers, number = lines.find(iterator)
         lines.of_entries.append(number)
         if not isinstance(entry, (Action, Together)):
+            several = isinstance(entry, Iterable) and not isinstance(entry, str)
             raise LoadError(
                 f"{blamed_line(frame, generator)}: rank {rank} yielded {describe_value(entry)}; "
                 "a generator yields actions, such as forward(stage, microbatch)"
+                f"{', and several with `yield from`' if several else ''}"
             )
         entries.append(entry)
     if len(entries) > limit:
@@ -148,6 +157,18 @@ def _collect(
     # that the callers hold.
     frame = None
     return entries
+
+
+def _expect_none_returned(generator: Generator, produced: Iterator[object]) -> None:
+    """Raise LoadError where what yields nothing is a generator that returns what nobody sees."""
+    try:
+        next(produced)
+    except StopIteration as end:
+        if end.value is not None:
+            raise LoadError(
+                f"{blamed_line(None, generator)}: the generator must yield actions, not return "
+                f"{describe_value(end.value)}: write `yield from`"
+            ) from None
 
 
 def _limit(pipe: Pipeline) -> int:

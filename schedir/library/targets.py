@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from os.path import isdir, isfile
@@ -27,6 +29,15 @@ logger = logging.getLogger("schedir")
 
 ENTRY_POINT_GROUP = "schedir.schedules"
 _LISTS = (".sched", ".csv")  # the extensions of files that list actions
+_STDIN = "-"
+_CSV = re.compile(rb"[\s,\"(]*[0-9]")  # how torch's CSV begins: an action's stage
+_DECLARE = {"schedule", "Generator"}  # what makes a Generator
+_UNRELATED = {
+    "collections",
+    "numpy",
+    "torch",
+    "typing",
+}  # have one of these names for another thing
 
 
 def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
@@ -66,16 +77,33 @@ def _named(target: str) -> Generator:
         why = "is a directory; a schedule is a name or a file: path.py[:function]"
         raise LoadError(f"{target} {why}")
     if isfile(target):
+        if target.endswith(".json"):
+            from schedir.simulator.files import kind_of, read_json  # for who mistakes it
+
+            raise LoadError(f"{target}: no schedule{kind_of(read_json(target))}")
         raise LoadError(f"{target}: the name of a schedule's file ends in .py, .sched or .csv")
     meant = [target + suffix for suffix in (".py", *_LISTS) if isfile(target + suffix)]
-    from difflib import get_close_matches  # for who mistypes
-
-    names = _built_in_names() | {plain: each.name for plain, each in entries.items()}
-    meant += [names[close] for close in get_close_matches(wanted, names, n=1, cutoff=0.5)]
+    meant = meant or _alike(
+        wanted, _built_in_names() | {plain: each.name for plain, each in entries.items()}
+    )
+    hint = f"did you mean {' or '.join(map(repr, meant))}? " if meant else ""
     raise LoadError(
-        f"no schedule is named {target!r}; {f'did you mean {meant[0]!r}? ' if meant else ''}"
+        f"no schedule is named {target!r}; {hint}"
         "`schedir list` names them all; a file is given as path.py[:function]"
     )
+
+
+def _alike(wanted: str, names: dict[str, str]) -> list[str]:
+    """The names that begin with what is wanted, then those that have a word that does; else the
+    closest one, if any."""
+    from difflib import get_close_matches  # for who mistypes
+
+    if not wanted:
+        return []
+    found = [name for plain, name in names.items() if plain.startswith(wanted)]
+    found += [name for name in names.values() if f"-{wanted}" in name.lower()]
+    close = get_close_matches(wanted, names, n=1, cutoff=0.5)
+    return [*dict.fromkeys(found or [names[each] for each in close])]
 
 
 def _no_file(path: Path) -> LoadError:
@@ -150,6 +178,8 @@ def _from_file(path: Path, function: str | None) -> Generator:
         raise _no_file(path)
     if function == "":
         raise LoadError(f"{path}: no function is named after the colon")
+    if function is None and not _may_declare(path):
+        raise _no_schedule(str(path))
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise LoadError(f"{path}: not a Python file")
@@ -166,6 +196,42 @@ def _from_file(path: Path, function: str | None) -> Generator:
     return _from_module(module, function, str(path))
 
 
+def _may_declare(path: Path) -> bool:
+    """Whether a module's text lets it declare a schedule, so that it has to be run to be known.
+
+    It does where it imports `schedule` or `Generator`, or reads one of the two of a module that it
+    imports, as in `schedir.schedule`, or by its bare name where it imports anything's all with `*`.
+    Imports from packages that have another of that name don't count. Text that can't be parsed is
+    run, which says why.
+    """
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
+        return True
+    imported: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.partition(".")[0] not in _UNRELATED:
+                for each in node.names:
+                    imported |= {each.name, (each.asname or each.name).partition(".")[0]}
+    read = {
+        ast.unparse(node).partition(".")[0]
+        for node in nodes
+        if getattr(node, "attr", getattr(node, "id", None)) in _DECLARE
+    }
+    return not imported.isdisjoint({*read, *_DECLARE}) or (
+        "*" in imported and bool(read & _DECLARE)
+    )
+
+
+def _no_schedule(where: str) -> LoadError:
+    return LoadError(
+        f"{where} has no @schedule; decorate its function with @schedule(name), or name it: "
+        f"{where}:function"
+    )
+
+
 def _from_module(module: ModuleType, function: str | None, where: str) -> Generator:
     """The generator of a name in a module, or else the only one that it declares."""
     names = [name for name, value in vars(module).items() if isinstance(value, Generator)]
@@ -177,10 +243,7 @@ def _from_module(module: ModuleType, function: str | None, where: str) -> Genera
         return _as_generator(found, f"{where}:{function}")
     declared = _declared(module)
     if not declared:
-        raise LoadError(
-            f"{where} declares no schedule; decorate its function with @schedule(name), "
-            f"or name it: {where}:function"
-        )
+        raise _no_schedule(where)
     if len(declared) > 1:
         choice = ", ".join(f"{where}:{name}" for name in names)
         raise LoadError(f"{where} declares several schedules; choose one: {choice}")
@@ -206,21 +269,29 @@ def _as_generator(found: object, where: str) -> Generator:
 
 
 def is_list(target: str | Path) -> bool:
-    """Whether a target is, by its extension, a file that lists actions."""
-    return Path(target).suffix in _LISTS
+    """Whether a target is, by its extension, a file that lists actions, or standard input."""
+    return str(target) == _STDIN or Path(target).suffix in _LISTS
+
+
+def name_of(target: str | Path) -> str:
+    """What messages call a target."""
+    return "<stdin>" if str(target) == _STDIN else str(target)
 
 
 def read_list(path: Path) -> Schedule:
-    """The schedule in a `.sched` or `.csv` file.
+    """The schedule in a `.sched` or `.csv` file; in standard input, which `-` stands for, either.
 
     Raises LoadError where it can't be read, ParseError where it is malformed.
     """
-    if not isfile(path):
+    piped, name = str(path) == _STDIN, name_of(path)
+    if not (piped or isfile(path)):
         raise _no_file(path)
-    parse = loads_torch_csv if path.suffix == ".csv" else loads
     try:
-        return parse(path.read_bytes(), str(path))
+        with open(0 if piped else path, "rb", closefd=not piped) as file:
+            text = file.read()
+        is_csv = _CSV.match(text) if piped else path.suffix == ".csv"
+        return loads_torch_csv(text, name) if is_csv else loads(text, name)
     except OSError as error:
-        raise LoadError(f"{path}: {error.strerror}") from error
+        raise LoadError(f"{name}: {error.strerror}") from error
     except MemoryError:
-        raise LoadError(f"{path}: too large for the memory of this machine") from None
+        raise LoadError(f"{name}: too large for the memory of this machine") from None

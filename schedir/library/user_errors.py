@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
@@ -83,7 +84,6 @@ def _belongs_to_user(file: str) -> bool:
 
 
 def _shown_path(file: str) -> str:
-    """A file's real path, relative to the working directory where it lies below it."""
+    """A file's real path, from the working directory where that is shorter."""
     path = Path(file).resolve()
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return min(os.path.relpath(path), str(path), key=len)

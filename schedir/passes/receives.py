@@ -22,7 +22,16 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import queues
-from schedir.ir import RECEIVES, Bools, Ints, Schedule, expect_schedule, is_number, ties_of
+from schedir.ir import (
+    RECEIVES,
+    Bools,
+    Ints,
+    Schedule,
+    channel_model,
+    expect_schedule,
+    is_number,
+    ties_of,
+)
 from schedir.ir.ties import shared_steps
 from schedir.passes.communication import insert_communication
 
@@ -46,6 +55,7 @@ def advance_receives(
     what is no Schedule, and what `insert_communication` raises.
     """
     expect_schedule(schedule)
+    channel = channel_model(channel)
     if room is not None and not is_number(room):
         raise ValueError(f"room must be a number of buffers of at least 0, or None, not {room!r}")
     complete = insert_communication(schedule)

@@ -10,20 +10,22 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import Any, TypeAlias
 
 from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report, Rule, check
 from schedir.ir import Source, loads, printable
 from schedir.render.text import Piece, plain, table
 
-# Of findings alike, since one wrong line can make thousands; more where no generator wrote the
-# list, for then each is another mistake.
-_MOST_ALIKE, _MOST_WITHOUT_SOURCE = 3, 1000
-# A finding may concern every gradient of a stage; more places than these explain nothing.
-_MOST_PLACES = 8
+# Of findings alike, since one wrong line can make thousands; and of the places of a finding that
+# has more than explain anything, as one that concerns every gradient of a stage.
+_FEW, _MOST_PLACES = 3, 8
 # The style of each severity, the gravest first.
 _SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _WIDTH = 80
+
+
+_Likeness: TypeAlias = tuple[str, Source | tuple[tuple[int, int], ...]]
 
 
 def full(report: Report, subject: str) -> Iterator[Piece]:
@@ -57,14 +59,16 @@ def _finding(diagnostic: Diagnostic) -> Iterator[Piece]:
 
 def _places(diagnostic: Diagnostic) -> Iterator[str]:
     """The places, each with its line of Python and its label."""
-    places = diagnostic.listed[:_MOST_PLACES]
+    places = diagnostic.listed
+    if len(places) > _MOST_PLACES:
+        places = places[:_FEW]
     width = max(len(_place(location)) for location in places)
     for location, label, mark in zip_longest(places, diagnostic.labels[: len(places)], ["-->"]):
         after = f"      {location.source}" if location.source else ""
         after += f"   {label}" if label else ""
         yield f"  {mark or ':::'} {_place(location):{width if after else 0}}{after}"
-    if len(diagnostic.listed) > _MOST_PLACES:
-        yield f"  ::: and {len(diagnostic.listed) - _MOST_PLACES} more"
+    if len(diagnostic.listed) > len(places):
+        yield f"  ::: and {len(diagnostic.listed) - len(places)} more"
 
 
 def _list(excerpt: Excerpt) -> str:
@@ -80,22 +84,28 @@ def _list(excerpt: Excerpt) -> str:
 
 
 def _shown(report: Report) -> Iterator[tuple[Diagnostic, str]]:
-    """The findings that a person is shown, in order: the first ones of the same code and line of
-    Python, the last of them with how many like it are not shown."""
-    alike: dict[tuple[str, Source | None], list[Diagnostic]] = defaultdict(list)
+    """The findings that a person is shown, in order: the first ones of those alike, the last of
+    them with how many like it are not shown."""
+    alike: dict[_Likeness, list[Diagnostic]] = defaultdict(list)
     for diagnostic in report.diagnostics:
-        alike[diagnostic.code, _source_of(diagnostic)].append(diagnostic)
-    lines = Counter(code for code, _ in alike)
-    turns: Counter[tuple[str, Source | None]] = Counter()
+        alike[_likeness(diagnostic)].append(diagnostic)
+    kinds = Counter(code for code, _ in alike)
+    turns: Counter[_Likeness] = Counter()
     for diagnostic in report.diagnostics:
-        likeness = code, source = diagnostic.code, _source_of(diagnostic)
-        most = _MOST_WITHOUT_SOURCE if source is None else _MOST_ALIKE
-        hidden = alike[likeness][most:]
+        likeness = code, _ = _likeness(diagnostic)
+        hidden = alike[likeness][_FEW:]
         turns[likeness] += 1
-        if turns[likeness] == most and hidden:
-            yield diagnostic, _others(hidden, only_line=lines[code] == 1)
-        elif turns[likeness] <= most:
+        if turns[likeness] == _FEW and hidden:
+            yield diagnostic, _others(hidden, only_kind=kinds[code] == 1)
+        elif turns[likeness] <= _FEW:
             yield diagnostic, ""
+
+
+def _likeness(diagnostic: Diagnostic) -> _Likeness:
+    """What findings alike have in common: the code, and the line of Python that made what they are
+    about; of a list that no generator wrote, the rank and stage."""
+    place = tuple((each.rank, each.action.stage) for each in diagnostic.locations[:1])
+    return diagnostic.code, _source_of(diagnostic) or place
 
 
 def _source_of(diagnostic: Diagnostic) -> Source | None:
@@ -103,10 +113,10 @@ def _source_of(diagnostic: Diagnostic) -> Source | None:
     return next((place.source for place in diagnostic.locations if place.source is not None), None)
 
 
-def _others(hidden: list[Diagnostic], only_line: bool) -> str:
+def _others(hidden: list[Diagnostic], only_kind: bool) -> str:
     """How many are not shown; those that the report itself leaves out are counted by code."""
     beyond = sum(diagnostic.more for diagnostic in hidden)
-    if only_line or not beyond:
+    if only_kind or not beyond:
         return f"and {len(hidden) + beyond:,} more like it"
     return f"and {len(hidden):,} more like it, and {beyond:,} more of {hidden[0].code}"
 
@@ -123,10 +133,8 @@ def concise(report: Report, subject: str) -> Iterator[Piece]:
             yield Piece(f"{where}: {what}: … {others}\n")
 
 
-def as_json(report: Report) -> str:
+def report_data(report: Report) -> dict[str, Any]:
     """The findings as data: the keys are a contract."""
-    import json  # the other forms start without it
-
     diagnostics = [
         {
             "code": diagnostic.code,
@@ -140,8 +148,7 @@ def as_json(report: Report) -> str:
         }
         for diagnostic in report.diagnostics
     ]
-    result = {"ok": report.ok, "channel": report.channel, "diagnostics": diagnostics}
-    return json.dumps(result, indent=2) + "\n"
+    return {"ok": report.ok, "channel": report.channel, "diagnostics": diagnostics}
 
 
 def github(report: Report, subject: str) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 
 from schedir.ir import COMPUTE, Kind, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions
-from schedir.render.diagnostics import as_json, concise, full, github
-from schedir.render.text import Block, Piece
+from schedir.render.diagnostics import concise, full, github, report_data
+from schedir.render.text import Block, Piece, as_json
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison
@@ -198,7 +198,7 @@ OUTPUTS = (
         "json",
         "report",
         "all findings, for a program",
-        lambda report, page: _text(as_json(report)),
+        lambda report, page: _text(as_json(report_data(report))),
     ),
     Output(
         "check",

@@ -7,7 +7,6 @@ interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
 from schedir.render.captions import UNIT_NAMES, bubble, steady_figures, unit_for
-from schedir.render.text import Block, Piece, Table, count, fill, size, table
+from schedir.render.text import Block, Piece, Table, as_json, count, fill, size, table
 from schedir.simulator import factor, how_derived
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def comparison_json(comparison: Comparison) -> str:
         "best": None if best is None else comparison.rows.index(best),
         "rows": [_as_json(comparison, row) for row in comparison.rows],
     }
-    return json.dumps(content, indent=2) + "\n"
+    return as_json(content)
 
 
 def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:

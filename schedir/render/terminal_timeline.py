@@ -7,7 +7,6 @@ rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from schedir.render.captions import clock_of, costs, names, steady_figures, titl
 from schedir.render.cells import MOST_COLUMNS, painted_legend
 from schedir.render.drawing import Drawing, Part, Sketch
 from schedir.render.rows import lanes_of
-from schedir.render.text import Block, Piece, Table, coloured, fill, number, plain
+from schedir.render.text import Block, Piece, Table, as_json, coloured, fill, number, plain
 from schedir.simulator import Timeline
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
     }
     if steady is not None:
         summary["steady"] = steady_figures(steady)
-    return json.dumps(summary, indent=2) + "\n"
+    return as_json(summary)
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:

@@ -19,6 +19,13 @@ _INSTEAD = {"…": "...", "→": "->", "−": "-", "–": "-", "×": "x", "µ": 
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 
+def as_json(content: object) -> str:
+    """Data for a program."""
+    import json  # other forms start without it
+
+    return json.dumps(content, indent=2, default=str) + "\n"
+
+
 class Piece(NamedTuple):
     """Text, line breaks included, and its style (see `palette`)."""
 

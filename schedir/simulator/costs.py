@@ -212,6 +212,11 @@ class CostModel:
         return next((len(value) for value in every.values() if isinstance(value, tuple)), None)
 
     @property
+    def ranks(self) -> int | None:
+        """On how many ranks the costs were measured; None for costs that were not."""
+        return None if self.samples is None else 1 + int(self.samples.rank.max(initial=-1)) or None
+
+    @property
     def sizes(self) -> Sizes:
         """The bytes alone."""
         return Sizes(**{name: getattr(self, f"{name}_bytes") for name in attrs.fields_dict(Sizes)})

@@ -82,6 +82,8 @@ def read_costs(path: str | Path, known: Collection[str]) -> dict[str, Any]:
         raise ValueError(f'costs must be an object, as in {{"forward": 1}}, not {clip(content)}')
     for name in content:
         if name not in known:
+            if other := kind_of(content):
+                raise ValueError(f"no costs{other}")
             close = difflib.get_close_matches(name, known, n=1)
             mend = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise ValueError(f"unknown key {clip(name)}; {mend}")
@@ -155,7 +157,8 @@ def read_timelines(path: str | Path, make: Callable[..., _Made]) -> list[_Made]:
 def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
     """What is made of the whole content. Raises ValueError, with the place, for what is wrong."""
     if not isinstance(content, dict) or _FORMAT not in content:
-        raise ValueError(f'no file of timelines: it lacks the key "{_FORMAT}"')
+        what = kind_of(content) or f': it lacks the key "{_FORMAT}"'
+        raise ValueError(f"no file of timelines{what}")
     if content[_FORMAT] != _VERSION:
         raise ValueError(f"format {clip(content[_FORMAT])} is unknown; this is format {_VERSION}")
     whole = _keys(content, "the file", (_FORMAT, "schedules", "timelines"))
@@ -274,6 +277,24 @@ def read_json(path: str | Path) -> object:
     except (ValueError, RecursionError, MemoryError):
         # A number of thousands of digits, brackets in brackets without end.
         raise LoadError(f"{file}: its JSON is beyond what can be read") from None
+
+
+_KINDS = {
+    "traceEvents": "a Perfetto trace (`schedir export --format perfetto`): give what that is of",
+    _FORMAT: "measured timelines: `schedir show` draws them, and CostModel.fit makes costs of them",
+    "backward": "costs, for --costs",
+    "diagnostics": "what `schedir check` has found",
+    "makespan": "what `schedir show --json` prints",
+    "rows": "what `schedir compare --json` prints",
+}
+"""The JSON files that schedir writes, by a key that one of a kind has."""
+
+
+def kind_of(content: object) -> str:
+    """What the content of a JSON file is, put as what it is in place of another; empty for what
+    schedir does not write."""
+    keys = content if isinstance(content, dict) else {}
+    return next((f", but {what}" for key, what in _KINDS.items() if key in keys), "")
 
 
 class _TwiceError(ValueError):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import schedir
+from schedir import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, RECEIVES, flat
+from schedir.ir import COMMUNICATION, RECEIVES, TRANSPORTS, flat
 from schedir.runtime import Executor, plan
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
@@ -43,6 +44,14 @@ from tests.sweeps import sweep
 def test_gloo_and_one_process_take_every_model(channel: str) -> None:
     for transport in (GlooTransport, Endpoint):
         assert channel_for(transport, channel, warns=True) == channel
+
+
+def test_a_transport_stands_for_its_model() -> None:
+    for transport, name in ((NcclTransport, "nccl"), (GlooTransport, "gloo")):
+        assert channel_for(transport, name, warns=True) == transport.channel == TRANSPORTS[name]
+    assert channel_for(GlooTransport, "mpi", warns=True) == "host"
+    with pytest.raises(ExecutionError, match="the laxest model there is 'edge'"):
+        channel_for(NcclTransport, "gloo", warns=True)
 
 
 def test_nccl_takes_what_it_can_do_and_warns_of_what_it_may_not(

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from schedir.errors import ExecutionError
-from schedir.ir import CHANNELS, Schedule, expect_channel
+from schedir.ir import CHANNELS, Schedule, channel_model
 from schedir.runtime.transports.communicators import communicators_of, ranks_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint
@@ -36,7 +36,7 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
     if wanted is None:
         return transport.channel
     try:
-        expect_channel(wanted)
+        wanted = channel_model(wanted)
     except ValueError as error:
         raise ExecutionError(f"channel: {error}") from None
     if CHANNELS.index(wanted) > CHANNELS.index(transport.laxest):

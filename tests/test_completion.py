@@ -1,0 +1,123 @@
+"""Completion, as the shells themselves complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedir.checker import RULES
+from schedir.ir import CHANNELS, TRANSPORTS
+from schedir.library import built_in
+from schedir.render import outputs_of
+from tests.command_line import Run, runner
+
+NAMES = {generator.name for generator in built_in()}
+ASK = {
+    "bash": """
+        source ./script
+        while IFS= read -r line; do
+            IFS=' ' read -r -a COMP_WORDS <<< "$line"
+            [[ $line == *' ' ]] && COMP_WORDS+=("")
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+            $(complete -p schedir | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+            echo "${COMPREPLY[@]}"
+        done
+    """,
+    "fish": """
+        source ./script
+        while read -l line
+            echo (complete -C "$line" | string split -f 1 \\t)
+        end
+    """,
+}
+"""Scripts that read lines, and print for each what completes it."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return runner(capsys)
+
+
+def answers(shell: str, *lines: str) -> list[set[str]]:
+    """What a shell completes each line with, in a directory with the script."""
+    done = subprocess.run(
+        [shell, "-c", ASK[shell]],
+        input="".join(f"{line}\n" for line in lines),
+        env=os.environ | {"HOME": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("shell", ASK)
+def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    code, script, err = run("completion", shell)
+    assert (code, err) == (0, "")
+    Path("script").write_text(script)
+    for file in ("zap.sched", "costs.json"):
+        Path(file).touch()
+    asked: dict[str, set[str]] = {
+        "schedir se": {"search"},
+        "schedir show z": {name for name in NAMES if name.startswith("z")} | {"zap.sched"},
+        "schedir show 1f1b --against dual": {"dualpipe", "dualpipev"},
+        "schedir check 1f1b zap": {"zap.sched"},
+        "schedir compare 1f1b interleaved-1f1b interleaved-z": {"interleaved-zb"},
+        "schedir check --channel ": {*CHANNELS, *TRANSPORTS},
+        "schedir export 1f1b --format torch": {"torch-csv", "torch-csv-comms"},
+        "schedir show 1f1b --costs co": {"costs.json"},
+        "schedir show 1f1b --micro": {"--microbatches"},
+        "schedir explain S3": {code for code in RULES if code.startswith("S3")},
+        "schedir completion ": {"bash", "zsh", "fish"},
+    }
+    assert dict(zip(asked, answers(shell, *asked), strict=True)) == asked
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no help breaks an option in two
+    code, script, err = run("completion", shell)
+    assert (code, err) == (0, "")
+    Path("script").write_text(script)
+    if shutil.which(shell) is not None:
+        done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stderr) == (0, "")
+    words = set(re.findall(r"\w[\w-]*", script))
+    assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *outputs_of("export")} <= words
+    for command in ("list", "show", "check", "compare", "search", "export", "explain"):
+        named = set(re.findall(r"(?:^| )--([a-z][a-z-]+)", run(command, "--help")[1]))
+        assert named <= words, command
+
+
+def test_a_shell_there_is_no_script_for(run: Run) -> None:
+    code, out, err = run("completion", "cmd")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: argument SHELL: invalid choice: 'cmd' (choose from ")
+
+
+def test_a_missing_library_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    error = "error: completion needs shtab: pip install 'schedir[completion]'\n"
+    assert run("completion", "bash") == (2, "", error)
+
+
+def test_other_commands_do_not_load_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, schedir.cli as c; c.main(['check', '1f1b']); c.main(['list']);"
+        "sys.exit('shtab' in sys.modules or 'schedir.cli.completion' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=250
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
