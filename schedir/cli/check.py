@@ -9,11 +9,12 @@ import sys
 from schedir.checker import check
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.target import add_channel, add_target, at_least, load_target, subject_of
-from schedir.cli.terminal import page_for, progress, write
+from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import CHANNELS_IN_WORDS, ties_of
 from schedir.render import described, outputs_of
+from schedir.render.terminal import page_for, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,22 @@ from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
-from schedir.render import Output, Page, described, outputs_of
+from schedir.render import Output, Page, Picture, described, outputs_of
+from schedir.render.terminal import is_terminal
 from schedir.render.text import Block, plain
 from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")
 
 _FORMATS = outputs_of("export")
+_OF_PICTURES = {
+    "--title or --no-title": "title",
+    "--width": "width",
+    "--greyscale": "greyscale",
+    "--from": "start",
+    "--to": "end",
+}
+"""The options of pictures, and their names in the arguments."""
 _EXTENSIONS = list(dict.fromkeys(output.extension for output in _FORMATS.values()))
 
 
@@ -48,12 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timelines.add_argument(
         "--memory", action="store_true", help="draw what each rank keeps over time as well"
     )
+    pictures = parser.add_argument_group("pictures (svg, png, pdf)")
+    titles = pictures.add_mutually_exclusive_group()
+    titles.add_argument("--title", metavar="TEXT", help="what stands above (default: its shape)")
+    titles.add_argument("--no-title", dest="title", action="store_const", const="")
+    pictures.add_argument(
+        "--width",
+        metavar="W",
+        help="as wide as a column of a page, such as 16cm, or as so many letters, such as 120 "
+        "(default: what its labels need)",
+    )
+    pictures.add_argument("--greyscale", action="store_true", help="without colours, for print")
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or say why it can't be completed."""
     output = _output(args)
+    if not output.looks:
+        for option, dest in _OF_PICTURES.items():
+            if getattr(args, dest) not in (None, False, 0):
+                forms = ", ".join(each.name for each in _FORMATS.values() if each.looks)
+                args.parser.error(f"{option} is for pictures ({forms}), not for {output.name}")
     if output.of == "timeline":
         return _write_timeline(output, args)
     for option, value in (("--memory", args.memory), ("--against", args.against)):
@@ -77,9 +102,20 @@ def run(args: argparse.Namespace) -> int:
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
+    try:
+        picture = Picture(args.title, args.width, args.greyscale)
+    except ValueError as error:
+        args.parser.error(f"--width: {error}")
     with progress("simulating"):
         timeline, against, subject = drawn(args)
-    page = Page(subject, against=against, memory=args.memory)
+    page = Page(
+        subject,
+        against=against,
+        memory=args.memory,
+        picture=picture,
+        start=args.start,
+        end=args.end,
+    )
     return write_out(output, timeline, page, args.output)
 
 
@@ -88,6 +124,8 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
     written = output.write(content, page)
     for sentence in written.left_out:
         logger.warning("%s", sentence)
+    if file is None and written.data is not None:
+        return _write_data(written.data, output)
     if file is None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in the file that it may become
@@ -96,8 +134,18 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
     try:
         with replacing(file) as opened:
             _print(written.blocks, opened)
+            opened.buffer.write(written.data or b"")
     except OSError as error:
         return fail(f"{file}: {error.strerror}")
+    return 0
+
+
+def _write_data(data: bytes, output: Output) -> int:
+    """Write what is no text to stdout, where no person looks at it; returns the exit code."""
+    if sys.stdout is not None:
+        if is_terminal(sys.stdout):
+            return fail(f"{output.name} is no text: write it to a file, -o x{output.extension}")
+        sys.stdout.buffer.write(data)
     return 0
 
 

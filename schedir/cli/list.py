@@ -6,9 +6,9 @@ import argparse
 import inspect
 import sys
 
-from schedir.cli.terminal import write
 from schedir.ir import printable
 from schedir.library import Generator, installed
+from schedir.render.terminal import write
 from schedir.render.text import Table
 
 

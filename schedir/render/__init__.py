@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
 from schedir.render.diagnostics import explanation
-from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
+from schedir.render.outputs import OUTPUTS, Output, described, outputs_of
+from schedir.render.pages import Page, Picture
 from schedir.render.text import legible
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ __all__ = [
     "OUTPUTS",
     "Output",
     "Page",
+    "Picture",
     "described",
     "explanation",
     "found_text",

@@ -48,18 +48,20 @@ class Drawing:
     axis: Axis
     legend: str
 
-    def pages(self, width: int | None) -> Iterator[tuple[int, int]]:
-        """The columns at which each page starts and ends; one page where there is no `width`."""
-        columns = self.axis.columns
+    def pages(
+        self, width: int | None, left: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """The columns at which each page starts and ends, between two of them; one page where there
+        is no `width`."""
+        columns = self.axis.columns if last is None else last
         room = columns if width is None else width - len(self.corner)
-        if columns <= room:
-            yield 0, columns
+        if columns - left <= room:
+            yield left, columns
             return
         # The least that a page holds, be the terminal as narrow as it will.
         least = max((cell.whole for cells in self.rows for cell in cells), default=1)
-        left = 0
         while left < columns:
-            end = self._page_end(left, least, max(room, least))
+            end = min(self._page_end(left, least, max(room, least)), columns)
             yield left, end
             left = end
 
@@ -185,10 +187,21 @@ class Sketch:
         """The columns per unit of time that leave room for all labels."""
         return label_scale(self.lanes, self.several)
 
-    @property
-    def too_wide(self) -> bool:
-        """Whether all labels are not worth their columns."""
-        return too_wide(self.scale, self.lanes, self.makespan)
+    def too_wide(self, since: float, until: float) -> bool:
+        """Whether all labels between two times are not worth their columns."""
+        return too_wide(self.scale, self.lanes, until - since)
+
+    def between(self, since: float, until: float) -> Sketch:
+        """The sketch with what runs between two times alone."""
+
+        def cut(lane: Lane) -> Lane:
+            spans = [span for span in lane.spans if span.end > since and span.start < until]
+            return attrs.evolve(lane, spans=spans)
+
+        parts = [
+            attrs.evolve(part, lanes=[cut(lane) for lane in part.lanes]) for part in self.parts
+        ]
+        return attrs.evolve(self, parts=parts)
 
     def labelled(self, repeated: Sequence[Repeat] = ()) -> Drawing:
         """Every action with its label, but for what is `repeated`."""

@@ -3,14 +3,15 @@ SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.render.palette import MEMORY_FILL, MEMORY_LINE
-from schedir.render.svg_text import SMALL_LABEL, Lengths, px
+from schedir.render.axis import round_step
+from schedir.render.palette import FAINT_INK, MEMORY_FILL, MEMORY_LINE
+from schedir.render.svg_text import SMALL_LABEL, Lengths, px, text_at
 from schedir.render.text import Piece, number, size
 from schedir.simulator import Timeline
 from schedir.simulator.values import Numbers
@@ -25,11 +26,24 @@ Curve: TypeAlias = tuple[Numbers, Numbers]
 @attrs.frozen
 class Kept:
     """`curves[timeline][rank]`, in bytes where `sized`, else in live activations; `most` is the
-    most that any of them reaches, so that all can be drawn to one scale."""
+    most that any of them reaches: all are drawn to one scale."""
 
     sized: bool
     curves: Sequence[Sequence[Curve]]
     most: float
+
+    @property
+    def _step(self) -> float:
+        """From tick to tick: round, and of bytes in the unit that they are read in."""
+        if not self.sized:
+            return max(round_step(self.most / 2 or 1), 1)
+        unit = 1 << max(int(self.most).bit_length() - 1, 0) // 10 * 10
+        return round_step(self.most / 2 / unit or 1) * unit
+
+    @property
+    def ticks(self) -> list[str]:
+        """What the axis of a curve says, from below: three round amounts."""
+        return [self._amount(turn * self._step) for turn in range(3)]
 
     @property
     def what(self) -> str:
@@ -38,20 +52,36 @@ class Kept:
 
     def peak(self, curve: Curve) -> str:
         """The most that a rank keeps, in words."""
-        most = most_of(curve)
-        return size(most) if self.sized else number(most)
+        return self._amount(most_of(curve))
+
+    def _amount(self, many: float) -> str:
+        return size(many) if self.sized else number(many)
 
     @property
     def room(self) -> float:
-        """The room that the words beside the curves need."""
+        """The room that the axis and the words beside the curves need."""
         peaks = (self.peak(curve) for ranks in self.curves for curve in ranks)
-        return 8 + 0.6 * SMALL_LABEL * max(map(len, peaks))
+        return self.axis_room + 8 + _letters(peaks)
+
+    @property
+    def axis_room(self) -> float:
+        """The room that an axis beside a curve needs."""
+        return 8 + _letters(self.ticks)
+
+    def axis(self, x: float, top: float, height: float) -> Iterator[Piece]:
+        """The axis of a curve that ends at `x`, whose upper edge is `top`."""
+        ys = [top + height, top + (height + 1) / 2, top + 1]
+        marks = "".join(f"M{px(x)} {px(y)}h3" for y in ys)
+        line = f"M{px(x)} {px(ys[-1])}V{px(ys[0])}"
+        yield Piece(f'<path class="axis" stroke="{MEMORY_LINE}" fill="none" d="{line}{marks}"/>\n')
+        for y, text in zip(ys, self.ticks, strict=True):
+            yield text_at(x + 5, y + 0.36 * SMALL_LABEL, text, size=SMALL_LABEL, fill=FAINT_INK)
 
     def draw(self, curve: Curve, scale: float, end: float, height: float) -> Piece:
         """A curve whose upper left corner is the origin: `scale` pixels to a unit of time, up to
         the pixel `end`."""
         left, amounts = thinned(np.round(curve[0] * scale, 2), curve[1])
-        y = height - amounts * ((height - 1) / (self.most or 1))
+        y = height - amounts * ((height - 1) / (2 * self._step))
         steps = "".join(
             f"H{px(x)}V{px(up)}"
             for x, up in zip(np.minimum(left, end).tolist(), y.tolist(), strict=True)
@@ -60,6 +90,18 @@ class Kept:
             f'<path class="memory" fill="{MEMORY_FILL}" stroke="{MEMORY_LINE}" stroke-width=".8" '
             f'd="M0 {px(height)}{steps}H{px(end)}V{px(height)}z"/>\n'
         )
+
+
+def _letters(texts: Iterable[str]) -> float:
+    return 0.6 * SMALL_LABEL * max(map(len, texts))
+
+
+def between(curve: Curve, since: float, until: float) -> Curve:
+    """What of a curve lies between two times, counted from the first of them."""
+    times, amounts = curve
+    first = int(np.searchsorted(times, since, side="right")) - 1 if since else 0
+    last = int(np.searchsorted(times, until, side="right"))
+    return np.maximum(times[first:last] - since, 0), amounts[first:last]
 
 
 def kept_by(timelines: Sequence[Timeline]) -> Kept:

@@ -12,44 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import numpy as np
 
+from schedir.errors import SchedirError
 from schedir.ir import COMPUTE, Kind, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions
 from schedir.render.diagnostics import as_json, concise, full, github
-from schedir.render.text import Block, Piece
+from schedir.render.pages import Page, window_of
+from schedir.render.text import Block, Piece, plain
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison
     from schedir.simulator import Timeline
-    from schedir.simulator.steady_state import SteadyState
-
-
-@attrs.frozen
-class Page:
-    """What a writer may want to know beside what it writes.
-
-    `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
-    of the terminal, in columns and lines; `width` is None where nothing is to be folded. With
-    `fit` the whole of a drawing is to be as narrow.
-    `against` is a second timeline, for the same time axis; `memory` asks for curves of it. `steady`
-    is the steady state of a schedule, which the timeline `full` shows.
-    """
-
-    subject: str = ""
-    width: int | None = None
-    height: int = 24
-    fit: bool = False
-    against: Timeline | None = None
-    memory: bool = False
-    steady: SteadyState | None = None
-    full: Timeline | None = None
 
 
 @attrs.frozen
 class Written:
-    """What a writer made, and what it had to leave out: a sentence each."""
+    """What a writer made, text or `data`, and what it had to leave out: a sentence each."""
 
     blocks: Iterable[Block]
     left_out: Iterable[str] = ()
+    data: bytes | None = None
 
 
 @attrs.frozen
@@ -58,7 +39,8 @@ class Output:
 
     `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
     what it leaves out, with a warning. `extension` is that of the files that it is written to;
-    `communication` whether it has the sends and receives, `either` where the user chooses.
+    `communication` whether it has the sends and receives, `either` where the user chooses. With
+    `looks` it is drawn as `Page.picture` says, from `Page.start` to `Page.end`.
     """
 
     command: Literal["show", "check", "compare", "export"]
@@ -69,6 +51,7 @@ class Output:
     extension: str = ""
     cannot_hold: str = ""
     communication: Literal["with", "without", "either"] = "either"
+    looks: bool = False
 
 
 def _text(text: str, left_out: Iterable[str] = ()) -> Written:
@@ -96,7 +79,9 @@ def _timeline(timeline: Timeline, page: Page) -> Written:
     from schedir.render.terminal_timeline import timeline_blocks
 
     first, second = _readable(timeline, page)
-    return Written(timeline_blocks(first, page.width, second, page.fit))
+    return Written(
+        timeline_blocks(first, page.width, second, page.fit, window_of(page, first, second))
+    )
 
 
 def _why(timeline: Timeline, page: Page) -> Written:
@@ -126,17 +111,41 @@ def _comparison(comparison: Comparison, page: Page) -> Written:
     return Written(comparison_blocks(comparison, page.width))
 
 
-def _comparison_json(comparison: Comparison, page: Page) -> Written:
-    from schedir.render.tables import comparison_json
+def _comparison_text(form: str) -> Callable[[Comparison, Page], Written]:
+    """A writer of a comparison as text, whatever the width."""
 
-    return _text(comparison_json(comparison))
+    def write(comparison: Comparison, page: Page) -> Written:
+        from schedir.render.tables import TEXTS
+
+        return _text(TEXTS[form](comparison))
+
+    return write
 
 
 def _svg(timeline: Timeline, page: Page) -> Written:
     from schedir.render.svg import svg_blocks
 
-    blocks = svg_blocks(timeline, page.against, page.memory)
+    blocks = svg_blocks(timeline, page)
     return Written(blocks, _left_out(timeline, page, COMPUTE))
+
+
+def _converted(form: Literal["png", "pdf"]) -> Callable[[Timeline, Page], Written]:
+    """A writer of the same picture in another format."""
+
+    def write(timeline: Timeline, page: Page) -> Written:
+        try:
+            import vl_convert
+        except ImportError:
+            raise SchedirError(
+                f"{form} needs vl-convert-python: pip install 'schedir[pictures]'"
+            ) from None
+
+        written = _svg(timeline, page)
+        svg = plain(written.blocks)
+        data = vl_convert.svg_to_png(svg, scale=2) if form == "png" else vl_convert.svg_to_pdf(svg)
+        return Written((), written.left_out, data)
+
+    return write
 
 
 def _perfetto(timeline: Timeline, page: Page) -> Written:
@@ -214,7 +223,28 @@ OUTPUTS = (
         "a row for each schedule, the quickest first",
         _comparison,
     ),
-    Output("compare", "json", "comparison", "the same for a program", _comparison_json),
+    Output("compare", "json", "comparison", "the same for a program", _comparison_text("json")),
+    Output(
+        "compare",
+        "markdown",
+        "comparison",
+        "the table for a README or an issue",
+        _comparison_text("markdown"),
+    ),
+    Output(
+        "compare",
+        "latex",
+        "comparison",
+        "the table for a paper, a tabular",
+        _comparison_text("latex"),
+    ),
+    Output(
+        "compare",
+        "csv",
+        "comparison",
+        "raw numbers for a spreadsheet",
+        _comparison_text("csv"),
+    ),
     Output(
         "export",
         "sched",
@@ -252,6 +282,27 @@ OUTPUTS = (
         _svg,
         ".svg",
         _NOT_IN_PICTURES,
+        looks=True,
+    ),
+    Output(
+        "export",
+        "png",
+        "timeline",
+        "that picture in pixels",
+        _converted("png"),
+        ".png",
+        _NOT_IN_PICTURES,
+        looks=True,
+    ),
+    Output(
+        "export",
+        "pdf",
+        "timeline",
+        "that picture as a page",
+        _converted("pdf"),
+        ".pdf",
+        _NOT_IN_PICTURES,
+        looks=True,
     ),
     Output(
         "export",

@@ -6,6 +6,7 @@ own: a terminal may make few colours of many, and paper is white.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
 from schedir.render.rows import most_stages
+from schedir.render.text import Piece
 from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
@@ -39,6 +41,9 @@ PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
 SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
+
+
+_COLOUR = re.compile('"#([0-9a-f]{6})"')
 
 
 def letter(kind: Kind) -> str:
@@ -111,6 +116,18 @@ PAIR_FILL = Fill("#e6a8cc", "#000000")
 CRITICAL_LINE = "#b30000"
 """The critical path: a dark red, which no fill is."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
+
+
+def grey(piece: Piece) -> Piece:
+    """A piece of a picture with each colour as the grey that is as light."""
+    return Piece(_COLOUR.sub(_as_light, piece.text))
+
+
+def _as_light(colour: re.Match[str]) -> str:
+    # Rec. 709 weighs what light there is, and sRGB's numbers are about its power of 1 / 2.2.
+    parts = (int(colour[1][n : n + 2], 16) ** 2.2 for n in (0, 2, 4))
+    light = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+    return '"#' + 3 * f"{round(light ** (1 / 2.2)):02x}" + '"'
 
 
 def picture_fill(kind: Kind, chunk: int = 0) -> Fill:

@@ -13,14 +13,16 @@ areas are true.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import starmap
 from xml.sax.saxutils import escape
 
 import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
-from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, Fill, letter, picture_fill
+from schedir.render.palette import FAINT_INK, INK, PAPER, STEP_FILL, Fill, letter, picture_fill
 from schedir.render.rows import has_replicas
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.render.text import Piece
@@ -32,8 +34,12 @@ _BAR, _LEVELS = 4.0, 50
 _SEPARATED = 6.0
 """In pixels, as all lengths here: cells at least this wide are set off by a line of paper."""
 _STEP_WIDTH = 2.5
+_TALLER, _LONE_STEP = 0.08, 40.0
+"""A mark of a step juts out by this part of its lane; marks that stand as close are narrower."""
 _TIGHT = 0.5
 """By how much a cell may be too narrow for its label."""
+_APART = 1.25
+"""How many times as wide as its label a block of cells must be."""
 _LOWEST_LABEL = 10.0
 """The lowest cell that has a label."""
 _ROOMY = 15.0
@@ -75,12 +81,24 @@ class Cells:
         return thin
 
 
-def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] = COMPUTE) -> Cells:
-    """What is known of a rank's compute, or of its copies, `scale` pixels to a unit of time."""
+def cells_of(
+    timeline: Timeline,
+    rank: int,
+    scale: float,
+    kinds: Iterable[Kind] = COMPUTE,
+    since: float = 0,
+    until: float = math.inf,
+) -> Cells:
+    """What is known of a rank's compute, or of its copies, between two times, `scale` pixels to a
+    unit of time."""
     columns = timeline.schedule.columns
     first, end = columns.starts[rank : rank + 2].tolist()
     places = first + np.flatnonzero((columns.is_kind(*kinds) & timeline.known)[first:end])
     places = places[np.argsort(timeline.starts[places], kind="stable")]
+    starts, ends = timeline.starts[places], timeline.ends[places]
+    # What ends as the window begins lies outside, and what takes no time may lie on its edge.
+    inside = (np.maximum(starts, np.nextafter(ends, 0)) >= since) & (starts <= until)
+    places, starts, ends = places[inside], starts[inside], ends[inside]
     joined = columns.joined[places]
     halved = columns.shared[places] | joined
     stages = np.array(timeline.schedule.stages_of(rank), np.int64)
@@ -90,8 +108,8 @@ def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] 
         lane, within = turns, max(1, len(stages))
         halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
-        np.round(timeline.starts[places] * scale, 2),
-        np.round(timeline.ends[places] * scale, 2),
+        np.round((np.maximum(starts, since) - since) * scale, 2),
+        np.round((np.minimum(ends, until) - since) * scale, 2),
         (lane + np.where(halved & joined, 0.5, 0.0)) / within,
         np.where(halved, 0.5, 1.0) / within,
         places,
@@ -121,7 +139,8 @@ def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
     yield from _boxes(whole, height)
     if thin.any():
         yield from _merged(cells, np.flatnonzero(thin), height)
-    yield from _labels(columns, whole, height)
+    labelled = yield from _labels(columns, whole, height)
+    yield from _block_labels(columns, whole.where(~labelled), height)
     if steps.any():
         yield _steps(cells.where(steps), cells, height)
 
@@ -179,11 +198,13 @@ def _joined(left: Lengths, right: Lengths, upper: Lengths, lower: Lengths) -> st
     return path(left[first], right[last], upper[first], (lower - upper)[first])
 
 
-def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
-    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room.
+def _labels(columns: Columns, cells: Cells, height: float) -> Generator[str, None, Bools]:
+    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room;
+    returns which cells have one.
 
     Those of one width have the same, whatever number stands in them.
     """
+    labelled = np.zeros(len(cells.left), np.bool_)
     digits = "0" * len(str(columns.microbatch.max(initial=0)))
     room = cells.right - cells.left + _TIGHT
     for part in np.unique(cells.height)[::-1].tolist():
@@ -191,14 +212,96 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
             continue
         size = LABEL if part == 1 or height * part >= _ROOMY else SMALL_LABEL
         for ink, colours in _inks(cells.colour):
-            some = cells.where(
+            chosen = (
                 (cells.height == part)
                 & np.isin(cells.colour, colours)
                 & (room >= text_width(digits, size))
             )
+            labelled |= chosen
+            some = cells.where(chosen)
             texts = list(_texts(columns, some, digits, size, height))
             if texts:
                 yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{"".join(texts)}</g>'
+    return labelled
+
+
+def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
+    """One label for several cells in a row that are too narrow for their own: F3–9 B0–6."""
+    for top, part in sorted(set(zip(cells.top.tolist(), cells.height.tolist(), strict=True))):
+        if height * part < _LOWEST_LABEL:
+            continue
+        some = cells.where((cells.top == top) & (cells.height == part))
+        y = px((top + part / 2) * height + 0.36 * SMALL_LABEL)
+        texts = [f'<text x="{px(x)}" y="{y}">{escape(t)}</text>' for x, t in _blocks(columns, some)]
+        if texts:
+            yield (
+                f'<g class="blocks" fill="{INK}" font-size="{px(SMALL_LABEL)}" stroke="{PAPER}" '
+                f'stroke-width="2.5" paint-order="stroke">{"".join(texts)}</g>'
+            )
+
+
+def _blocks(columns: Columns, cells: Cells) -> Iterator[tuple[float, str]]:
+    """The middle and the label of each block: of one kind as far as it goes, of several as few as
+    have room for it. Where there is no room the label is of the first kind alone."""
+    block = _Block(0)
+    for left, right, colour, microbatch in zip(
+        cells.left.tolist(),
+        cells.right.tolist(),
+        cells.colour.tolist(),
+        columns.microbatch[cells.place].tolist(),
+        strict=True,
+    ):
+        full = block.fits(block.label) and [*block.ranges] != [colour]
+        if full or not block.takes(left, right, colour, microbatch):
+            yield from block.labelled()
+            block = _Block(left)
+        first, _ = block.ranges.get(colour, (microbatch, microbatch))
+        block.ranges[colour] = first, microbatch
+        block.end, block.last = right, right - left
+    yield from block.labelled()
+
+
+@attrs.define
+class _Block:
+    """Cells in a row, from `start` to `end`; `last` is how wide the last one is. Those of a kind
+    are of one stage, and of microbatches that follow each other: `ranges[colour]`, first to last.
+    """
+
+    start: float
+    end: float = 0
+    last: float = 0
+    ranges: dict[int, tuple[int, int]] = attrs.field(factory=dict)
+
+    @property
+    def label(self) -> str:
+        return " ".join(starmap(_range, self.ranges.items()))
+
+    def fits(self, label: str) -> bool:
+        """Whether there is room for a label, and for the eye to tell it from the next one."""
+        return bool(label) and self.end - self.start >= _APART * text_width(label, SMALL_LABEL)
+
+    def takes(self, left: float, right: float, colour: int, microbatch: int) -> bool:
+        """Whether a cell goes on with it."""
+        if not self.ranges:
+            return False
+        kind = colour // _SHADES
+        if any(each != colour and each // _SHADES == kind for each in self.ranges):
+            return False
+        follows = colour not in self.ranges or microbatch == self.ranges[colour][1] + 1
+        return follows and left - self.end <= max(self.last, right - left)
+
+    def labelled(self) -> Iterator[tuple[float, str]]:
+        """Its middle and the longest label that it has room for."""
+        shorter = (self.label, self.label.partition(" ")[0])
+        label = next(filter(self.fits, shorter), None)
+        if label is not None:
+            yield (self.start + self.end) / 2, label
+
+
+def _range(colour: int, microbatches: tuple[int, int]) -> str:
+    first, last = microbatches
+    name = letter(KINDS[colour // _SHADES])
+    return f"{name}{first}" if first == last else f"{name}{first}–{last}"
 
 
 def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
@@ -228,7 +331,12 @@ def _texts(
 
 def _steps(cells: Cells, among: Cells, height: float) -> str:
     """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
-    least = min(_STEP_WIDTH, max(0.3, float(np.median(among.right - among.left)) / 8))
+    least = _STEP_WIDTH
+    if np.diff(np.unique(cells.left)).min(initial=_LONE_STEP) < _LONE_STEP:
+        least = min(least, max(0.3, float(np.median(among.right - among.left)) / 8))
     right = np.maximum(cells.right, cells.left + least)
-    outline = _outline(attrs.evolve(cells, right=right), height)
+    tall = attrs.evolve(
+        cells, right=right, top=cells.top - _TALLER, height=cells.height + 2 * _TALLER
+    )
+    outline = _outline(tall, height)
     return f'<path class="steps" fill="{STEP_FILL}" d="{outline}"/>'

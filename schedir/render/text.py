@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
 
@@ -96,14 +96,19 @@ def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colou
         markup=False,
         emoji=False,
     )
-    for _, group in groupby(blocks, type):
-        several = list(group)
-        pieces = [block for block in several if isinstance(block, Piece)]
-        if pieces:
-            console.print(Text.assemble(*pieces), end="", soft_wrap=True)
-        for block in several:
-            if not isinstance(block, Piece):
-                console.print(_rich(block))
+    for each in rich_of(blocks):
+        console.print(each, end="", soft_wrap=isinstance(each, Text))
+
+
+def rich_of(blocks: Iterable[Block]) -> Iterator[RenderableType]:
+    """The blocks as rich draws them."""
+    from rich.text import Text
+
+    for kind, group in groupby(blocks, type):
+        if kind is Piece:
+            yield Text.assemble(*(block for block in group if isinstance(block, Piece)), end="")
+        else:
+            yield from (_rich(block) for block in group if not isinstance(block, Piece))
 
 
 def _rich(block: Panel | Table) -> RenderableType:
