@@ -7,21 +7,27 @@ The legend says what letters and marks mean.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from schedir.ir import Action, Kind
 from schedir.render.axis import CUT_WIDTH, Axis, finite, nearest
 from schedir.render.palette import (
     FAINT,
     LEFT_OUT,
+    MIX,
     PAIR,
     PAIR_STYLE,
     SHORT,
     STEP,
     STEP_STYLE,
     WORDS,
+    blended,
     letter,
     shade,
 )
@@ -33,6 +39,7 @@ _SHORTEST = 1 / 16
 _BEYOND = 1e9  # columns that nobody draws
 MOST_COLUMNS = 10_000
 """Of a drawing in which nearly all is idle."""
+_NEARLY_ALL = 0.75  # of a column's work
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
 
 
@@ -128,6 +135,40 @@ def coarse_cells(lane: Lane, axis: Axis) -> list[Cell]:
     return cells
 
 
+def mixed_cells(lane: Lane, axis: Axis) -> list[Cell]:
+    """The cells of a lane in which a column is longer than an action, ascending: a letter where
+    nearly all of a column is of one kind, else a mark, in the mix of the kinds' colours.
+
+    What takes less than half a column is not drawn, but where nothing beside it is.
+    """
+    takes = {}
+    edges = np.append(np.arange(axis.end), math.inf) / axis.scale
+    by_kind: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for span in lane.spans:
+        mark = PAIR if span.beside is not None else _mark(span.action.kind)
+        by_kind[mark, _style(lane, span)].append((span.start, span.end))
+    for kind, times in by_kind.items():
+        points = np.sort(np.array(times), axis=0)
+        so_far = np.cumsum(points[:, 1] - points[:, 0])
+        # What has run up to each edge of a column.
+        known = np.stack([so_far - (points[:, 1] - points[:, 0]), so_far], axis=1).ravel()
+        takes[kind] = np.diff(np.interp(edges, points.ravel(), known)) * axis.scale
+    busy = np.sum([np.zeros(axis.end), *takes.values()], axis=0)
+    around = np.pad(busy, 1)
+    alone = (busy > 0) & (busy >= around[:-2]) & (busy > around[2:])
+    shown = (busy >= 0.5) | (alone & (around[:-2] < 0.5) & (around[2:] < 0.5))
+    cells = []
+    for column in np.flatnonzero(shown).tolist():
+        shares = {style: part[column] / busy[column] for (_, style), part in takes.items()}
+        by_mark: Counter[str] = Counter()
+        for (mark, _), part in takes.items():
+            by_mark[mark] += part[column] / busy[column]
+        [(mark, most)] = by_mark.most_common(1)
+        mark = mark if most >= _NEARLY_ALL else MIX
+        cells.append(Cell(column, 1, mark, blended(shares), mark))
+    return cells
+
+
 def cut_out(cells: Sequence[Cell], axis: Axis) -> list[Cell]:
     """The cells of a row around the cuts of its axis, a mark in place of each cut."""
     kept = []
@@ -193,6 +234,9 @@ def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> st
     """What coarse cells mean: those of the letters that are drawn."""
     drawn = {cell.text[0] for row in cells for cell in row}
     words = [*_kinds_in_words(lanes), f"{PAIR} a forward and a backward as one"]
+    words.append(f"{MIX} several kinds in turn")
+    if MIX in drawn:
+        drawn |= {letter(kind) for kind in WORDS}
     return ", ".join(word for word in words if word[0] in drawn)
 
 

@@ -21,6 +21,7 @@ from schedir.render.cells import (
     labelled_cells,
     labels_legend,
     letters_legend,
+    mixed_cells,
     per_column,
     too_wide,
 )
@@ -103,7 +104,9 @@ class Drawing:
         marks: list[tuple[int, str]] = []
         for column, note in self.axis.notes():
             if left <= column < end:
-                marks.append((max(left, min(column, end - len(note))), note))
+                at = max(left, min(column, end - len(note)))
+                if all(other + len(text) <= at for other, text in marks):
+                    marks.append((at, note))
         for column, label in self.axis.ticks(left, end):
             after = column + len(label)
             if after <= end and all(
@@ -218,10 +221,12 @@ class Sketch:
         """As letters in so many columns, each for as many actions as it must be."""
         drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
-        return self._letters(self._axis(scale, repeated), per_column(scale))
+        mixed = scale < coarse_scale(self.lanes)
+        return self._letters(self._axis(scale, repeated), per_column(scale), mixed)
 
-    def _letters(self, axis: Axis, about: str = "") -> Drawing:
-        cells = [coarse_cells(lane, axis) for lane in self.lanes]
+    def _letters(self, axis: Axis, about: str = "", mixed: bool = False) -> Drawing:
+        draw = mixed_cells if mixed else coarse_cells
+        cells = [draw(lane, axis) for lane in self.lanes]
         words = letters_legend(self.lanes, cells) + about
         return self._drawing(axis, cells, words, complete=False)
 

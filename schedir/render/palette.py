@@ -7,7 +7,7 @@ own: a terminal may make few colours of many, and paper is white.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,8 @@ _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 STEP, STEP_STYLE = "*", "bold red"
 PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
 """A forward and a backward that run as one: the letter that stands for both, and their style."""
+MIX = "+"
+"""A column of a terminal in which several kinds take turns."""
 SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
@@ -55,6 +57,17 @@ def shade(kind: Kind, chunk: int = 0) -> str:
     """The style of a kind's cells, for the `chunk`-th stage of its rank."""
     shades = _SHADES.get(kind, _OTHER_SHADES)
     return f"#000000 on {shades[chunk % len(shades)]}"
+
+
+def blended(shares: Mapping[str, float]) -> str:
+    """The style of cells that are mixed: the mean of their backgrounds, in eighths."""
+    parts = {style[-6:]: round(8 * share) for style, share in shares.items() if "#" in style}
+    whole = sum(parts.values()) or 1
+    mean = (
+        sum(int(colour[n : n + 2], 16) * part for colour, part in parts.items()) // whole
+        for n in (0, 2, 4)
+    )
+    return "#000000 on #" + "".join(f"{each:02x}" for each in mean)
 
 
 class Fill(NamedTuple):

@@ -14,8 +14,8 @@ areas are true.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import starmap
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 import attrs
@@ -241,9 +241,10 @@ def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str
 
 
 def _blocks(columns: Columns, cells: Cells) -> Iterator[tuple[float, str]]:
-    """The middle and the label of each block: of one kind as far as it goes, of several as few as
-    have room for it. Where there is no room the label is of the first kind alone."""
-    block = _Block(0)
+    """The middle and the label of each block: of one kind as far as it goes, of several as few
+    cells as have room for it."""
+    block: dict[int, _Range] = {}
+    end = last = 0.0
     for left, right, colour, microbatch in zip(
         cells.left.tolist(),
         cells.right.tolist(),
@@ -251,57 +252,55 @@ def _blocks(columns: Columns, cells: Cells) -> Iterator[tuple[float, str]]:
         columns.microbatch[cells.place].tolist(),
         strict=True,
     ):
-        full = block.fits(block.label) and [*block.ranges] != [colour]
-        if full or not block.takes(left, right, colour, microbatch):
-            yield from block.labelled()
-            block = _Block(left)
-        first, _ = block.ranges.get(colour, (microbatch, microbatch))
-        block.ranges[colour] = first, microbatch
-        block.end, block.last = right, right - left
-    yield from block.labelled()
+        full = [*block] != [colour] and _fits([*block.values()])
+        near = left - end <= max(last, right - left)
+        if full or not near or not _goes_on(block, colour, microbatch):
+            yield from _labelled(block)
+            block = {}
+        before = block.get(colour, _Range(colour, microbatch, microbatch, left, right))
+        block[colour] = before._replace(last=microbatch, right=right)
+        end, last = right, right - left
+    yield from _labelled(block)
 
 
-@attrs.define
-class _Block:
-    """Cells in a row, from `start` to `end`; `last` is how wide the last one is. Those of a kind
-    are of one stage, and of microbatches that follow each other: `ranges[colour]`, first to last.
-    """
+class _Range(NamedTuple):
+    """Cells of one kind and stage, of microbatches that follow each other, and where they are."""
 
-    start: float
-    end: float = 0
-    last: float = 0
-    ranges: dict[int, tuple[int, int]] = attrs.field(factory=dict)
+    colour: int
+    first: int
+    last: int
+    left: float
+    right: float
 
-    @property
-    def label(self) -> str:
-        return " ".join(starmap(_range, self.ranges.items()))
-
-    def fits(self, label: str) -> bool:
-        """Whether there is room for a label, and for the eye to tell it from the next one."""
-        return bool(label) and self.end - self.start >= _APART * text_width(label, SMALL_LABEL)
-
-    def takes(self, left: float, right: float, colour: int, microbatch: int) -> bool:
-        """Whether a cell goes on with it."""
-        if not self.ranges:
-            return False
-        kind = colour // _SHADES
-        if any(each != colour and each // _SHADES == kind for each in self.ranges):
-            return False
-        follows = colour not in self.ranges or microbatch == self.ranges[colour][1] + 1
-        return follows and left - self.end <= max(self.last, right - left)
-
-    def labelled(self) -> Iterator[tuple[float, str]]:
-        """Its middle and the longest label that it has room for."""
-        shorter = (self.label, self.label.partition(" ")[0])
-        label = next(filter(self.fits, shorter), None)
-        if label is not None:
-            yield (self.start + self.end) / 2, label
+    def __str__(self) -> str:
+        name = f"{letter(KINDS[self.colour // _SHADES])}{self.first}"
+        return name if self.first == self.last else f"{name}–{self.last}"
 
 
-def _range(colour: int, microbatches: tuple[int, int]) -> str:
-    first, last = microbatches
-    name = letter(KINDS[colour // _SHADES])
-    return f"{name}{first}" if first == last else f"{name}{first}–{last}"
+def _goes_on(block: Mapping[int, _Range], colour: int, microbatch: int) -> bool:
+    """Whether a block goes on with a cell: of each kind it has one stage."""
+    if colour in block:
+        return microbatch == block[colour].last + 1
+    return all(other // _SHADES != colour // _SHADES for other in block)
+
+
+def _fits(ranges: Sequence[_Range]) -> tuple[float, str] | None:
+    """The middle and the label of cells that have room for it, and set it off from the next."""
+    if not ranges:
+        return None
+    label = " ".join(map(str, ranges))
+    left, right = min(each.left for each in ranges), max(each.right for each in ranges)
+    fits = right - left >= _APART * text_width(label, SMALL_LABEL)
+    return ((left + right) / 2, label) if fits else None
+
+
+def _labelled(block: Mapping[int, _Range]) -> Iterator[tuple[float, str]]:
+    """The label of a block, or where that has no room, of one of its kinds."""
+    ranges = [*block.values()]
+    tried = (_fits(some) for some in (ranges, *([each] for each in ranges)))
+    label = next(filter(None, tried), None)
+    if label is not None:
+        yield label
 
 
 def _inks(colours: Ints) -> list[tuple[str, list[int]]]:

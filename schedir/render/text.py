@@ -87,7 +87,11 @@ def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colou
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(
+    class Own(Console):
+        def on_broken_pipe(self) -> None:  # which rich would end the process for
+            raise
+
+    console = Own(
         file=stream,
         width=width,
         color_system="auto" if colour else None,
