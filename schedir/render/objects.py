@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from html import escape
 from importlib import import_module
 from itertools import groupby
@@ -117,8 +118,8 @@ def _result(result: Any, page: Page) -> Iterable[Block]:
     said = []
     try:
         said.append(f"loss {result.loss:.6g} over {count(result.samples, 'sample')}")
-    except ExecutionError:
-        said.append("no loss")
+    except ExecutionError as error:
+        said.append(str(error))
     if result.grad_norm is not None:
         said.append(f"norm of the gradients {result.grad_norm:.4g}")
     said.append(f"{result.elapsed:.4g} s, of them {result.busy:.4g} s in compute")
@@ -151,7 +152,15 @@ def line(value: object) -> str:
 
 def text(value: object) -> str:
     """The object as its command prints it into a pipe."""
-    return plain(_view(value)[1].blocks(value, Page())).rstrip("\n")
+    return plain(_blocks(value, Page())).rstrip("\n")
+
+
+def _blocks(value: object, page: Page) -> list[Block]:
+    """The blocks of an object; of one that makes no sense, why."""
+    try:
+        return list(_view(value)[1].blocks(value, page))
+    except SchedirError as error:
+        return [Piece(f"{line(value)}: {error}\n")]
 
 
 def show(
@@ -176,16 +185,16 @@ class Renderable:
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         page = Page(width=options.max_width, height=console.height, screen=True)
-        return rich_of(_view(self.value)[1].blocks(self.value, page))
+        return rich_of(_blocks(self.value, page))
 
 
 def html(value: object) -> str:
     """The object for a notebook."""
     _, view = _view(value)
-    drawn = view.drawn(value)
-    if drawn is not None:
-        return str(exported(drawn, "svg"))
-    blocks = view.blocks(value, Page())
+    with suppress(SchedirError):  # of what makes no sense the text says why
+        if (drawn := view.drawn(value)) is not None:
+            return str(exported(drawn, "svg"))
+    blocks = _blocks(value, Page())
     return "".join("".join(_as_html(group)) for _, group in groupby(blocks, type))
 
 
