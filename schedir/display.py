@@ -21,16 +21,13 @@ class Displayed:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        text: str = _shown().line(self)
-        return text
+        return str(_shown().line(self))
 
     def __str__(self) -> str:
-        text: str = _shown().text(self)
-        return text
+        return str(_shown().text(self))
 
     def _repr_html_(self) -> str:
-        page: str = _shown().html(self)
-        return page
+        return str(_shown().html(self))
 
     def __rich__(self) -> Any:
         return _shown().Renderable(self)
@@ -52,7 +49,7 @@ class Looks(TypedDict, total=False):
     against: Any
     memory: bool
     title: str | None
-    width: str | float | None
+    breadth: str | float | None
     greyscale: bool
     start: float
     end: float | None
@@ -80,31 +77,26 @@ class DisplayedTimeline(Displayed):
 
         Raises ValueError for a width that is none, SchedirError for a window without anything.
         """
-        picture: str = _shown().exported(self, "svg", **looks)
-        return picture
+        return str(_shown().exported(self, "svg", **looks))
 
     def png(self, **looks: Unpack[Looks]) -> bytes:
         """The picture of `svg` in pixels, 192 an inch. It takes what that takes.
 
         Raises SchedirError without the extra: pip install 'schedir[pictures]'.
         """
-        picture: bytes = _shown().exported(self, "png", **looks)
-        return picture
+        return bytes(_shown().exported(self, "png", **looks))
 
     def pdf(self, **looks: Unpack[Looks]) -> bytes:
         """The picture of `svg` as a page of its size, as `png`."""
-        picture: bytes = _shown().exported(self, "pdf", **looks)
-        return picture
+        return bytes(_shown().exported(self, "pdf", **looks))
 
     def html(self, against: Any = None, memory: bool = False) -> str:
         """One page to look around in with a browser; `against` is a second timeline below."""
-        page: str = _shown().exported(self, "html", against=against, memory=memory)
-        return page
+        return str(_shown().exported(self, "html", against=against, memory=memory))
 
     def perfetto(self, against: Any = None) -> str:
         """A trace for ui.perfetto.dev, as JSON; `against` is a second timeline in it."""
-        trace: str = _shown().exported(self, "perfetto", against=against)
-        return trace
+        return str(_shown().exported(self, "perfetto", against=against))
 
 
 class DisplayedComparison(Displayed):
@@ -117,8 +109,7 @@ class DisplayedComparison(Displayed):
 
         Raises ValueError for another form.
         """
-        text: str = _shown().compared(self, form)
-        return text
+        return str(_shown().compared(self, form))
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each schedule and the columns of "csv".

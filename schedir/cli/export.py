@@ -17,7 +17,7 @@ from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
-from schedir.render import Output, Page, Picture, described, outputs_of
+from schedir.render import Output, Page, described, outputs_of
 from schedir.render.terminal import is_terminal
 from schedir.render.text import Block, plain
 from schedir.simulator import Timeline
@@ -25,14 +25,6 @@ from schedir.simulator import Timeline
 logger = logging.getLogger("schedir")
 
 _FORMATS = outputs_of("export")
-_OF_PICTURES = {
-    "--title or --no-title": "title",
-    "--width": "width",
-    "--greyscale": "greyscale",
-    "--from": "start",
-    "--to": "end",
-}
-"""The options of pictures, and their names in the arguments."""
 _EXTENSIONS = list(dict.fromkeys(output.extension for output in _FORMATS.values()))
 
 
@@ -63,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     titles.add_argument("--no-title", dest="title", action="store_const", const="")
     pictures.add_argument(
         "--width",
+        dest="breadth",
         metavar="W",
         help="as wide as a column of a page, such as 16cm, or as so many letters, such as 120 "
         "(default: what its labels need)",
@@ -74,11 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or say why it can't be completed."""
     output = _output(args)
-    if not output.looks:
-        for option, dest in _OF_PICTURES.items():
-            if getattr(args, dest) not in (None, False, 0):
-                forms = ", ".join(each.name for each in _FORMATS.values() if each.looks)
-                args.parser.error(f"{option} is for pictures ({forms}), not for {output.name}")
+    looks = (args.title, args.breadth, args.end, args.start or None, args.greyscale or None)
+    if not output.looks and any(look is not None for look in looks):
+        args.parser.error(
+            "--title, --no-title, --width, --greyscale, --from and --to are for pictures, svg, png "
+            f"and pdf: {output.name} takes none of them"
+        )
     if output.of == "timeline":
         return _write_timeline(output, args)
     for option, value in (("--memory", args.memory), ("--against", args.against)):
@@ -102,19 +96,17 @@ def run(args: argparse.Namespace) -> int:
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
-    try:
-        picture = Picture(args.title, args.width, args.greyscale)
-    except ValueError as error:
-        args.parser.error(f"--width: {error}")
     with progress("simulating"):
         timeline, against, subject = drawn(args)
     page = Page(
         subject,
         against=against,
         memory=args.memory,
-        picture=picture,
         start=args.start,
         end=args.end,
+        title=args.title,
+        breadth=args.breadth,
+        greyscale=args.greyscale,
     )
     return write_out(output, timeline, page, args.output)
 

@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     output = outputs_of("show")[_form(args, page.screen, args.full or lists or windowed)]
     if args.width is not None:
         page = attrs.evolve(page, width=args.width, fit=True)
-    elif windowed or args.full or lists:
-        page = attrs.evolve(page, fit=windowed and page.width is not None)
+    elif args.full or lists:
+        page = attrs.evolve(page, fit=False)
     write(output.write(timeline, page).blocks, sys.stdout)
     if lists:
         schedule = timeline.schedule

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from schedir.lazy import on_demand
 from schedir.render.diagnostics import explanation
 from schedir.render.outputs import OUTPUTS, Output, Written, described, outputs_of
-from schedir.render.pages import Page, Picture
+from schedir.render.pages import Page
 from schedir.render.text import legible, plain
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ __all__ = [
     "OUTPUTS",
     "Output",
     "Page",
-    "Picture",
     "Written",
     "described",
     "explanation",

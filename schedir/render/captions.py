@@ -17,7 +17,7 @@ from schedir.simulator.values import UNITS
 if TYPE_CHECKING:
     from schedir.simulator.steady_state import SteadyState
 
-STEADY = ("period_microbatches", "time_per_microbatch", "bubble_fraction")
+_STEADY = ("period_microbatches", "time_per_microbatch", "bubble_fraction")
 UNIT_NAMES: dict[Unit | None, str] = {None: "", "s": "s", "ms": "ms", "us": "µs"}
 
 
@@ -64,7 +64,7 @@ def bubble(timeline: Timeline) -> str:
 
 def steady_figures(steady: SteadyState | None) -> dict[str, Any] | None:
     """The steady state of a schedule for a program: the keys are a contract."""
-    return None if steady is None else {name: getattr(steady, name) for name in STEADY}
+    return None if steady is None else {name: getattr(steady, name) for name in _STEADY}
 
 
 def with_unit(time: float, unit: Unit | None) -> str:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from schedir.ir import Action, Kind
 from schedir.render.axis import CUT_WIDTH, Axis, finite, nearest
@@ -128,7 +126,7 @@ def coarse_cells(lane: Lane, axis: Axis) -> list[Cell]:
             right = max(right, left + 1)
         left = max(left, drawn)
         if right > left:
-            mark = PAIR if span.beside is not None else _mark(span.action.kind)
+            mark = _mark(span)
             cells.append(Cell(left, 1, mark * (right - left), _style(lane, span), mark))
             drawn = right
         idle_since = span.end
@@ -141,31 +139,24 @@ def mixed_cells(lane: Lane, axis: Axis) -> list[Cell]:
 
     What takes less than half a column is not drawn, but where nothing beside it is.
     """
-    takes = {}
-    edges = np.append(np.arange(axis.end), math.inf) / axis.scale
-    by_kind: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(axis.end)]
     for span in lane.spans:
-        mark = PAIR if span.beside is not None else _mark(span.action.kind)
-        by_kind[mark, _style(lane, span)].append((span.start, span.end))
-    for kind, times in by_kind.items():
-        points = np.sort(np.array(times), axis=0)
-        so_far = np.cumsum(points[:, 1] - points[:, 0])
-        # What has run up to each edge of a column.
-        known = np.stack([so_far - (points[:, 1] - points[:, 0]), so_far], axis=1).ravel()
-        takes[kind] = np.diff(np.interp(edges, points.ravel(), known)) * axis.scale
-    busy = np.sum([np.zeros(axis.end), *takes.values()], axis=0)
-    around = np.pad(busy, 1)
-    alone = (busy > 0) & (busy >= around[:-2]) & (busy > around[2:])
-    shown = (busy >= 0.5) | (alone & (around[:-2] < 0.5) & (around[2:] < 0.5))
+        kind = _style(lane, span), _mark(span)
+        start, end = span.start * axis.scale, span.end * axis.scale
+        for column in range(int(start), min(math.ceil(end), axis.end)):
+            takes[column][kind] += min(end, column + 1) - max(start, column)
+    busy = [0.0, *(sum(part.values()) for part in takes), 0.0]
     cells = []
-    for column in np.flatnonzero(shown).tolist():
-        shares = {style: part[column] / busy[column] for (_, style), part in takes.items()}
-        by_mark: Counter[str] = Counter()
-        for (mark, _), part in takes.items():
-            by_mark[mark] += part[column] / busy[column]
-        [(mark, most)] = by_mark.most_common(1)
-        mark = mark if most >= _NEARLY_ALL else MIX
-        cells.append(Cell(column, 1, mark, blended(shares), mark))
+    for column, part in enumerate(takes):
+        before, own, after = busy[column : column + 3]
+        if own >= 0.5 or (before < own >= after and max(before, after) < 0.5):
+            marks: dict[str, float] = defaultdict(float)
+            for (_, mark), share in part.items():
+                marks[mark] += share / own
+            mark = max(marks, key=marks.__getitem__)
+            mark = mark if marks[mark] >= _NEARLY_ALL else MIX
+            style = blended({style: share / own for (style, _), share in part.items()})
+            cells.append(Cell(column, 1, mark, style, mark))
     return cells
 
 
@@ -199,7 +190,10 @@ def _long_enough(lanes: Sequence[Lane]) -> list[ComputeSpan]:
     return [span for span in spans if span.end - span.start >= least] if least else []
 
 
-def _mark(kind: Kind) -> str:
+def _mark(span: ComputeSpan) -> str:
+    if span.beside is not None:
+        return PAIR
+    kind = span.action.kind
     return STEP if kind is Kind.OPTIM_STEP else letter(kind)
 
 

@@ -13,36 +13,9 @@ if TYPE_CHECKING:
     from schedir.simulator import Timeline
     from schedir.simulator.steady_state import SteadyState
 
-_CM, _COLUMN = 96 / 2.54, 7.2
-"""Pixels; a column is as wide as a letter of a picture's text."""
-_NARROWEST, _WIDEST = 8 * _CM, 1000 * _CM
-
-
-def _pixels(width: str | float | None) -> float | None:
-    """A width as the user says it, in pixels."""
-    if width is None:
-        return None
-    text = str(width)
-    try:
-        found = float(text.removesuffix("cm")) * (_CM if text.endswith("cm") else _COLUMN)
-    except ValueError:
-        found = math.nan
-    if not _NARROWEST <= found <= _WIDEST:
-        least, most = (round(limit / _CM) for limit in (_NARROWEST, _WIDEST))
-        raise ValueError(
-            f"the width of a picture is {least}cm to {most}cm, or as many columns, not {text!r}"
-        )
-    return found
-
-
-@attrs.frozen
-class Picture:
-    """How a picture looks: `title` is what stands above it, None for the schedule's shape, "" for
-    nothing; `width` is that of all, None for what its labels need; `greyscale` is for print."""
-
-    title: str | None = None
-    width: float | None = attrs.field(default=None, converter=_pixels)
-    greyscale: bool = False
+_LETTER = 7.2
+"""How wide a letter of a picture's text is, in pixels."""
+_NARROWEST = 42 * _LETTER
 
 
 @attrs.frozen
@@ -54,7 +27,9 @@ class Page:
     `fit` the whole of a drawing is to be as narrow, and with `screen` as low.
     `against` is a second timeline, for the same time axis; `memory` asks for curves of it. `steady`
     is the steady state of a schedule, which the timeline `full` shows. Drawn is what runs from
-    `start` to `end`, in the unit of the time axis; None for the end of all.
+    `start` to `end`, in the unit of the time axis; None for the end of all. Of a picture `title`
+    stands above it, None for the schedule's shape and "" for nothing; `breadth` is that of all of
+    it, "16cm" or a number of letters; `greyscale` is for print.
     """
 
     subject: str = ""
@@ -66,9 +41,11 @@ class Page:
     memory: bool = False
     steady: SteadyState | None = None
     full: Timeline | None = None
-    picture: Picture = Picture()
     start: float = 0
     end: float | None = None
+    title: str | None = None
+    breadth: str | float | None = None
+    greyscale: bool = False
 
 
 def window_of(page: Page, *timelines: Timeline | None) -> tuple[float, float]:
@@ -85,3 +62,17 @@ def window_of(page: Page, *timelines: Timeline | None) -> tuple[float, float]:
             f"{last:g}"
         )
     return page.start, end
+
+
+def pixels(breadth: str | float | None) -> float | None:
+    """The breadth of a picture as the user says it, in pixels. Raises SchedirError for none."""
+    if breadth is None:
+        return None
+    text = str(breadth)
+    try:
+        found = float(text.removesuffix("cm")) * (96 / 2.54 if text.endswith("cm") else _LETTER)
+    except ValueError:
+        found = 0
+    if not _NARROWEST <= found < math.inf:
+        raise SchedirError(f"a picture is at least 8cm wide, or 42 letters, not {text}")
+    return found

@@ -60,14 +60,10 @@ def shade(kind: Kind, chunk: int = 0) -> str:
 
 
 def blended(shares: Mapping[str, float]) -> str:
-    """The style of cells that are mixed: the mean of their backgrounds, in eighths."""
-    parts = {style[-6:]: round(8 * share) for style, share in shares.items() if "#" in style}
-    whole = sum(parts.values()) or 1
-    mean = (
-        sum(int(colour[n : n + 2], 16) * part for colour, part in parts.items()) // whole
-        for n in (0, 2, 4)
-    )
-    return "#000000 on #" + "".join(f"{each:02x}" for each in mean)
+    """The style of cells that are mixed, by the shares of the styles: the mean background."""
+    parts = [(bytes.fromhex(style[-6:]), part) for style, part in shares.items() if "#" in style]
+    mean = (round(sum(colour[n] * part for colour, part in parts)) for n in range(3))
+    return f"#000000 on #{bytes(mean).hex()}"
 
 
 class Fill(NamedTuple):
@@ -137,10 +133,8 @@ def grey(piece: Piece) -> Piece:
 
 
 def _as_light(colour: re.Match[str]) -> str:
-    # Rec. 709 weighs what light there is, and sRGB's numbers are about its power of 1 / 2.2.
-    parts = (int(colour[1][n : n + 2], 16) ** 2.2 for n in (0, 2, 4))
-    light = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
-    return '"#' + 3 * f"{round(light ** (1 / 2.2)):02x}" + '"'
+    red, green, blue = bytes.fromhex(colour[1])  # weighed by Rec. 709
+    return f'"#{3 * f"{round(0.2126 * red + 0.7152 * green + 0.0722 * blue):02x}"}"'
 
 
 def picture_fill(kind: Kind, chunk: int = 0) -> Fill:

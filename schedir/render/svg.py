@@ -27,7 +27,7 @@ from schedir.ir import COMPUTE, COPIES, Kind
 from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions, clock_of, readable, title
 from schedir.render.memory import Curve, Kept, between, kept_by
-from schedir.render.pages import Page, window_of
+from schedir.render.pages import Page, pixels, window_of
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
@@ -124,11 +124,11 @@ def svg_blocks(timeline: Timeline, page: Page) -> Iterator[Piece]:
     their sizes are not known. Raises ValueError where the sizes are those of other stages.
     """
     pieces = _pieces(timeline, page)
-    return map(grey, pieces) if page.picture.greyscale else pieces
+    return map(grey, pieces) if page.greyscale else pieces
 
 
 def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
-    against, look = page.against, page.picture
+    against, breadth = page.against, pixels(page.breadth)
     both = [timeline] if against is None else [timeline, against]
     schedules = [line.schedule for line in both]
     kept = kept_by(both) if page.memory else None
@@ -137,13 +137,13 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
     left += max(map(stages_room, schedules))
     room = kept.room if kept else _MARGIN
-    if look.width is None:
+    if breadth is None:
         width = _width(both, clock.factors, end - start)
     else:
-        width = look.width - left - max(room, _tick_width(number(end)) / 2)
+        width = breadth - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
     shapes = "; ".join(dict.fromkeys(map(title, schedules)))
-    headings = shapes.split("; ") if look.title is None else [look.title] if look.title else []
+    headings = shapes.split("; ") if page.title is None else [page.title]
     headings = [each for heading in headings for each in wrap(heading, int(width / _TITLE_LETTER))]
     top = _MARGIN + _LINE * len(headings) + 4
     legend, rows = _legend(both, width, kept, left, top + 12)
@@ -159,12 +159,12 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
         top = panels[-1].bottom
     ticks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in ticks), default=0)
-    wide = px(look.width or left + width + max(room, reach - width))
+    wide = px(breadth or left + width + max(room, reach - width))
     high = px(top + 44)
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape(look.title or shapes)}</title>\n"
+        f"<title>{escape(page.title or shapes)}</title>\n"
     )
     lanes = [[panel.cells(rank) for rank in panel.ranks] for panel in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")

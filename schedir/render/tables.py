@@ -10,14 +10,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
-from schedir.render.captions import STEADY, UNIT_NAMES, bubble, steady_figures, unit_for
+from schedir.render.captions import UNIT_NAMES, bubble, steady_figures, unit_for
 from schedir.render.text import Block, Piece, Table, count, fill, size, table
 from schedir.simulator import factor, how_derived
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
 _FIGURES = ("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes")
 _ENOUGH = 1e-9
-_MARKDOWN, _ESCAPED = re.compile(r"[\\`*_\[\]<>&#|~]"), r"\\\g<0>"
+_MARKDOWN = str.maketrans({each: f"\\{each}" for each in r"\`*_[]<>&#|~"})
 _LATEX = str.maketrans(
     {each: rf"\{each}" for each in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -95,51 +94,52 @@ def _align(columns: Sequence[_Column]) -> str:
 def comparison_markdown(comparison: Comparison) -> str:
     """The whole table, as GitHub and notebooks read it, and what is to be said of it."""
     columns = list(_columns(comparison))
-    header, *rows = [
-        [_MARKDOWN.sub(_ESCAPED, cell) for cell in r] for r in _cells(columns, comparison)
-    ]
     rule = ["--:" if column.align == ">" else ":--" for column in columns]
+    header, *rows = _escaped(_cells(columns, comparison), _MARKDOWN)
     lines = [f"| {' | '.join(row)} |\n" for row in (header, rule, *rows)]
-    notes = [f"\n{_MARKDOWN.sub(_ESCAPED, note)}\n" for note in _notes(comparison)]
-    return "".join(lines + notes)
+    return "".join([*lines, *(f"\n{note.translate(_MARKDOWN)}\n" for note in _notes(comparison))])
 
 
 def comparison_latex(comparison: Comparison) -> str:
     """The whole table as a tabular, which needs no package; notes are comments."""
     columns = list(_columns(comparison))
-    header, *rows = [
-        " & ".join(cell.translate(_LATEX) for cell in row) + r" \\"
-        for row in _cells(columns, comparison)
-    ]
     ways = _align(columns).replace("<", "l").replace(">", "r")
-    lines = [
-        *(rf"\begin{{tabular}}{{{ways}}}", r"\hline", header, r"\hline"),
-        *(*rows, r"\hline", r"\end{tabular}", *(f"% {note}" for note in _notes(comparison))),
-    ]
-    return "\n".join(lines) + "\n"
+    rows = _escaped(_cells(columns, comparison), _LATEX)
+    header, *lines = [f"{' & '.join(row)} \\\\\n" for row in rows]
+    return (
+        f"\\begin{{tabular}}{{{ways}}}\n\\hline\n{header}\\hline\n{''.join(lines)}\\hline\n"
+        "\\end{tabular}\n" + "".join(f"% {note}\n" for note in _notes(comparison))
+    )
+
+
+def _escaped(rows: Iterable[Sequence[str]], escapes: Mapping[int, str]) -> list[list[str]]:
+    return [[cell.translate(escapes) for cell in row] for row in rows]
 
 
 def comparison_csv(comparison: Comparison) -> str:
     """The figures as they are, in the columns of `records`."""
-    several = records(comparison)
+    header, *rows = records(comparison)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(several[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, header, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(several)
+    writer.writerows([header, *rows])
     return text.getvalue()
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row for each schedule, of the figures of JSON, each a number or a text."""
+    """A row for each schedule, of the figures of JSON: numbers and texts."""
     several = []
     for row in comparison.rows:
-        figures = _as_json(comparison, row)
-        problem, steady = figures.pop("problem") or {}, figures.pop("steady") or {}
-        figures["target"] = printable(row.target)
-        figures["unmeasured"] = " ".join(row.unmeasured)
-        figures["unit"] = comparison.unit
-        figures |= {f"problem_{name}": problem.get(name) for name in ("code", "message")}
-        several.append(figures | {f"steady_{name}": steady.get(name) for name in STEADY})
+        steady, problem = steady_figures(row.steady) or {}, row.problem
+        figures = _as_json(comparison, row) | {
+            "target": printable(row.target),
+            "unit": comparison.unit,
+            "unmeasured": " ".join(row.unmeasured),
+            "problem": problem and printable(problem.message),
+            "code": problem and problem.code,
+            "steady": steady.get("time_per_microbatch"),
+        }
+        several.append(figures)
     return several
 
 
