@@ -49,7 +49,7 @@ class Looks(TypedDict, total=False):
     against: Any
     memory: bool
     title: str | None
-    breadth: str | float | None
+    width: str | float | None
     greyscale: bool
     start: float
     end: float | None

@@ -72,8 +72,7 @@ class Kept:
         """The axis of a curve that ends at `x`, whose upper edge is `top`."""
         ys = [top + height, top + (height + 1) / 2, top + 1]
         marks = "".join(f"M{px(x)} {px(y)}h3" for y in ys)
-        line = f"M{px(x)} {px(ys[-1])}V{px(ys[0])}"
-        yield Piece(f'<path class="axis" stroke="{MEMORY_LINE}" fill="none" d="{line}{marks}"/>\n')
+        yield Piece(f'<path class="axis" stroke="{MEMORY_LINE}" d="{marks}"/>\n')
         for y, text in zip(ys, self.ticks, strict=True):
             yield text_at(x + 5, y + 0.36 * SMALL_LABEL, text, size=SMALL_LABEL, fill=FAINT_INK)
 

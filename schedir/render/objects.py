@@ -186,9 +186,11 @@ def _table(table: Any) -> str:
     return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
 
-def exported(timeline: Timeline, form: str, **looks: Any) -> str | bytes:
+def exported(
+    timeline: Timeline, form: str, width: str | float | None = None, **looks: Any
+) -> str | bytes:
     """A timeline as `schedir export --format` writes it."""
-    written = outputs_of("export")[form].write(timeline, Page(**looks))
+    written = outputs_of("export")[form].write(timeline, Page(breadth=width, **looks))
     return plain(written.blocks) if written.data is None else written.data
 
 

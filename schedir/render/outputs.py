@@ -6,7 +6,9 @@ command starts with its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -129,21 +131,22 @@ def _svg(timeline: Timeline, page: Page) -> Written:
     return Written(blocks, _left_out(timeline, page, COMPUTE))
 
 
-def _converted(form: Literal["png", "pdf"]) -> Callable[[Timeline, Page], Written]:
-    """A writer of the same picture in another format."""
+_SIDE = re.compile(r'(?<=dth="|ght=")[.0-9]+')
+
+
+def _converted(form: str, scale: float) -> Callable[[Timeline, Page], Written]:
+    """A writer of the same picture in another format, in so many of its units to a pixel."""
 
     def write(timeline: Timeline, page: Page) -> Written:
         try:
-            import vl_convert
+            convert = getattr(import_module("vl_convert"), f"svg_to_{form}")
         except ImportError:
             raise SchedirError(
                 f"{form} needs vl-convert-python: pip install 'schedir[pictures]'"
             ) from None
-
         written = _svg(timeline, page)
-        svg = plain(written.blocks)
-        data = vl_convert.svg_to_png(svg, scale=2) if form == "png" else vl_convert.svg_to_pdf(svg)
-        return Written((), written.left_out, data)
+        svg = _SIDE.sub(lambda side: str(float(side[0]) * scale), plain(written.blocks), 2)
+        return Written((), written.left_out, convert(svg))
 
     return write
 
@@ -289,7 +292,7 @@ OUTPUTS = (
         "png",
         "timeline",
         "that picture in pixels",
-        _converted("png"),
+        _converted("png", 2),
         ".png",
         _NOT_IN_PICTURES,
         looks=True,
@@ -299,7 +302,7 @@ OUTPUTS = (
         "pdf",
         "timeline",
         "that picture as a page",
-        _converted("pdf"),
+        _converted("pdf", 0.75),
         ".pdf",
         _NOT_IN_PICTURES,
         looks=True,

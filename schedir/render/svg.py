@@ -190,7 +190,7 @@ def _legend(
         shown.append(
             (
                 [MEMORY_FILL],
-                f"{kept.what}, {kept.ticks[0]} to {kept.ticks[-1]}; the most of each rank",
+                f"{kept.what}, and each rank's peak",
             )
         )
     chunks = max(map(most_stages, schedules))

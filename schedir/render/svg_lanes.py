@@ -14,8 +14,7 @@ areas are true.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
 import attrs
@@ -226,81 +225,35 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Generator[str, Non
 
 
 def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
-    """One label for several cells in a row that are too narrow for their own: F3–9 B0–6."""
+    """One label for several cells in a row that are too narrow for their own: F3–B6, the first and
+    the last of them, each kind being of one stage."""
+    digits = "00" * len(str(columns.microbatch.max(initial=0)))
+    room = _APART * text_width(f"F–F{digits}", SMALL_LABEL)
     for top, part in sorted(set(zip(cells.top.tolist(), cells.height.tolist(), strict=True))):
-        if height * part < _LOWEST_LABEL:
-            continue
         some = cells.where((cells.top == top) & (cells.height == part))
-        y = px((top + part / 2) * height + 0.36 * SMALL_LABEL)
-        texts = [f'<text x="{px(x)}" y="{y}">{escape(t)}</text>' for x, t in _blocks(columns, some)]
-        if texts:
+        wide = some.right - some.left
+        apart = some.left[1:] - some.right[:-1] > np.maximum(wide[1:], wide[:-1])
+        for kind in np.unique(some.colour // _SHADES):
+            own = np.flatnonzero(some.colour // _SHADES == kind)
+            apart[own[1:][np.diff(some.colour[own]) != 0] - 1] = True
+        y, texts = px((top + part / 2) * height + 0.36 * SMALL_LABEL), ""
+        for run in np.split(np.arange(len(wide)), np.flatnonzero(apart) + 1):
+            long = some.right[run[-1]] - some.left[run[0]]
+            for block in np.array_split(run, max(1, long // room)) if long >= room else ():
+                ends = block[[0, -1]]
+                x = px((some.left[ends[0]] + some.right[ends[1]]) / 2)
+                first, last = (
+                    f"{escape(letter(KINDS[colour // _SHADES]))}{microbatch}"
+                    for colour, microbatch in zip(
+                        some.colour[ends], columns.microbatch[some.place[ends]], strict=True
+                    )
+                )
+                texts += f'<text x="{x}" y="{y}">{first}–{last}</text>'
+        if texts and height * part >= _LOWEST_LABEL:
             yield (
                 f'<g class="blocks" fill="{INK}" font-size="{px(SMALL_LABEL)}" stroke="{PAPER}" '
-                f'stroke-width="2.5" paint-order="stroke">{"".join(texts)}</g>'
+                f'stroke-width="2.5" paint-order="stroke">{texts}</g>'
             )
-
-
-def _blocks(columns: Columns, cells: Cells) -> Iterator[tuple[float, str]]:
-    """The middle and the label of each block: of one kind as far as it goes, of several as few
-    cells as have room for it."""
-    block: dict[int, _Range] = {}
-    end = last = 0.0
-    for left, right, colour, microbatch in zip(
-        cells.left.tolist(),
-        cells.right.tolist(),
-        cells.colour.tolist(),
-        columns.microbatch[cells.place].tolist(),
-        strict=True,
-    ):
-        full = [*block] != [colour] and _fits([*block.values()])
-        near = left - end <= max(last, right - left)
-        if full or not near or not _goes_on(block, colour, microbatch):
-            yield from _labelled(block)
-            block = {}
-        before = block.get(colour, _Range(colour, microbatch, microbatch, left, right))
-        block[colour] = before._replace(last=microbatch, right=right)
-        end, last = right, right - left
-    yield from _labelled(block)
-
-
-class _Range(NamedTuple):
-    """Cells of one kind and stage, of microbatches that follow each other, and where they are."""
-
-    colour: int
-    first: int
-    last: int
-    left: float
-    right: float
-
-    def __str__(self) -> str:
-        name = f"{letter(KINDS[self.colour // _SHADES])}{self.first}"
-        return name if self.first == self.last else f"{name}–{self.last}"
-
-
-def _goes_on(block: Mapping[int, _Range], colour: int, microbatch: int) -> bool:
-    """Whether a block goes on with a cell: of each kind it has one stage."""
-    if colour in block:
-        return microbatch == block[colour].last + 1
-    return all(other // _SHADES != colour // _SHADES for other in block)
-
-
-def _fits(ranges: Sequence[_Range]) -> tuple[float, str] | None:
-    """The middle and the label of cells that have room for it, and set it off from the next."""
-    if not ranges:
-        return None
-    label = " ".join(map(str, ranges))
-    left, right = min(each.left for each in ranges), max(each.right for each in ranges)
-    fits = right - left >= _APART * text_width(label, SMALL_LABEL)
-    return ((left + right) / 2, label) if fits else None
-
-
-def _labelled(block: Mapping[int, _Range]) -> Iterator[tuple[float, str]]:
-    """The label of a block, or where that has no room, of one of its kinds."""
-    ranges = [*block.values()]
-    tried = (_fits(some) for some in (ranges, *([each] for each in ranges)))
-    label = next(filter(None, tried), None)
-    if label is not None:
-        yield label
 
 
 def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
