@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import attrs
@@ -274,13 +274,13 @@ def test_curves_say_what_is_held(
     assert {unit for _, unit in beside[: 4 * ranks]} == {" B" if sized else ""}
 
 
-def top_of(highest: float) -> int:
+def top_of(highest: Any) -> float:
     """Twice the least round number that is half of it: what the axis of a curve goes up to."""
     return 2 * min(
-        step * 10**power
-        for power in range(4)
-        for step in (1, 2, 5)
-        if step * 10**power >= highest / 2
+        step * ten
+        for ten in (1, 10, 100, 1000)
+        for step in (1.0, 2.0, 5.0)
+        if step * ten >= highest / 2
     )
 
 
