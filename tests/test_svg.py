@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import attrs
@@ -257,7 +257,7 @@ def test_curves_say_what_is_held(
     (width,) = scale_of(picture)
     scale = width / line.makespan
     held = [(line.memory if sized else line.live)(rank) for rank in range(ranks)]
-    highest = top_of(max(amounts.max() for _, amounts in held))
+    highest = max(amounts.max() for _, amounts in held)
     assert len(curves(picture)) == ranks
     for points, (times, amounts) in zip(curves(picture), held, strict=True):
         assert points[-1] == pytest.approx((width, 0), abs=0.02)
@@ -274,16 +274,6 @@ def test_curves_say_what_is_held(
     assert {unit for _, unit in beside[: 4 * ranks]} == {" B" if sized else ""}
 
 
-def top_of(highest: Any) -> float:
-    """Twice the least round number that is half of it: what the axis of a curve goes up to."""
-    return 2 * min(
-        step * ten
-        for ten in (1, 10, 100, 1000)
-        for step in (1.0, 2.0, 5.0)
-        if step * ten >= highest / 2
-    )
-
-
 def test_fast_curves_keep_their_peaks_and_their_area() -> None:
     line = timeline("1f1b", 3, 3000, CostModel(backward=1.3, latency=0.4))
     picture = svg(line, memory=True)
@@ -292,11 +282,11 @@ def test_fast_curves_keep_their_peaks_and_their_area() -> None:
         assert len(points) < 1100
         times, amounts = line.live(rank)
         x, high = np.array(points).T
-        most = 29 * line.ranks[rank].peak_activations / 4
+        most = 29 * line.ranks[rank].peak_activations / 3
         assert high.max() == pytest.approx(most, abs=0.02)
         area = (high[:-1] * np.diff(x)).sum()
         held = (amounts * np.diff(np.append(times, line.makespan))).sum() * width / line.makespan
-        assert held * 29 / 4 <= area + width * 0.01
+        assert held * 29 / 3 <= area + width * 0.01
         assert area <= (most + 0.02) * width
 
 

@@ -6,7 +6,6 @@ import argparse
 import io
 import logging
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -17,9 +16,9 @@ from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
-from schedir.render import Output, Page, described, outputs_of
+from schedir.render import Output, Page, Written, described, outputs_of
 from schedir.render.terminal import is_terminal
-from schedir.render.text import Block, plain
+from schedir.render.text import plain
 from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")
@@ -116,35 +115,27 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
     written = output.write(content, page)
     for sentence in written.left_out:
         logger.warning("%s", sentence)
-    if file is None and written.data is not None:
-        return _write_data(written.data, output)
     if file is None:
+        if written.data is not None and is_terminal(sys.stdout):
+            return fail(f"{output.name} is no text: write it to a file, -o x{output.extension}")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in the file that it may become
-        _print(written.blocks, sys.stdout)
+        _print(written, sys.stdout)
         return 0
     try:
         with replacing(file) as opened:
-            _print(written.blocks, opened)
-            opened.buffer.write(written.data or b"")
+            _print(written, opened)
     except OSError as error:
         return fail(f"{file}: {error.strerror}")
     return 0
 
 
-def _write_data(data: bytes, output: Output) -> int:
-    """Write what is no text to stdout, where no person looks at it; returns the exit code."""
-    if sys.stdout is not None:
-        if is_terminal(sys.stdout):
-            return fail(f"{output.name} is no text: write it to a file, -o x{output.extension}")
-        sys.stdout.buffer.write(data)
-    return 0
-
-
-def _print(blocks: Iterable[Block], stream: TextIO) -> None:
+def _print(written: Written, stream: TextIO) -> None:
     """Write one after the other: all of them at once may be more than there is memory for."""
-    for block in blocks:
+    for block in written.blocks:
         stream.write(plain([block]))
+    if written.data is not None:
+        stream.buffer.write(written.data)
 
 
 def _output(args: argparse.Namespace) -> Output:

@@ -13,7 +13,7 @@ import numpy as np
 
 from schedir.render.captions import clock_of, costs, with_unit
 from schedir.render.cells import MOST_COLUMNS, painted_legend
-from schedir.render.drawing import Drawing, Sketch
+from schedir.render.drawing import Drawing
 from schedir.render.rows import Lane
 from schedir.render.terminal_timeline import sketch_of
 from schedir.render.text import Block, Piece, count, fill
@@ -81,8 +81,8 @@ def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Dra
         columns = sketch.scale * (until - since)
         if columns <= room:
             break
-    labels = columns <= room
-    drawing = sketch.labelled() if labels else _squeezed(sketch, room / (until - since))
+    squeezed = int(room / (until - since) * sketch.makespan)
+    drawing = sketch.labelled() if columns <= room else sketch.squeezed(squeezed)
     return drawing, drawing.axis.column(since), drawing.axis.column(until)
 
 
@@ -99,8 +99,3 @@ def _bounds(lanes: Sequence[Lane], steady: SteadyState, times: int) -> tuple[flo
     cut = np.searchsorted(starts, tried) - np.searchsorted(ends, tried, side="right")
     since = tried[cut.argmin()].item()
     return since, since + times * period
-
-
-def _squeezed(sketch: Sketch, scale: float) -> Drawing:
-    """In letters, with so many columns per unit of time."""
-    return sketch.squeezed(int(scale * sketch.makespan))

@@ -3,19 +3,20 @@ SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.render.axis import round_step
 from schedir.render.palette import FAINT_INK, MEMORY_FILL, MEMORY_LINE
 from schedir.render.svg_text import SMALL_LABEL, Lengths, px, text_at
 from schedir.render.text import Piece, number, size
 from schedir.simulator import Timeline
 from schedir.simulator.values import Numbers
 
+AXIS = 30.0
+"""How high a curve is that has room for an axis of three ticks, in pixels."""
 _BAR = 2.0
 """How wide, in pixels, the bars are of curves that change faster."""
 
@@ -33,19 +34,6 @@ class Kept:
     most: float
 
     @property
-    def _step(self) -> float:
-        """From tick to tick: round, and of bytes in the unit that they are read in."""
-        if not self.sized:
-            return max(round_step(self.most / 2 or 1), 1)
-        unit = 1 << max(int(self.most).bit_length() - 1, 0) // 10 * 10
-        return round_step(self.most / 2 / unit or 1) * unit
-
-    @property
-    def ticks(self) -> list[str]:
-        """What the axis of a curve says, from below: three round amounts."""
-        return [self._amount(turn * self._step) for turn in range(3)]
-
-    @property
     def what(self) -> str:
         """What is kept, in words."""
         return "bytes held" if self.sized else "live activations"
@@ -58,29 +46,33 @@ class Kept:
         return size(many) if self.sized else number(many)
 
     @property
+    def _ticks(self) -> list[str]:
+        """What the axis of a curve says, from below."""
+        return [self._amount(part * self.most) for part in (0, 0.5, 1)]
+
+    @property
     def room(self) -> float:
         """The room that the axis and the words beside the curves need."""
         peaks = (self.peak(curve) for ranks in self.curves for curve in ranks)
-        return self.axis_room + 8 + _letters(peaks)
+        return 16 + sum(0.6 * SMALL_LABEL * max(map(len, each)) for each in (peaks, self._ticks))
 
-    @property
-    def axis_room(self) -> float:
-        """The room that an axis beside a curve needs."""
-        return 8 + _letters(self.ticks)
-
-    def axis(self, x: float, top: float, height: float) -> Iterator[Piece]:
-        """The axis of a curve that ends at `x`, whose upper edge is `top`."""
-        ys = [top + height, top + (height + 1) / 2, top + 1]
-        marks = "".join(f"M{px(x)} {px(y)}h3" for y in ys)
-        yield Piece(f'<path class="axis" stroke="{MEMORY_LINE}" d="{marks}"/>\n')
-        for y, text in zip(ys, self.ticks, strict=True):
-            yield text_at(x + 5, y + 0.36 * SMALL_LABEL, text, size=SMALL_LABEL, fill=FAINT_INK)
+    def beside(self, curve: Curve, x: float, top: float, height: float) -> Iterator[Piece]:
+        """The axis of a curve that ends at `x`, whose upper edge is `top`, and its peak, as there
+        is room."""
+        for text, y in zip(self._ticks, (height, (height + 1) / 2, 1), strict=True):
+            if height >= AXIS:
+                yield Piece(f'<path stroke="{MEMORY_LINE}" d="M{px(x)} {px(top + y)}h3"/>\n')
+                yield text_at(x + 5, top + y + 3, text, size=SMALL_LABEL, fill=FAINT_INK)
+        if height >= 8:
+            peak = self.peak(curve)
+            x += self.room - 8 - 0.6 * SMALL_LABEL * len(peak)
+            yield text_at(x, top + height / 2 + 3, peak, size=SMALL_LABEL)
 
     def draw(self, curve: Curve, scale: float, end: float, height: float) -> Piece:
         """A curve whose upper left corner is the origin: `scale` pixels to a unit of time, up to
         the pixel `end`."""
         left, amounts = thinned(np.round(curve[0] * scale, 2), curve[1])
-        y = height - amounts * ((height - 1) / (2 * self._step))
+        y = height - amounts * ((height - 1) / (self.most or 1))
         steps = "".join(
             f"H{px(x)}V{px(up)}"
             for x, up in zip(np.minimum(left, end).tolist(), y.tolist(), strict=True)
@@ -89,10 +81,6 @@ class Kept:
             f'<path class="memory" fill="{MEMORY_FILL}" stroke="{MEMORY_LINE}" stroke-width=".8" '
             f'd="M0 {px(height)}{steps}H{px(end)}V{px(height)}z"/>\n'
         )
-
-
-def _letters(texts: Iterable[str]) -> float:
-    return 0.6 * SMALL_LABEL * max(map(len, texts))
 
 
 def between(curve: Curve, since: float, until: float) -> Curve:

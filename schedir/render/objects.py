@@ -71,25 +71,18 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _band(band: Band) -> str:
-    low, high = band.quantile(0.05), band.quantile(0.95)
-    derived = f"; no run has shown {', '.join(band.unmeasured)}" if band.unmeasured else ""
-    return (
-        f"makespan {band.median:.5g} (the median of {count(len(band.makespans), 'run')}), "
-        f"{low:.5g} to {high:.5g} in nine of ten{derived}"
-    )
+    low, median, high = map(band.quantile, (0.05, 0.5, 0.95))
+    runs = count(len(band.makespans), "run")
+    return f"makespan {median:.5g} (the median of {runs}), {low:.5g} to {high:.5g} in nine of ten"
 
 
 def _result(result: Any, page: Page) -> Iterable[Block]:
     """What a step has come to, the loss included, which is waited for."""
     try:
-        yield Piece(f"loss {result.loss:.6g} over {count(result.samples, 'sample')}")
+        loss = f"loss {result.loss:.6g} over {count(result.samples, 'sample')}"
     except ExecutionError as error:
-        yield Piece(str(error))
-    if result.grad_norm is not None:
-        yield Piece(f", norm of the gradients {result.grad_norm:.4g}")
-    yield Piece(f", {result.elapsed:.4g} s, of them {result.busy:.4g} s in compute")
-    if result.skipped:
-        yield Piece(f", {count(len(result.skipped), 'update')} left out")
+        loss = str(error)
+    return [Piece(f"{loss}, {result.elapsed:.4g} s, of them {result.busy:.4g} s in compute")]
 
 
 VIEWS = {
@@ -175,14 +168,7 @@ def html(value: object) -> str:
 
 
 def _table(table: Any) -> str:
-    ways = ["right" if way == ">" else "left" for way in table.align.ljust(len(table.rows[0]))]
-    rows = [
-        "".join(
-            f'<td style="text-align: {way}">{escape(cell)}</td>'
-            for way, cell in zip(ways, row, strict=True)
-        )
-        for row in table.rows
-    ]
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
     return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
 

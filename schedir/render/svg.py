@@ -26,7 +26,7 @@ import numpy as np
 from schedir.ir import COMPUTE, COPIES, Kind
 from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions, clock_of, readable, title
-from schedir.render.memory import Curve, Kept, between, kept_by
+from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
 from schedir.render.pages import Page, pixels, window_of
 from schedir.render.palette import (
     FAINT_INK,
@@ -50,7 +50,7 @@ from schedir.render.svg_lanes import (
     stage_names,
     stages_room,
 )
-from schedir.render.svg_text import LABEL, SMALL_LABEL, px, text_at, text_width
+from schedir.render.svg_text import LABEL, px, text_at, text_width
 from schedir.render.text import Piece, number
 from schedir.simulator import Timeline
 
@@ -66,8 +66,6 @@ _ALL_LANES = 900.0
 _SHORTEST = 16
 """What is as many times shorter than the longest cell gets no room for a label."""
 _BETWEEN_TICKS = 56.0
-_CURVE = 30.0
-"""A curve as high has room for an axis of three ticks."""
 _TITLE_LETTER = 7.8
 
 
@@ -142,9 +140,9 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     else:
         width = breadth - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
-    shapes = "; ".join(dict.fromkeys(map(title, schedules)))
-    headings = shapes.split("; ") if page.title is None else [page.title]
-    headings = [each for heading in headings for each in wrap(heading, int(width / _TITLE_LETTER))]
+    shapes = list(dict.fromkeys(map(title, schedules)))
+    named = shapes if page.title is None else [page.title]
+    headings = [line for each in named for line in wrap(each, int(width / _TITLE_LETTER))]
     top = _MARGIN + _LINE * len(headings) + 4
     legend, rows = _legend(both, width, kept, left, top + 12)
     top += _LINE * rows
@@ -164,7 +162,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape(page.title or shapes)}</title>\n"
+        f"<title>{escape(page.title or '; '.join(shapes))}</title>\n"
     )
     lanes = [[panel.cells(rank) for rank in panel.ranks] for panel in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
@@ -187,12 +185,7 @@ def _legend(
     schedules = [line.schedule for line in timelines]
     shown = [*swatches(schedules), ([IDLE_FILL], "idle")]
     if kept is not None:
-        shown.append(
-            (
-                [MEMORY_FILL],
-                f"{kept.what}, and each rank's peak",
-            )
-        )
+        shown.append(([MEMORY_FILL], f"{kept.what}, and each rank's peak"))
     chunks = max(map(most_stages, schedules))
     if chunks > 1:
         shown.append(([], f"a shade for each of a rank's {chunks} stages"))
@@ -226,7 +219,7 @@ def _heights(timelines: Sequence[Timeline], memory: bool) -> tuple[float, float,
     if within > 1:
         lane = within * min(_REPLICAS_LANE, max(_LOWEST_LANE, _ALL_LANES / (ranks * within) - 1))
     engine = 0.6 * lane / within if any(map(has_copies, schedules)) else 0.0
-    curve = max(0.8 * lane / within, min(_CURVE, _ALL_LANES / ranks - lane)) if memory else 0.0
+    curve = max(0.8 * lane / within, min(AXIS, _ALL_LANES / ranks - lane)) if memory else 0.0
     pitch = lane + engine + curve + min(8.0 if memory else 4.0, 0.2 * lane)
     return lane, engine, curve, pitch
 
@@ -241,13 +234,7 @@ def _curves(
         shown = between(curve, panel.since, panel.until)
         yield kept.draw(shown, panel.scale, panel.end, panel.curve)
         yield Piece("</g>\n")
-        x = left + width
-        if panel.curve >= _CURVE:
-            yield from kept.axis(x, top, panel.curve)
-            x += kept.axis_room
-        if panel.curve >= 8:
-            y = top + panel.curve / 2 + 0.36 * SMALL_LABEL
-            yield text_at(x + 5, y, kept.peak(curve), size=SMALL_LABEL)
+        yield from kept.beside(curve, left + width, top, panel.curve)
 
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
