@@ -37,7 +37,8 @@ _SHORTEST = 1 / 16
 _BEYOND = 1e9  # columns that nobody draws
 MOST_COLUMNS = 10_000
 """Of a drawing in which nearly all is idle."""
-_NEARLY_ALL = 0.75  # of a column's work
+NEARLY_ALL = 0.75
+"""The part of a column's work that has a letter stand for all of it."""
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
 
 
@@ -112,32 +113,12 @@ def labelled_cells(lane: Lane, axis: Axis, several: bool) -> list[Cell]:
     return sorted(cells)
 
 
-def coarse_cells(lane: Lane, axis: Axis) -> list[Cell]:
-    """The cells of a lane as letters alone, ascending.
+def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
+    """The cells of a lane as letters alone, ascending: each that of the kind that most of a column
+    is of; where that is less than a part `alike` of its work, a mark in the mix of the colours.
 
-    What is too short for a column is not drawn, but where nothing beside it is: no work is lost.
-    """
-    cells: list[Cell] = []
-    drawn = 0  # the column after the last cell
-    idle_since = -1.0
-    for span in sorted(lane.spans, key=lambda span: span.start):
-        left, right = axis.column(span.start), axis.column(span.end)
-        if idle_since < span.start < span.end and drawn <= left < axis.columns:
-            right = max(right, left + 1)
-        left = max(left, drawn)
-        if right > left:
-            mark = _mark(span)
-            cells.append(Cell(left, 1, mark * (right - left), _style(lane, span), mark))
-            drawn = right
-        idle_since = span.end
-    return cells
-
-
-def mixed_cells(lane: Lane, axis: Axis) -> list[Cell]:
-    """The cells of a lane in which a column is longer than an action, ascending: a letter where
-    nearly all of a column is of one kind, else a mark, in the mix of the kinds' colours.
-
-    What takes less than half a column is not drawn, but where nothing beside it is.
+    What takes less than half a column is not drawn, but where nothing beside it is: no work is
+    lost.
     """
     takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(axis.end)]
     for span in lane.spans:
@@ -150,12 +131,10 @@ def mixed_cells(lane: Lane, axis: Axis) -> list[Cell]:
     for column, part in enumerate(takes):
         before, own, after = busy[column : column + 3]
         if own >= 0.5 or (before < own >= after and max(before, after) < 0.5):
-            marks: dict[str, float] = defaultdict(float)
-            for (_, mark), share in part.items():
-                marks[mark] += share / own
-            mark = max(marks, key=marks.__getitem__)
-            mark = mark if marks[mark] >= _NEARLY_ALL else MIX
-            style = blended({style: share / own for (style, _), share in part.items()})
+            (style, mark) = max(part, key=part.__getitem__)
+            if sum(share for kind, share in part.items() if kind[1] == mark) < alike * own:
+                mark = MIX
+                style = blended({style: share / own for (style, _), share in part.items()})
             cells.append(Cell(column, 1, mark, style, mark))
     return cells
 

@@ -13,6 +13,7 @@ import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import (
+    NEARLY_ALL,
     Cell,
     coarse_cells,
     coarse_scale,
@@ -21,7 +22,6 @@ from schedir.render.cells import (
     labelled_cells,
     labels_legend,
     letters_legend,
-    mixed_cells,
     per_column,
     too_wide,
 )
@@ -221,12 +221,11 @@ class Sketch:
         """As letters in so many columns, each for as many actions as it must be."""
         drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
-        mixed = scale < coarse_scale(self.lanes)
-        return self._letters(self._axis(scale, repeated), per_column(scale), mixed)
+        alike = NEARLY_ALL * (scale < coarse_scale(self.lanes))
+        return self._letters(self._axis(scale, repeated), per_column(scale), alike)
 
-    def _letters(self, axis: Axis, about: str = "", mixed: bool = False) -> Drawing:
-        draw = mixed_cells if mixed else coarse_cells
-        cells = [draw(lane, axis) for lane in self.lanes]
+    def _letters(self, axis: Axis, about: str = "", alike: float = 0) -> Drawing:
+        cells = [coarse_cells(lane, axis, alike) for lane in self.lanes]
         words = letters_legend(self.lanes, cells) + about
         return self._drawing(axis, cells, words, complete=False)
 
