@@ -226,27 +226,14 @@ OUTPUTS = (
         "a row for each schedule, the quickest first",
         _comparison,
     ),
-    Output("compare", "json", "comparison", "the same for a program", _comparison_text("json")),
-    Output(
-        "compare",
-        "markdown",
-        "comparison",
-        "the table for a README or an issue",
-        _comparison_text("markdown"),
-    ),
-    Output(
-        "compare",
-        "latex",
-        "comparison",
-        "the table for a paper, a tabular",
-        _comparison_text("latex"),
-    ),
-    Output(
-        "compare",
-        "csv",
-        "comparison",
-        "raw numbers for a spreadsheet",
-        _comparison_text("csv"),
+    *(
+        Output("compare", form, "comparison", about, _comparison_text(form))
+        for form, about in (
+            ("json", "the same for a program"),
+            ("markdown", "the table for a README or an issue"),
+            ("latex", "the table for a paper, a tabular"),
+            ("csv", "the numbers for a spreadsheet"),
+        )
     ),
     Output(
         "export",
@@ -277,35 +264,13 @@ OUTPUTS = (
         f"{_NOT_IN_TORCH}, nor batches as such",
         communication="with",
     ),
-    Output(
-        "export",
-        "svg",
-        "timeline",
-        "a picture, for papers and READMEs",
-        _svg,
-        ".svg",
-        _NOT_IN_PICTURES,
-        looks=True,
-    ),
-    Output(
-        "export",
-        "png",
-        "timeline",
-        "that picture in pixels",
-        _converted("png", 2),
-        ".png",
-        _NOT_IN_PICTURES,
-        looks=True,
-    ),
-    Output(
-        "export",
-        "pdf",
-        "timeline",
-        "that picture as a page",
-        _converted("pdf", 0.75),
-        ".pdf",
-        _NOT_IN_PICTURES,
-        looks=True,
+    *(
+        Output("export", form, "timeline", about, write, f".{form}", _NOT_IN_PICTURES, looks=True)
+        for form, about, write in (
+            ("svg", "a picture, for papers and READMEs", _svg),
+            ("png", "that picture in pixels", _converted("png", 2)),
+            ("pdf", "that picture as a page", _converted("pdf", 0.75)),
+        )
     ),
     Output(
         "export",

@@ -16,14 +16,14 @@ saves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
 import attrs
 import numpy as np
 
-from schedir.ir import COMPUTE, COPIES, Kind
+from schedir.ir import COPIES
 from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions, clock_of, readable, title
 from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
@@ -101,13 +101,8 @@ class _Panel:
 
     @property
     def end(self) -> float:
-        """Where its makespan ends, or what is drawn of it, from the left of its lanes."""
-        last = min(self.timeline.makespan, self.until)
-        return round(max(last - self.since, 0) * self.scale, 2)
-
-    def cells(self, rank: int, kinds: Iterable[Kind] = COMPUTE) -> Cells:
-        """What it shows of a rank's compute, or of its copies."""
-        return cells_of(self.timeline, rank, self.scale, kinds, self.since, self.until)
+        """Where its makespan ends, from the left of its lanes."""
+        return round(self.timeline.makespan * self.scale, 2)
 
     def lane_top(self, rank: int) -> float:
         """Where a rank's lane begins."""
@@ -152,8 +147,10 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
         caption = f"makespan {clock.duration(line.makespan * factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
-        shown = per_unit * factor, start / factor, end / factor
-        panels.append(_Panel(line, caption, *shown, top + _LINE + 6, *heights))
+        since, until = start / factor, end / factor
+        drawn = line if page.start == 0 and page.end is None else _within(line, since, until)
+        times = per_unit * factor, since, until
+        panels.append(_Panel(drawn, caption, *times, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     ticks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in ticks), default=0)
@@ -164,7 +161,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
         f"<title>{escape(page.title or '; '.join(shapes))}</title>\n"
     )
-    lanes = [[panel.cells(rank) for rank in panel.ranks] for panel in panels]
+    lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
     yield Piece(f'<rect width="100%" height="100%" rx="4" fill="{PAPER}"/>\n')
     for turn, heading in enumerate(headings):
@@ -176,6 +173,17 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
             yield from _curves(kept, kept.curves[turn], panel, left, width)
     yield from _axis(ticks, clock.title, left, width, panels[-1].bottom)
     yield Piece("</svg>\n")
+
+
+def _within(line: Timeline, since: float, until: float) -> Timeline:
+    """What runs between two times, counted from the first."""
+    # What ends as the window begins lies outside, and what takes no time may lie on its edge.
+    seen = (np.maximum(line.starts, np.nextafter(line.ends, 0)) >= since) & (line.starts <= until)
+    starts, ends = (
+        np.where(seen, np.clip(times, since, until) - since, np.nan)
+        for times in (line.starts, line.ends)
+    )
+    return attrs.evolve(line, starts=starts, ends=ends)
 
 
 def _legend(
@@ -310,7 +318,7 @@ def _panel(
         top = panel.lane_top(rank)
         drawn = [("lane", cells, top, panel.lane)]
         if panel.engine:
-            copies = panel.cells(rank, COPIES)
+            copies = cells_of(panel.timeline, rank, panel.scale, COPIES)
             drawn.append(("copies", copies, top + panel.lane, panel.engine))
         for name, own, y, height in drawn:
             place = f"translate({px(left)} {px(y)})"

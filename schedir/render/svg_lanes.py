@@ -13,7 +13,6 @@ areas are true.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
@@ -80,24 +79,12 @@ class Cells:
         return thin
 
 
-def cells_of(
-    timeline: Timeline,
-    rank: int,
-    scale: float,
-    kinds: Iterable[Kind] = COMPUTE,
-    since: float = 0,
-    until: float = math.inf,
-) -> Cells:
-    """What is known of a rank's compute, or of its copies, between two times, `scale` pixels to a
-    unit of time."""
+def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] = COMPUTE) -> Cells:
+    """What is known of a rank's compute, or of its copies, `scale` pixels to a unit of time."""
     columns = timeline.schedule.columns
     first, end = columns.starts[rank : rank + 2].tolist()
     places = first + np.flatnonzero((columns.is_kind(*kinds) & timeline.known)[first:end])
     places = places[np.argsort(timeline.starts[places], kind="stable")]
-    starts, ends = timeline.starts[places], timeline.ends[places]
-    # What ends as the window begins lies outside, and what takes no time may lie on its edge.
-    inside = (np.maximum(starts, np.nextafter(ends, 0)) >= since) & (starts <= until)
-    places, starts, ends = places[inside], starts[inside], ends[inside]
     joined = columns.joined[places]
     halved = columns.shared[places] | joined
     stages = np.array(timeline.schedule.stages_of(rank), np.int64)
@@ -107,8 +94,8 @@ def cells_of(
         lane, within = turns, max(1, len(stages))
         halved &= columns.stage[places] == columns.stage[places + np.where(joined, -1, 1) * halved]
     return Cells(
-        np.round((np.maximum(starts, since) - since) * scale, 2),
-        np.round((np.minimum(ends, until) - since) * scale, 2),
+        np.round(timeline.starts[places] * scale, 2),
+        np.round(timeline.ends[places] * scale, 2),
         (lane + np.where(halved & joined, 0.5, 0.0)) / within,
         np.where(halved, 0.5, 1.0) / within,
         places,
