@@ -267,7 +267,7 @@ def test_curves_say_what_is_held(
             high = [high for left, high in points if left <= x][-1:]
             assert (high or [0])[0] == pytest.approx(expected / highest * 29, abs=0.02)
     peaks = [rank.peak_bytes if sized else rank.peak_activations for rank in line.ranks]
-    beside = re.findall(r">([\d.]+)( B)?</text>", picture.partition('class="memory"')[2])
+    beside = re.findall(r">(?:peak )?([\d.]+)( B)?</text>", picture.partition('class="memory"')[2])
     told = [peak for peak, _ in beside[3 : 4 * ranks : 4]]
     assert told == [f"{peak:g}" for peak in peaks]
     assert [tick for tick, _ in beside[:3]] == [f"{highest * part / 2:g}" for part in range(3)]

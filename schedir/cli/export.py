@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or say why it can't be completed."""
     output = _output(args)
-    looks = (args.title, args.breadth, args.end, args.start or None, args.greyscale or None)
-    if not output.looks and any(look is not None for look in looks):
+    given = {args.title, args.breadth, args.end} != {None} or args.start or args.greyscale
+    if given and not output.looks:
         args.parser.error(
             "--title, --no-title, --width, --greyscale, --from and --to are for pictures, svg, png "
             f"and pdf: {output.name} takes none of them"

@@ -53,7 +53,7 @@ class Kept:
     @property
     def room(self) -> float:
         """The room that the axis and the words beside the curves need."""
-        peaks = (self.peak(curve) for ranks in self.curves for curve in ranks)
+        peaks = (f"peak {self.peak(curve)}" for ranks in self.curves for curve in ranks)
         return 16 + sum(0.6 * SMALL_LABEL * max(map(len, each)) for each in (peaks, self._ticks))
 
     def beside(self, curve: Curve, x: float, top: float, height: float) -> Iterator[Piece]:
@@ -64,7 +64,7 @@ class Kept:
                 yield Piece(f'<path stroke="{MEMORY_LINE}" d="M{px(x)} {px(top + y)}h3"/>\n')
                 yield text_at(x + 5, top + y + 3, text, size=SMALL_LABEL, fill=FAINT_INK)
         if height >= 8:
-            peak = self.peak(curve)
+            peak = f"peak {self.peak(curve)}"
             x += self.room - 8 - 0.6 * SMALL_LABEL * len(peak)
             yield text_at(x, top + height / 2 + 3, peak, size=SMALL_LABEL)
 

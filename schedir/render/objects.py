@@ -111,15 +111,13 @@ VIEWS = {
 """By the name of the class: those of the runtime lie above."""
 
 
-def _view(value: object) -> tuple[str, View]:
-    name = next(each.__name__ for each in type(value).__mro__ if each.__name__ in VIEWS)
-    return name, VIEWS[name]
+def _view(value: object) -> View:
+    return next(VIEWS[each.__name__] for each in type(value).__mro__ if each.__name__ in VIEWS)
 
 
 def line(value: object) -> str:
     """The object in a line."""
-    name, view = _view(value)
-    return f"<{name} {view.line(value)}>"
+    return f"<{type(value).__name__} {_view(value).line(value)}>"
 
 
 def text(value: object) -> str:
@@ -130,7 +128,7 @@ def text(value: object) -> str:
 def _blocks(value: object, page: Page) -> list[Block]:
     """The blocks of an object; of one that makes no sense, why."""
     try:
-        return list(_view(value)[1].blocks(value, page))
+        return list(_view(value).blocks(value, page))
     except SchedirError as error:
         return [Piece(f"{line(value)}: {error}")]
 
@@ -140,7 +138,7 @@ def show(value: object, width: int | None, start: float = 0, end: float | None =
     page = attrs.evolve(page_for(sys.stdout), start=start, end=end)
     if width is not None:
         page = attrs.evolve(page, width=width, fit=True)
-    write(_view(value)[1].blocks(value, page), sys.stdout)
+    write(_view(value).blocks(value, page), sys.stdout)
 
 
 @attrs.frozen
@@ -159,7 +157,7 @@ class Renderable:
 def html(value: object) -> str:
     """The object for a notebook."""
     with suppress(SchedirError):  # of what makes no sense the text says why
-        if (drawn := _view(value)[1].drawn(value)) is not None:
+        if (drawn := _view(value).drawn(value)) is not None:
             return drawn.svg()
     return "".join(
         "".join(map(_table, group)) if kind is Table else f"<pre>{escape(plain(group))}</pre>"

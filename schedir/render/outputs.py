@@ -114,12 +114,12 @@ def _comparison(comparison: Comparison, page: Page) -> Written:
 
 
 def _comparison_text(form: str) -> Callable[[Comparison, Page], Written]:
-    """A writer of a comparison as text, whatever the width."""
+    """A writer of a comparison as text, whatever the width: `tables.comparison_csv`, say."""
 
     def write(comparison: Comparison, page: Page) -> Written:
-        from schedir.render.tables import TEXTS
+        from schedir.render import tables
 
-        return _text(TEXTS[form](comparison))
+        return _text(getattr(tables, f"comparison_{form}")(comparison))
 
     return write
 

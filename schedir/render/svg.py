@@ -193,7 +193,7 @@ def _legend(
     schedules = [line.schedule for line in timelines]
     shown = [*swatches(schedules), ([IDLE_FILL], "idle")]
     if kept is not None:
-        shown.append(([MEMORY_FILL], f"{kept.what}, and each rank's peak"))
+        shown.append(([MEMORY_FILL], kept.what))
     chunks = max(map(most_stages, schedules))
     if chunks > 1:
         shown.append(([], f"a shade for each of a rank's {chunks} stages"))

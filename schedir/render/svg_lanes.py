@@ -37,7 +37,7 @@ _TALLER, _LONE_STEP = 0.08, 40.0
 _TIGHT = 0.5
 """By how much a cell may be too narrow for its label."""
 _APART = 1.25
-"""How many times as wide as its label a block of cells must be."""
+"""How many times as wide as their labels blocks of cells are that stand side by side."""
 _LOWEST_LABEL = 10.0
 """The lowest cell that has a label."""
 _ROOMY = 15.0
@@ -215,27 +215,28 @@ def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str
     """One label for several cells in a row that are too narrow for their own: F3–B6, the first and
     the last of them, each kind being of one stage."""
     digits = "00" * len(str(columns.microbatch.max(initial=0)))
-    room = _APART * text_width(f"F–F{digits}", SMALL_LABEL)
+    room = text_width(f"F–F{digits}", SMALL_LABEL)
     for top, part in sorted(set(zip(cells.top.tolist(), cells.height.tolist(), strict=True))):
         some = cells.where((cells.top == top) & (cells.height == part))
+        kinds, microbatches = some.colour // _SHADES, columns.microbatch[some.place]
         wide = some.right - some.left
         apart = some.left[1:] - some.right[:-1] > np.maximum(wide[1:], wide[:-1])
-        for kind in np.unique(some.colour // _SHADES):
-            own = np.flatnonzero(some.colour // _SHADES == kind)
+        for kind in np.unique(kinds):
+            own = np.flatnonzero(kinds == kind)
             apart[own[1:][np.diff(some.colour[own]) != 0] - 1] = True
         y, texts = px((top + part / 2) * height + 0.36 * SMALL_LABEL), ""
+        names = [f"{letter(KINDS[kind])}{m}" for kind, m in zip(kinds, microbatches, strict=True)]
         for run in np.split(np.arange(len(wide)), np.flatnonzero(apart) + 1):
             long = some.right[run[-1]] - some.left[run[0]]
-            for block in np.array_split(run, max(1, long // room)) if long >= room else ():
-                ends = block[[0, -1]]
-                x = px((some.left[ends[0]] + some.right[ends[1]]) / 2)
-                first, last = (
-                    f"{escape(letter(KINDS[colour // _SHADES]))}{microbatch}"
-                    for colour, microbatch in zip(
-                        some.colour[ends], columns.microbatch[some.place[ends]], strict=True
-                    )
+            for block in (
+                np.array_split(run, max(1, long // (_APART * room))) if long >= room else ()
+            ):
+                first, last = block[[0, -1]]
+                x, label = (
+                    (some.left[first] + some.right[last]) / 2,
+                    f"{names[first]}–{names[last]}",
                 )
-                texts += f'<text x="{x}" y="{y}">{first}–{last}</text>'
+                texts += f'<text x="{px(x)}" y="{y}">{escape(label)}</text>'
         if texts and height * part >= _LOWEST_LABEL:
             yield (
                 f'<g class="blocks" fill="{INK}" font-size="{px(SMALL_LABEL)}" stroke="{PAPER}" '

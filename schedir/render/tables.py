@@ -310,15 +310,6 @@ def _objections(comparison: Comparison) -> Iterator[str]:
         yield first + (f" (and so for {count(len(others), 'other shape')})" if others else "")
 
 
-TEXTS: dict[str, Callable[[Comparison], str]] = {
-    "json": comparison_json,
-    "markdown": comparison_markdown,
-    "latex": comparison_latex,
-    "csv": comparison_csv,
-}
-"""A comparison in the forms that no width changes."""
-
-
 def found_text(found: Found) -> str:
     """The figures of what `search` has found, how far it is above the lower bound, and what was
     chosen; a few lines."""

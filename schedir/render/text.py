@@ -8,7 +8,7 @@ import io
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import attrs
 
@@ -109,10 +109,11 @@ def rich_of(blocks: Iterable[Block]) -> Iterator[RenderableType]:
     from rich.text import Text
 
     for kind, group in groupby(blocks, type):
+        alike: Iterator[Any] = group
         if kind is Piece:
-            yield Text.assemble(*(block for block in group if isinstance(block, Piece)), end="")
+            yield Text.assemble(*alike, end="")
         else:
-            yield from (_rich(block) for block in group if not isinstance(block, Piece))
+            yield from map(_rich, alike)
 
 
 def _rich(block: Panel | Table) -> RenderableType:
