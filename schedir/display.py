@@ -32,9 +32,14 @@ class Displayed:
     def __rich__(self) -> Any:
         return _shown().Renderable(self)
 
-    def show(self, width: int | None = None) -> None:
-        """Print it as the command does, in at most `width` columns: on a terminal with colours."""
-        _shown().show(self, width)
+    def show(self, width: int | None = None, start: float = 0, end: float | None = None) -> None:
+        """Print it as the command does, in at most `width` columns.
+
+        On a terminal it has colours and fits the screen, elsewhere it is complete. Of a drawing
+        what runs from `start` to `end` is shown, in the unit of its time axis. Raises SchedirError
+        where nothing lies between them.
+        """
+        _shown().show(self, width, start, end)
 
 
 class Looks(TypedDict, total=False):
@@ -60,14 +65,6 @@ class DisplayedTimeline(Displayed):
 
     __slots__ = ()
 
-    def show(self, width: int | None = None, start: float = 0, end: float | None = None) -> None:
-        """Print the drawing as `schedir show` does, in at most `width` columns.
-
-        On a terminal it fits the screen, elsewhere it is complete. From `start` to `end` is drawn,
-        in the unit of the time axis. Raises SchedirError where nothing lies between them.
-        """
-        _shown().show(self, width, start, end)
-
     def svg(self, **looks: Unpack[Looks]) -> str:
         """The picture, for papers and READMEs.
 
@@ -75,7 +72,7 @@ class DisplayedTimeline(Displayed):
         too. `title` stands in place of the schedule's shape, "" for none; `width` is "16cm" or a
         number of columns; `greyscale` is for print; from `start` to `end` is drawn.
 
-        Raises ValueError for a width that is none, SchedirError for a window without anything.
+        Raises SchedirError for a width that is none, and for a window without anything.
         """
         return str(_shown().exported(self, "svg", **looks))
 

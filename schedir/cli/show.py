@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "By default a forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that "
         "of the weights), everything else nothing. A file of measured timelines (.json) is drawn "
         "as it ran. On a terminal the drawing fits the screen, and what "
-        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank."
+        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank, "
+        "which fits into COLUMNS where that is set."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
@@ -59,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(40),
         metavar="N",
         help="draw in at most N columns: with less detail where labels would take more (default: "
-        "as wide as the terminal; in a pipe and with --full as wide as labels need)",
+        "as wide as the terminal, or as COLUMNS says in a pipe; else, and with --full, as wide as "
+        "labels need)",
     )
     add_drawn(parser)
     add_costs(parser)
