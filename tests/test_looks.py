@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import schedir
@@ -16,7 +17,7 @@ from schedir import CostModel, Kind, Timeline
 from schedir.render.palette import WORDS, picture_fill
 from tests.command_line import Run, runner
 from tests.test_cli import on_terminal
-from tests.test_svg import label, lanes
+from tests.test_svg import curves, label, lanes
 
 CM = 96 / 2.54
 """Pixels."""
@@ -151,11 +152,12 @@ def test_a_window_shows_what_runs_in_it(line: Timeline) -> None:
     ticks = [text for text in texts(picture) if re.fullmatch(r"\d+", text)]
     assert {"6", "14"} <= set(ticks)
     assert "makespan 27" in picture  # of all of it
-    for each in root.iter():
-        if each.get("class") == "memory":
-            xs = [float(x) for x in re.findall(r"H([\d.]+)", each.attrib["d"])]
-            assert xs == sorted(xs)
-            assert xs[-1] == pytest.approx(10 * scale, abs=0.01)
+    for rank, points in enumerate(curves(picture)):
+        times, amounts = line.live(rank)
+        for time in np.arange(5.25, 15, 0.5):
+            held = amounts[np.searchsorted(times, time, side="right") - 1]
+            high = [high for x, high in points if x <= (time - 5) * scale][-1]
+            assert high == pytest.approx(29 * held / 4, abs=0.05)
 
 
 def test_a_window_is_drawn_in_text(run: Run, line: Timeline) -> None:
@@ -176,6 +178,13 @@ def test_a_window_without_anything_is_refused(
     code, out, err = run(*command, *window)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"error: nothing is to be seen from \d+ to .*: .* from 0 to 33\n", err)
+
+
+@pytest.mark.parametrize("start", [-1, 27, float("nan")])
+def test_a_window_is_within_the_timeline(line: Timeline, start: float) -> None:
+    for draw in (line.svg, line.show):
+        with pytest.raises(schedir.SchedirError, match="nothing is to be seen from"):
+            draw(start=start)
 
 
 @pytest.mark.parametrize(

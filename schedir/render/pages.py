@@ -55,7 +55,7 @@ def window_of(page: Page, *timelines: Timeline | None) -> tuple[float, float]:
     """
     last = max(line.makespan for line in timelines if line is not None)
     end = last if page.end is None else min(page.end, last)
-    if not page.start < end and last:
+    if not 0 <= page.start < end and last:
         until = "the end" if page.end is None else f"{page.end:g}"
         raise SchedirError(
             f"nothing is to be seen from {page.start:g} to {until}: the timeline goes from 0 to "
