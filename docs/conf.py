@@ -13,11 +13,13 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import schedir
+from schedir.display import Displayed
 
 MODULES = {
     "schedir": "schedules: written, built, proved, simulated, compared",
     "schedir.simulator": "timelines and costs",
     "schedir.finder": "comparisons",
+    "schedir.render": "every form in which they are shown",
     "schedir.runtime": "the executor",
     "schedir.training": "what stands around a step",
 }
@@ -81,7 +83,10 @@ def list_modules(app: Sphinx, page: str, source: list[str]) -> None:
                 kind = "exception"
             elif inspect.isroutine(value):
                 kind = "function"
-            lines += [f".. auto{kind}:: {module}.{name}", ""]
+            lines += [f".. auto{kind}:: {module}.{name}"]
+            if inspect.isclass(value) and issubclass(value, Displayed):
+                lines.append("   :inherited-members:")
+            lines.append("")
         source[0] += "\n".join(["", *lines, ""])
 
 

@@ -133,6 +133,7 @@ _ON_DEMAND = {
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
     "schedir.finder.full_pipeline": ("steady_state",),
     "schedir.library.compaction": ("repeat_block",),
+    "schedir.render": (),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
     "schedir.simulator.steady_state": ("SteadyState",),
 }
@@ -142,4 +143,4 @@ if not TYPE_CHECKING:  # to which a misspelt name is an error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "finder", "simulator"})
+    return sorted({*globals(), *__all__, "finder", "render", "simulator"})

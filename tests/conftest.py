@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from typing import Any
@@ -41,6 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A pipe is as wide as COLUMNS says, which readline sets for the processes that tests start.
+    for size in ("COLUMNS", "LINES"):
+        os.environ[size] = ""
+        del os.environ[size]
     settings.load_profile(QUICK if config.getoption("quick") else "patient")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+import re
 from pathlib import Path
 
 import attrs
 import pytest
 
 import schedir
-from schedir import CostModel, Kind, LoadError, SchedirError
+from schedir import CostModel, Kind, LoadError, SchedirError, Schedule
 from schedir.checker import CHANNELS
 from schedir.finder import Comparison, Row
 from schedir.render import Page, outputs_of
@@ -463,3 +466,81 @@ def test_other_commands_and_bands_name_what_no_run_has_shown(run: Run) -> None:
     found = schedir.loads(Path("found.sched").read_text())
     assert code == 0
     assert ("backward_input" in err) == (len(found.columns.where(Kind.BACKWARD_INPUT)) > 0)
+
+
+def test_what_a_narrow_table_leaves_out_are_the_peaks() -> None:
+    costs = CostModel(activation_bytes=2**30, unit="ms")
+    names = ["1f1b", "interleaved-1f1b", "zbv", "pipedream"]
+    text = table(schedir.compare(names, ranks=8, microbatches=32, costs=costs), 80)
+    header = text[: text.index("\ninterleaved-1f1b")]
+    assert all(name in header for name in ("makespan", "ratio", "bubble"))
+    assert "peak" not in header
+    assert re.search(r"Left out, as it is too wide here: peak bytes, peak activations", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+HOSTILE = Schedule.of('a|b_&%${}~^\\*`<i>"=', [0], ["0F0 0B0"])
+
+
+def hostile() -> Comparison:
+    return schedir.compare([HOSTILE, "1f1b"], ranks=1, microbatches=1)
+
+
+def test_markdown_is_read_as_the_table() -> None:
+    text = hostile().table("markdown")
+    lines = [row for row in text.splitlines() if row.startswith("|")]
+    cells = [
+        [re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", row[2:-2])]
+        for row in lines
+    ]
+    assert {len(row) for row in cells} == {len(cells[0])}
+    assert all(set(rule) <= {":", "-"} for rule in cells[1])
+    whole = table(hostile()).split("\n\n")[0].splitlines()
+    expected = [re.split(" {2,}", row.strip()) for row in whole]
+    assert [[cell for cell in row if cell] for row in (cells[0], *cells[2:])] == expected
+    assert not re.search(r"(?<!\\)[*`<>&]", text)
+
+
+def test_latex_is_a_tabular_whose_specials_are_escaped() -> None:
+    costs = CostModel(unit="us")
+    two = schedir.build("interleaved-1f1b", ranks=1, microbatches=1)
+    text = schedir.compare([HOSTILE, two], costs=costs).table("latex")
+    head, *rows, foot = [line for line in text.splitlines() if not line.startswith("%")]
+    assert re.fullmatch(r"\\begin{tabular}{[lr]+}", head)
+    assert foot == r"\end{tabular}"
+    columns = len(re.findall("[lr]", head.partition("}{")[2]))
+    rows = [row for row in rows if row != r"\hline"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row.endswith(r" \\")
+        assert len(re.findall(r"(?<!\\)&", row)) == columns - 1
+        bare = re.sub(r"\\[&%$#_{}]|\\text\w+{}|\$\\(times|mu)\$", "", row[:-3])
+        assert not set(bare) & set("%$#_{}~^\\")
+    assert r"\$" in text
+    assert r"$\times$ 1/2" in text
+    assert r"$\mu$s" in text
+
+
+def test_csv_holds_the_numbers_and_the_texts_as_they_are() -> None:
+    comparison = hostile()
+    rows = list(csv.DictReader(io.StringIO(comparison.table("csv"))))
+    assert [row["target"] for row in rows] == [row.target for row in comparison.rows]
+    for row, found in zip(comparison.rows, rows, strict=True):
+        assert float(found["makespan"]) == row.makespan
+        assert float(found["ratio"]) == comparison.ratio(row)
+        assert found["peak_bytes"] == ""
+    failed = schedir.compare(["1f1b", Schedule.of("x", [0], ["0B0"])], ranks=1, microbatches=1)
+    *_, last = csv.DictReader(io.StringIO(failed.table("csv")))
+    assert last["code"].startswith("S")
+    assert last["makespan"] == ""
+
+
+def test_the_command_writes_each_form(capsys: pytest.CaptureFixture[str]) -> None:
+    run, targets = runner(capsys), ("1f1b", "zb-h1")
+    comparison = schedir.compare(targets)
+    for form in ("table", "json", "markdown", "latex", "csv"):
+        assert run("compare", *targets, "--format", form) == (0, comparison.table(form), "")
+    assert run("compare", *targets, "--json")[1] == comparison.table("json")
+    assert run("compare", *targets, "--json", "--format", "csv")[0] == 2
+    with pytest.raises(ValueError, match="form must be table, json, markdown, latex, csv, not 'x'"):
+        comparison.table("x")  # type: ignore[arg-type]

@@ -13,7 +13,10 @@ from tests.sweeps import long
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PUBLIC = ("schedir", "schedir.simulator", "schedir.finder", "schedir.runtime", "schedir.training")
+PUBLIC = (
+    *("schedir", "schedir.simulator", "schedir.finder", "schedir.render"),
+    *("schedir.runtime", "schedir.training"),
+)
 
 
 @long

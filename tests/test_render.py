@@ -583,5 +583,5 @@ def test_an_overlapped_pair_is_one_cell() -> None:
     ]
     assert "; between two that run as one" in drawn[7]
     coarse = plain(overview_blocks(line, 24, 14))
-    assert "   0  FFF   XXXXXBBB BBB\n   1    FBBBFFBBBFBBB\n" in coarse
+    assert "   0  FFF   XXXXXBBB BBB\n   1   FFBBBFFBBBFBBB\n" in coarse
     assert "X a forward and a backward as one" in " ".join(coarse.split())

@@ -13,7 +13,6 @@ import schedir
 from schedir.ir import COMPUTE
 from schedir.render.overview import overview_blocks
 from schedir.render.rows import has_replicas, lanes_of
-from schedir.render.svg import svg_blocks
 from schedir.render.svg_lanes import cells_of
 from schedir.render.terminal_timeline import timeline_text
 from schedir.render.text import plain
@@ -131,7 +130,7 @@ def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None
 
 
 def test_a_picture_names_the_stages_where_there_is_room() -> None:
-    picture = plain(svg_blocks(simulated("chimera", 4, 4)))
+    picture = simulated("chimera", 4, 4).svg()
     assert len(re.findall(r">stage \d<", picture)) == 8
-    assert ">stage " not in plain(svg_blocks(simulated("chimera", 64, 64)))
-    assert ">stage 1<" not in plain(svg_blocks(simulated("1f1b", 4, 4)))
+    assert ">stage " not in simulated("chimera", 64, 64).svg()
+    assert ">stage 1<" not in simulated("1f1b", 4, 4).svg()

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Timeline
+from schedir import CostModel, Kind, Timeline
 from schedir.render import Page, outputs_of, timeline_text
 from schedir.render.overview import overview_blocks
+from schedir.render.palette import shade
 from schedir.render.terminal_timeline import timeline_blocks
-from schedir.render.text import plain, write_to_terminal
+from schedir.render.text import Piece, plain, write_to_terminal
 from tests.command_line import runner
 
 MOST = 10_000 + len("rank 0  ")
@@ -115,3 +116,93 @@ def test_a_trace_of_it_has_its_times(costs: CostModel) -> None:
     events = json.loads(text)["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert math.isclose(max(ends) - min(e["ts"] for e in events if e["ph"] == "X"), line.makespan)
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("show", "1f1b", "--ranks", "16", "--microbatches", "64"),
+        ("show", "1f1b", "--microbatches", "40", "--full"),
+        ("show", "zb-h1", "--why"),
+        (
+            "compare",
+            "1f1b",
+            "interleaved-1f1b",
+            "zbv",
+            "pipedream",
+            "--cost",
+            "activation_bytes=1e9",
+        ),
+        ("list",),
+        ("explain",),
+    ],
+)
+def test_a_pipe_is_as_wide_as_columns_says(
+    argv: tuple[str, ...],
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = runner(capsys)
+    whole = run(*argv)[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    code, narrow, err = run(*argv)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in narrow
+    assert widest(narrow) <= int(columns)
+    for nothing in ("", "0", "wide"):
+        monkeypatch.setenv("COLUMNS", nothing)
+        assert run(*argv)[1] == whole
+
+
+def test_json_in_a_pipe_is_as_ever(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner(capsys)
+    argv = ("compare", "1f1b", "x" * 200, "--json")
+    whole = run(*argv)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert run(*argv) == whole
+    assert json.loads(run("show", "1f1b", "--json")[1])["makespan"] == 33
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"])
+def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
+    line = schedir.simulate(schedir.build(name, ranks=16, microbatches=64))
+    text = plain(timeline_blocks(line, 80, fit=True))
+    rows = re.findall(r"(?m)^rank +\d+  (.*)$", text)
+    unit = float(re.findall(r"a column is\s([\d.]+)\sof\stime", text)[0])
+    columns = round(line.makespan / unit)
+    scale = (80 - len("rank 15  ")) / line.makespan
+    assert abs(columns - 71) <= 2
+    seen = set()
+    for row, spans in zip(rows, line.spans, strict=True):
+        for column, mark in enumerate(row):
+            takes: dict[str, float] = {}
+            for span in spans:
+                overlap = min(span.end * scale, column + 1) - max(span.start * scale, column)
+                if overlap > 0:
+                    kind = span.action.kind.value
+                    takes[kind] = takes.get(kind, 0) + overlap
+            busy = sum(takes.values())
+            if mark == " ":
+                assert busy < 0.5 + 1e-6
+            elif mark == "+":
+                assert max(takes.values()) < 0.75 * busy + 1e-6
+            else:
+                assert takes[mark] >= 0.75 * busy - 1e-6
+            seen.add(mark)
+    assert "+" in seen or name == "fill-drain"
+    assert ("+ several kinds in turn" in " ".join(text.split())) == ("+" in seen)
+
+
+def test_the_mark_of_several_kinds_is_shaded_by_their_share() -> None:
+    line = schedir.simulate(schedir.build("1f1b", ranks=16, microbatches=64))
+    pieces = [piece for piece in timeline_blocks(line, 80, fit=True) if isinstance(piece, Piece)]
+    mixed = {piece.style for piece in pieces if piece.text == "+" and piece.style}
+    ends = [bytes.fromhex(shade(kind)[-6:]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    for style in mixed:
+        for part, *both in zip(bytes.fromhex(style[-6:]), *ends, strict=True):
+            assert min(both) <= part <= max(both)
+    assert len(mixed) > 1

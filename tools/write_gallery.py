@@ -18,8 +18,6 @@ from schedir import CostModel, Generator, SteadyState, Timeline
 from schedir.files import write_text
 from schedir.library import built_in
 from schedir.render.captions import bubble
-from schedir.render.svg import svg_blocks
-from schedir.render.text import plain
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RANKS, MICROBATCHES = 4, 8
@@ -94,7 +92,7 @@ def _steady(generator: Generator, **parameters: bool) -> SteadyState | None:
 def pages() -> dict[str, str]:
     """The gallery and its pictures, by their paths in docs/."""
     shown = exhibits()
-    pictures = {_picture(one): plain(svg_blocks(one.timeline)) for one in shown}
+    pictures = {_picture(one): one.timeline.svg() for one in shown}
     return {"gallery.md": "\n".join([HEAD, *_table(shown), *map(_section, shown)]), **pictures}
 
 

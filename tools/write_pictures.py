@@ -19,8 +19,6 @@ from pathlib import Path
 import schedir
 from schedir import CostModel, Timeline
 from schedir.files import write_text
-from schedir.render.svg import svg_blocks
-from schedir.render.text import plain
 from schedir.simulator import load_timelines, save_timelines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -41,22 +39,21 @@ BY_COST = 4.06, 3.08
 def pictures() -> dict[str, str]:
     """Each picture by the name of its file."""
     one_f_one_b = _simulated("1f1b")
+    both_ways, other = _both_ways()
     predicted, measured = load_timelines(MEASURED)
     return {
-        "1f1b.svg": plain(svg_blocks(one_f_one_b)),
-        "interleaved-1f1b.svg": plain(svg_blocks(_simulated("interleaved-1f1b", chunks=2))),
-        "zb-h1.svg": plain(svg_blocks(_simulated("zb-h1"))),
-        "memory.svg": plain(svg_blocks(_simulated("fill-drain"), one_f_one_b, memory=True)),
-        "predicted-and-measured.svg": plain(svg_blocks(predicted, measured)),
-        "both-ways.svg": plain(svg_blocks(*_both_ways())),
-        "1f1b-rr.svg": plain(svg_blocks(_round_robin())),
-        "train-images.svg": plain(
-            svg_blocks(_on_two("interleaved-1f1b", 1, 1, 1, 1), _on_two("1f1b", 2, 2))
+        "1f1b.svg": one_f_one_b.svg(),
+        "interleaved-1f1b.svg": _simulated("interleaved-1f1b", chunks=2).svg(),
+        "zb-h1.svg": _simulated("zb-h1").svg(),
+        "memory.svg": _simulated("fill-drain").svg(against=one_f_one_b, memory=True),
+        "predicted-and-measured.svg": predicted.svg(against=measured),
+        "both-ways.svg": both_ways.svg(against=other),
+        "1f1b-rr.svg": _round_robin().svg(),
+        "train-images.svg": _on_two("interleaved-1f1b", 1, 1, 1, 1).svg(
+            against=_on_two("1f1b", 2, 2)
         ),
-        "train-alexnet.svg": plain(
-            svg_blocks(_on_two("1f1b", *BY_PARAMETERS), _on_two("1f1b", *BY_COST))
-        ),
-        "train-masked.svg": plain(svg_blocks(_on_two("1f1b", 1, 1))),
+        "train-alexnet.svg": _on_two("1f1b", *BY_PARAMETERS).svg(against=_on_two("1f1b", *BY_COST)),
+        "train-masked.svg": _on_two("1f1b", 1, 1).svg(),
         "pipedream.svg": curves.picture(*curves.load(LOSSES)),
     }
 

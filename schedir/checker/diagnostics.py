@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 from schedir.checker.changes import Change
+from schedir.display import Displayed
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Columns, Schedule, Source
 
@@ -243,8 +244,8 @@ class Diagnostic:
         return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
 
 
-@attrs.frozen
-class Report:
+@attrs.frozen(repr=False)
+class Report(Displayed):
     """Every finding of a check, but that of thousands of one code the first are held, and the
     number of the others with the last of these.
 
@@ -257,7 +258,7 @@ class Report:
     channel: str
     diagnostics: tuple[Diagnostic, ...]
     clean_channels: tuple[str, ...] = ()
-    schedule: Schedule | None = attrs.field(default=None, repr=False)
+    schedule: Schedule | None = None
 
     @property
     def ok(self) -> bool:

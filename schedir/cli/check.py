@@ -9,13 +9,14 @@ import sys
 from schedir.checker import Report, check
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.target import TARGET, add_channel, add_targets, at_least, load_target, subject_of
-from schedir.cli.terminal import page_for, progress, tell, write
+from schedir.cli.terminal import progress, tell
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import CHANNELS_IN_WORDS, TRANSPORTS, printable, ties_of
 from schedir.library import name_of
 from schedir.render import described, outputs_of
 from schedir.render.diagnostics import report_data
+from schedir.render.terminal import page_for, write
 from schedir.render.text import Piece, as_json
 
 

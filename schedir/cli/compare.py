@@ -9,9 +9,10 @@ from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
 from schedir.cli.target import TARGET_OR_RUN, add_channel, add_targets, at_least, parameters_of
-from schedir.cli.terminal import fail, page_for, progress, write
+from schedir.cli.terminal import fail, progress
 from schedir.finder import SWEPT, compare
-from schedir.render import outputs_of
+from schedir.render import described, outputs_of
+from schedir.render.terminal import page_for, write
 
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
@@ -60,7 +61,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "the transport that schedules have to run on (default: %(default)s); see `check`"
     add_channel(parser, text)
-    parser.add_argument("--json", action="store_true", help="print JSON instead, as told below")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--format",
+        choices=outputs_of("compare"),
+        default="table",
+        help=f"how to print it (default: %(default)s). {described('compare')}",
+    )
+    form.add_argument(
+        "--json",
+        action="store_const",
+        dest="format",
+        const="json",
+        help="the same as --format json, as told below",
+    )
     add_costs(parser)
 
 
@@ -79,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             comparison = compare(args.targets, **options, progress=advance)
     except ValueError as error:
         return fail(str(error))
-    output = outputs_of("compare")["json" if args.json else "table"]
+    output = outputs_of("compare")[args.format]
     write(output.write(comparison, page_for(sys.stdout)).blocks, sys.stdout)
     return 0 if comparison.best else 1
 

@@ -6,8 +6,9 @@ import argparse
 import sys
 
 from schedir.checker import RETIRED, RULES
-from schedir.cli.terminal import fail, write
+from schedir.cli.terminal import fail
 from schedir.render import explanation
+from schedir.render.terminal import write
 from schedir.render.text import Table
 
 

@@ -6,7 +6,6 @@ import argparse
 import io
 import logging
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -17,8 +16,9 @@ from schedir.cli.timelines import add_drawn, drawn, load_schedule
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
-from schedir.render import Output, Page, described, outputs_of
-from schedir.render.text import Block, plain
+from schedir.render import Output, Page, Written, described, outputs_of
+from schedir.render.terminal import is_terminal
+from schedir.render.text import plain
 from schedir.simulator import Timeline
 
 logger = logging.getLogger("schedir")
@@ -48,12 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timelines.add_argument(
         "--memory", action="store_true", help="draw what each rank keeps over time as well"
     )
+    pictures = parser.add_argument_group("pictures (svg, png, pdf)")
+    titles = pictures.add_mutually_exclusive_group()
+    titles.add_argument("--title", metavar="TEXT", help="what stands above (default: its shape)")
+    titles.add_argument("--no-title", dest="title", action="store_const", const="")
+    pictures.add_argument(
+        "--width",
+        dest="breadth",
+        metavar="W",
+        help="as wide as a column of a page, such as 16cm, or as so many letters, such as 120 "
+        "(default: what its labels need)",
+    )
+    pictures.add_argument("--greyscale", action="store_true", help="without colours, for print")
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or say why it can't be completed."""
     output = _output(args)
+    given = {args.title, args.breadth, args.end} != {None} or args.start or args.greyscale
+    if given and not output.looks:
+        args.parser.error(
+            "--title, --no-title, --width, --greyscale, --from and --to are for pictures, svg, png "
+            f"and pdf: {output.name} takes none of them"
+        )
     if output.of == "timeline":
         return _write_timeline(output, args)
     for option, value in (("--memory", args.memory), ("--against", args.against)):
@@ -79,7 +97,16 @@ def _write_timeline(output: Output, args: argparse.Namespace) -> int:
         args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
     with progress("simulating"):
         timeline, against, subject = drawn(args)
-    page = Page(subject, against=against, memory=args.memory)
+    page = Page(
+        subject,
+        against=against,
+        memory=args.memory,
+        start=args.start,
+        end=args.end,
+        title=args.title,
+        breadth=args.breadth,
+        greyscale=args.greyscale,
+    )
     return write_out(output, timeline, page, args.output)
 
 
@@ -89,22 +116,26 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
     for sentence in written.left_out:
         logger.warning("%s", sentence)
     if file is None:
+        if written.data is not None and is_terminal(sys.stdout):
+            return fail(f"{output.name} is no text: write it to a file, -o x{output.extension}")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in the file that it may become
-        _print(written.blocks, sys.stdout)
+        _print(written, sys.stdout)
         return 0
     try:
         with replacing(file) as opened:
-            _print(written.blocks, opened)
+            _print(written, opened)
     except OSError as error:
         return fail(f"{file}: {error.strerror}")
     return 0
 
 
-def _print(blocks: Iterable[Block], stream: TextIO) -> None:
+def _print(written: Written, stream: TextIO) -> None:
     """Write one after the other: all of them at once may be more than there is memory for."""
-    for block in blocks:
+    for block in written.blocks:
         stream.write(plain([block]))
+    if written.data is not None:
+        stream.buffer.write(written.data)
 
 
 def _output(args: argparse.Namespace) -> Output:

@@ -7,9 +7,9 @@ import inspect
 import sys
 from typing import Any
 
-from schedir.cli.terminal import write
 from schedir.ir import printable
 from schedir.library import Generator, installed
+from schedir.render.terminal import write
 from schedir.render.text import Piece, Table, as_json
 
 

@@ -30,7 +30,6 @@ from schedir.finder.terms import Terms
 from schedir.graph.alive import HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, outputs_of
-from schedir.render.tables import found_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         return fail(str(error))
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
     if code == 0:
-        print(found_text(found), file=sys.stderr)
+        print(found, file=sys.stderr)
         note_unmeasured(found.schedule, costs)
     return code
 

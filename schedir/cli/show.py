@@ -9,10 +9,11 @@ import attrs
 
 from schedir.cli.costs import add_costs
 from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
-from schedir.cli.terminal import is_terminal, page_for, progress, write
+from schedir.cli.terminal import progress
 from schedir.cli.timelines import add_drawn, drawn, drawn_full
 from schedir.passes import strip_communication
 from schedir.render import outputs_of
+from schedir.render.terminal import page_for, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "By default a forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that "
         "of the weights), everything else nothing. A file of measured timelines (.json) is drawn "
         "as it ran. On a terminal the drawing fits the screen, and what "
-        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank."
+        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank, "
+        "which fits into COLUMNS where that is set."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
@@ -58,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(40),
         metavar="N",
         help="draw in at most N columns: with less detail where labels would take more (default: "
-        "as wide as the terminal; in a pipe and with --full as wide as labels need)",
+        "as wide as the terminal, or as COLUMNS says in a pipe; else, and with --full, as wide as "
+        "labels need)",
     )
     add_drawn(parser)
     add_costs(parser)
@@ -75,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
+    windowed = bool(args.start) or args.end is not None
+    if windowed and (args.json or args.why or args.steady):
+        args.parser.error("--from and --to draw: leave out --json, --why and --steady")
     if args.steady and (lists or args.full or args.why or args.against is not None):
         args.parser.error("--steady goes with --json and --width: leave out --full, --why and such")
     with progress("simulating"):
@@ -83,10 +89,13 @@ def run(args: argparse.Namespace) -> int:
             page = attrs.evolve(page_for(sys.stdout), full=full, steady=steady)
         else:
             timeline, against, subject = drawn(args)
-            page = attrs.evolve(page_for(sys.stdout, subject), against=against)
-    output = outputs_of("show")[_form(args, args.full or lists)]
+            page = page_for(sys.stdout, subject)
+            page = attrs.evolve(page, against=against, start=args.start, end=args.end)
+    output = outputs_of("show")[_form(args, page.screen, args.full or lists or windowed)]
     if args.width is not None:
         page = attrs.evolve(page, width=args.width, fit=True)
+    elif args.full or lists:
+        page = attrs.evolve(page, fit=False)
     write(output.write(timeline, page).blocks, sys.stdout)
     if lists:
         schedule = timeline.schedule
@@ -97,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _form(args: argparse.Namespace, full: bool) -> str:
+def _form(args: argparse.Namespace, screen: bool, full: bool) -> str:
     """The output to write, by its name in the table."""
     for name in ("json", "why", "steady"):
         if getattr(args, name):
             return name
-    return "overview" if is_terminal(sys.stdout) and not full else "full"
+    return "overview" if screen and not full else "full"

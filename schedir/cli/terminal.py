@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from schedir.checker import Report
 from schedir.errors import ParseError, SchedirError
 from schedir.ir import printable
-from schedir.render import Page, outputs_of
-from schedir.render.text import Block, coloured, plain
+from schedir.render import outputs_of
+from schedir.render.terminal import has_colour, is_terminal, page_for, write
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -24,50 +23,6 @@ if TYPE_CHECKING:
 _MOST_OF_A_LINE = 76
 _PIECE = 1 << 16
 _PATIENCE = 1.0  # seconds until long work shows how far it is: on stderr, where that is a terminal
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    """True where a person looks at a stream, False for a file or a pipe."""
-    return stream is not None and stream.isatty()
-
-
-def page_for(stream: TextIO | None, subject: str = "") -> Page:
-    """What a writer has to know of the stream that it writes to."""
-    if stream is None or not is_terminal(stream):
-        return Page(subject)
-    size = shutil.get_terminal_size()
-    return Page(subject, size.columns - _widened(stream), size.lines)
-
-
-def _widened(stream: TextIO) -> int:
-    """How many columns a line may gain where the stream's encoding makes `...` of `…`."""
-    try:
-        "…".encode(stream.encoding)
-    except UnicodeError:
-        return 4  # two cuts in a line
-    return 0
-
-
-def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
-    """Write blocks: to a terminal as wide as it is; to a pipe or a file plain and uncropped."""
-    if stream is None:
-        return
-    if is_terminal(stream):
-        from schedir.render.text import write_to_terminal  # with rich: a pipe needs none of it
-
-        width = shutil.get_terminal_size().columns
-        write_to_terminal(blocks, stream, width, has_colour(stream))
-    else:
-        stream.write(coloured(blocks) if has_colour(stream) else plain(blocks))
-
-
-def has_colour(stream: TextIO) -> bool:
-    """Whether a stream takes colour (no-color.org, force-color.org)."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def fail(message: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from schedir.cli.costs import costs_given, costs_of, note_unmeasured
+from schedir.cli.costs import costs_given, costs_of, note_unmeasured, quantity
 from schedir.cli.target import at_least, load_target, proved, subject_of
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
@@ -35,6 +35,13 @@ def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="N",
         help="the step of a measured run to draw (default: that of the median makespan)",
     )
+    for option, name, default, text in (
+        ("--from", "start", 0, "draw what runs from T on, in the unit of the time axis"),
+        ("--to", "end", None, "draw what runs before T"),
+    ):
+        group.add_argument(
+            option, dest=name, type=quantity, default=default, metavar="T", help=text
+        )
     return group
 
 

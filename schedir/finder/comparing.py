@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from schedir.checker import CHANNELS, delays, prove
+from schedir.display import DisplayedComparison
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import DEFAULT_CHANNEL, Schedule, channel_model
 from schedir.library import (
@@ -309,8 +310,8 @@ class Row:
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
-@attrs.frozen(slots=False)
-class Comparison:
+@attrs.frozen(slots=False, repr=False)
+class Comparison(DisplayedComparison):
     """Schedules compared, the quickest first: what `schedir.compare` returns.
 
     `rows` are in the order of their makespans; where they have unequal numbers of microbatches, and

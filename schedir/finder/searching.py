@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from schedir.checker import prove
+from schedir.display import Displayed
 from schedir.errors import SchedirError
 from schedir.finder.bounds import lower_bound
 from schedir.finder.candidates import Budget, Candidate, Search, within
@@ -232,8 +233,8 @@ def _refusal(terms: Terms, least: list[_Finished]) -> str:
     )
 
 
-@attrs.frozen(kw_only=True)
-class Found:
+@attrs.frozen(kw_only=True, repr=False)
+class Found(Displayed):
     """The best schedule of a search: what `schedir.finder.find` returns.
 
     `schedule` is complete and proved, `timeline` its simulated run. `value` is what was to be

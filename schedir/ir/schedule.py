@@ -9,6 +9,7 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
+from schedir.display import Displayed
 from schedir.ir.action import MAX_NUMBER, Action, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.kinds import COMMUNICATION, COMPUTE, Kind
@@ -68,8 +69,8 @@ def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
 
 
 # Not slotted, so that derived values can be cached beside the fields.
-@attrs.frozen(slots=False)
-class Schedule:
+@attrs.frozen(slots=False, repr=False)
+class Schedule(Displayed):
     """One list of typed actions per rank: what is printed, checked, simulated and executed.
 
     `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
@@ -86,9 +87,9 @@ class Schedule:
     name: str
     microbatches: int
     placement: Placement = attrs.field(converter=_ranks_of_stages)
-    columns: Columns = attrs.field(alias="actions", converter=_columns, repr=False)
-    sources: Sources | None = attrs.field(default=None, eq=False, repr=False)
-    rebuild: Callable[[int], Schedule] | None = attrs.field(default=None, eq=False, repr=False)
+    columns: Columns = attrs.field(alias="actions", converter=_columns)
+    sources: Sources | None = attrs.field(default=None, eq=False)
+    rebuild: Callable[[int], Schedule] | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
         name = self.name

@@ -1,11 +1,19 @@
-"""What a person or a tool reads of schedules, timelines and reports: one table of outputs."""
+"""What a person or a tool reads of schedules, timelines and reports: one table of outputs.
+
+Timelines and results show themselves: `print(report)`, `timeline.svg()`. Here is every form that a
+command writes, such as a report as JSON:
+
+    written = schedir.render.outputs_of("check")["json"].write(report, schedir.render.Page())
+    text = schedir.render.plain(written.blocks)
+"""
 
 from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
 from schedir.render.diagnostics import explanation
-from schedir.render.outputs import OUTPUTS, Output, Page, described, outputs_of
-from schedir.render.text import legible
+from schedir.render.outputs import OUTPUTS, Output, Written, described, outputs_of
+from schedir.render.pages import Page
+from schedir.render.text import legible, plain
 
 if TYPE_CHECKING:
     from schedir.render.tables import found_text
@@ -15,11 +23,13 @@ __all__ = [
     "OUTPUTS",
     "Output",
     "Page",
+    "Written",
     "described",
     "explanation",
     "found_text",
     "legible",
     "outputs_of",
+    "plain",
     "timeline_json",
     "timeline_text",
 ]

@@ -48,7 +48,7 @@ class Axis:
     @cached_property
     def columns(self) -> int:
         """How many columns are drawn."""
-        return self._end - sum(cut.right - cut.left - CUT_WIDTH for cut in self.cuts)
+        return self.end - sum(cut.right - cut.left - CUT_WIDTH for cut in self.cuts)
 
     @cached_property
     def tick(self) -> float:
@@ -56,7 +56,8 @@ class Axis:
         return round_step(_BETWEEN_TICKS / self.scale)
 
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
+        """How many columns there are, counted before any cut."""
         return self.column(self.makespan)
 
     def column(self, time: float) -> int:
@@ -65,7 +66,7 @@ class Axis:
 
     def time(self, column: int) -> str:
         """The time of a column; a tick, or the end, is shown as it is and not as rounded."""
-        if column == self._end:
+        if column == self.end:
             return number(self.makespan)
         time = column / self.scale
         tick = round(time / self.tick) * self.tick
@@ -78,7 +79,7 @@ class Axis:
             yield first, cut.left, moved
             first = cut.right
             moved += cut.right - cut.left - CUT_WIDTH
-        yield first, self._end, moved
+        yield first, self.end, moved
 
     def ticks(self, left: int, right: int) -> Iterator[tuple[int, str]]:
         """The ticks on the drawn columns `left` to `right` (exclusive), with their times."""

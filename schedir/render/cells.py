@@ -7,7 +7,9 @@ The legend says what letters and marks mean.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,12 +18,14 @@ from schedir.render.axis import CUT_WIDTH, Axis, finite, nearest
 from schedir.render.palette import (
     FAINT,
     LEFT_OUT,
+    MIX,
     PAIR,
     PAIR_STYLE,
     SHORT,
     STEP,
     STEP_STYLE,
     WORDS,
+    blended,
     letter,
     shade,
 )
@@ -33,6 +37,8 @@ _SHORTEST = 1 / 16
 _BEYOND = 1e9  # columns that nobody draws
 MOST_COLUMNS = 10_000
 """Of a drawing in which nearly all is idle."""
+NEARLY_ALL = 0.75
+"""The part of a column's work that has a letter stand for all of it."""
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
 
 
@@ -107,24 +113,29 @@ def labelled_cells(lane: Lane, axis: Axis, several: bool) -> list[Cell]:
     return sorted(cells)
 
 
-def coarse_cells(lane: Lane, axis: Axis) -> list[Cell]:
-    """The cells of a lane as letters alone, ascending.
+def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
+    """The cells of a lane as letters alone, ascending: each that of the kind that most of a column
+    is of; where that is less than a part `alike` of its work, a mark in the mix of the colours.
 
-    What is too short for a column is not drawn, but where nothing beside it is: no work is lost.
+    What takes less than half a column is not drawn, but where nothing beside it is: no work is
+    lost.
     """
-    cells: list[Cell] = []
-    drawn = 0  # the column after the last cell
-    idle_since = -1.0
-    for span in sorted(lane.spans, key=lambda span: span.start):
-        left, right = axis.column(span.start), axis.column(span.end)
-        if idle_since < span.start < span.end and drawn <= left < axis.columns:
-            right = max(right, left + 1)
-        left = max(left, drawn)
-        if right > left:
-            mark = PAIR if span.beside is not None else _mark(span.action.kind)
-            cells.append(Cell(left, 1, mark * (right - left), _style(lane, span), mark))
-            drawn = right
-        idle_since = span.end
+    takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(axis.end)]
+    for span in lane.spans:
+        kind = _style(lane, span), _mark(span)
+        start, end = span.start * axis.scale, span.end * axis.scale
+        for column in range(int(start), min(math.ceil(end), axis.end)):
+            takes[column][kind] += min(end, column + 1) - max(start, column)
+    busy = [0.0, *(sum(part.values()) for part in takes), 0.0]
+    cells = []
+    for column, part in enumerate(takes):
+        before, own, after = busy[column : column + 3]
+        if own >= 0.5 or (before < own >= after and max(before, after) < 0.5):
+            (style, mark) = max(part, key=part.__getitem__)
+            if sum(share for kind, share in part.items() if kind[1] == mark) < alike * own:
+                mark = MIX
+                style = blended({style: share / own for (style, _), share in part.items()})
+            cells.append(Cell(column, 1, mark, style, mark))
     return cells
 
 
@@ -158,7 +169,10 @@ def _long_enough(lanes: Sequence[Lane]) -> list[ComputeSpan]:
     return [span for span in spans if span.end - span.start >= least] if least else []
 
 
-def _mark(kind: Kind) -> str:
+def _mark(span: ComputeSpan) -> str:
+    if span.beside is not None:
+        return PAIR
+    kind = span.action.kind
     return STEP if kind is Kind.OPTIM_STEP else letter(kind)
 
 
@@ -193,6 +207,9 @@ def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> st
     """What coarse cells mean: those of the letters that are drawn."""
     drawn = {cell.text[0] for row in cells for cell in row}
     words = [*_kinds_in_words(lanes), f"{PAIR} a forward and a backward as one"]
+    words.append(f"{MIX} several kinds in turn")
+    if MIX in drawn:
+        drawn |= {letter(kind) for kind in WORDS}
     return ", ".join(word for word in words if word[0] in drawn)
 
 

@@ -33,7 +33,7 @@ def full(report: Report, subject: str) -> Iterator[Piece]:
     for diagnostic, others in _shown(report):
         yield from _finding(diagnostic)
         yield Piece(f"   … {others}\n\n" if others else "\n")
-    yield Piece(f"{printable(subject)}: {_summary(report)}\n")
+    yield Piece(f"{printable(subject)}: {summary(report)}\n")
 
 
 def finding(diagnostic: Diagnostic) -> str:
@@ -186,7 +186,7 @@ def _place(location: Location) -> str:
     return f"{location}{' (missing)' if location.index is None else ''}"
 
 
-def _summary(report: Report) -> str:
+def summary(report: Report) -> str:
     """How many findings there are, and under which channel models the schedule is clean."""
     many: Counter[str] = Counter()
     for each in report.diagnostics:

@@ -13,6 +13,7 @@ import attrs
 
 from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import (
+    NEARLY_ALL,
     Cell,
     coarse_cells,
     coarse_scale,
@@ -48,18 +49,20 @@ class Drawing:
     axis: Axis
     legend: str
 
-    def pages(self, width: int | None) -> Iterator[tuple[int, int]]:
-        """The columns at which each page starts and ends; one page where there is no `width`."""
-        columns = self.axis.columns
+    def pages(
+        self, width: int | None, left: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """The columns at which each page starts and ends, between two of them; one page where there
+        is no `width`."""
+        columns = self.axis.columns if last is None else last
         room = columns if width is None else width - len(self.corner)
-        if columns <= room:
-            yield 0, columns
+        if columns - left <= room:
+            yield left, columns
             return
         # The least that a page holds, be the terminal as narrow as it will.
         least = max((cell.whole for cells in self.rows for cell in cells), default=1)
-        left = 0
         while left < columns:
-            end = self._page_end(left, least, max(room, least))
+            end = min(self._page_end(left, least, max(room, least)), columns)
             yield left, end
             left = end
 
@@ -101,7 +104,9 @@ class Drawing:
         marks: list[tuple[int, str]] = []
         for column, note in self.axis.notes():
             if left <= column < end:
-                marks.append((max(left, min(column, end - len(note))), note))
+                at = max(left, min(column, end - len(note)))
+                if all(other + len(text) <= at for other, text in marks):
+                    marks.append((at, note))
         for column, label in self.axis.ticks(left, end):
             after = column + len(label)
             if after <= end and all(
@@ -185,10 +190,21 @@ class Sketch:
         """The columns per unit of time that leave room for all labels."""
         return label_scale(self.lanes, self.several)
 
-    @property
-    def too_wide(self) -> bool:
-        """Whether all labels are not worth their columns."""
-        return too_wide(self.scale, self.lanes, self.makespan)
+    def too_wide(self, since: float, until: float) -> bool:
+        """Whether all labels between two times are not worth their columns."""
+        return too_wide(self.scale, self.lanes, until - since)
+
+    def between(self, since: float, until: float) -> Sketch:
+        """The sketch with what runs between two times alone."""
+
+        def cut(lane: Lane) -> Lane:
+            spans = [span for span in lane.spans if span.end > since and span.start < until]
+            return attrs.evolve(lane, spans=spans)
+
+        parts = [
+            attrs.evolve(part, lanes=[cut(lane) for lane in part.lanes]) for part in self.parts
+        ]
+        return attrs.evolve(self, parts=parts)
 
     def labelled(self, repeated: Sequence[Repeat] = ()) -> Drawing:
         """Every action with its label, but for what is `repeated`."""
@@ -205,10 +221,11 @@ class Sketch:
         """As letters in so many columns, each for as many actions as it must be."""
         drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
-        return self._letters(self._axis(scale, repeated), per_column(scale))
+        alike = NEARLY_ALL * (scale < coarse_scale(self.lanes))
+        return self._letters(self._axis(scale, repeated), per_column(scale), alike)
 
-    def _letters(self, axis: Axis, about: str = "") -> Drawing:
-        cells = [coarse_cells(lane, axis) for lane in self.lanes]
+    def _letters(self, axis: Axis, about: str = "", alike: float = 0) -> Drawing:
+        cells = [coarse_cells(lane, axis, alike) for lane in self.lanes]
         words = letters_legend(self.lanes, cells) + about
         return self._drawing(axis, cells, words, complete=False)
 

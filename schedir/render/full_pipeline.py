@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import attrs
 import numpy as np
 
 from schedir.render.captions import clock_of, costs, with_unit
 from schedir.render.cells import MOST_COLUMNS, painted_legend
-from schedir.render.drawing import Drawing, Sketch
+from schedir.render.drawing import Drawing
 from schedir.render.rows import Lane
 from schedir.render.terminal_timeline import sketch_of
 from schedir.render.text import Block, Piece, count, fill
@@ -78,12 +77,12 @@ def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Dra
     several = steady.end - steady.start >= 3 * steady.period
     for times in (2, 1) if several else (1,):
         since, until = _bounds(whole.lanes, steady, times)
-        sketch = _between(whole, since, until)
+        sketch = whole.between(since, until)
         columns = sketch.scale * (until - since)
         if columns <= room:
             break
-    labels = columns <= room
-    drawing = sketch.labelled() if labels else _squeezed(sketch, room / (until - since))
+    squeezed = int(room / (until - since) * sketch.makespan)
+    drawing = sketch.labelled() if columns <= room else sketch.squeezed(squeezed)
     return drawing, drawing.axis.column(since), drawing.axis.column(until)
 
 
@@ -100,19 +99,3 @@ def _bounds(lanes: Sequence[Lane], steady: SteadyState, times: int) -> tuple[flo
     cut = np.searchsorted(starts, tried) - np.searchsorted(ends, tried, side="right")
     since = tried[cut.argmin()].item()
     return since, since + times * period
-
-
-def _between(sketch: Sketch, since: float, until: float) -> Sketch:
-    """The sketch with what runs between two times alone."""
-
-    def cut(lane: Lane) -> Lane:
-        spans = [span for span in lane.spans if span.end > since and span.start < until]
-        return attrs.evolve(lane, spans=spans)
-
-    parts = [attrs.evolve(part, lanes=[cut(lane) for lane in part.lanes]) for part in sketch.parts]
-    return attrs.evolve(sketch, parts=parts)
-
-
-def _squeezed(sketch: Sketch, scale: float) -> Drawing:
-    """In letters, with so many columns per unit of time."""
-    return sketch.squeezed(int(scale * sketch.makespan))

@@ -3,18 +3,20 @@ SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.render.palette import MEMORY_FILL, MEMORY_LINE
-from schedir.render.svg_text import SMALL_LABEL, Lengths, px
+from schedir.render.palette import FAINT_INK, MEMORY_FILL, MEMORY_LINE
+from schedir.render.svg_text import SMALL_LABEL, Lengths, px, text_at
 from schedir.render.text import Piece, number, size
 from schedir.simulator import Timeline
 from schedir.simulator.values import Numbers
 
+AXIS = 30.0
+"""How high a curve is that has room for an axis of three ticks, in pixels."""
 _BAR = 2.0
 """How wide, in pixels, the bars are of curves that change faster."""
 
@@ -25,7 +27,7 @@ Curve: TypeAlias = tuple[Numbers, Numbers]
 @attrs.frozen
 class Kept:
     """`curves[timeline][rank]`, in bytes where `sized`, else in live activations; `most` is the
-    most that any of them reaches, so that all can be drawn to one scale."""
+    most that any of them reaches: all are drawn to one scale."""
 
     sized: bool
     curves: Sequence[Sequence[Curve]]
@@ -38,14 +40,33 @@ class Kept:
 
     def peak(self, curve: Curve) -> str:
         """The most that a rank keeps, in words."""
-        most = most_of(curve)
-        return size(most) if self.sized else number(most)
+        return self._amount(most_of(curve))
+
+    def _amount(self, many: float) -> str:
+        return size(many) if self.sized else number(many)
+
+    @property
+    def _ticks(self) -> list[str]:
+        """What the axis of a curve says, from below."""
+        return [self._amount(part * self.most) for part in (0, 0.5, 1)]
 
     @property
     def room(self) -> float:
-        """The room that the words beside the curves need."""
-        peaks = (self.peak(curve) for ranks in self.curves for curve in ranks)
-        return 8 + 0.6 * SMALL_LABEL * max(map(len, peaks))
+        """The room that the axis and the words beside the curves need."""
+        peaks = (f"peak {self.peak(curve)}" for ranks in self.curves for curve in ranks)
+        return 16 + sum(0.6 * SMALL_LABEL * max(map(len, each)) for each in (peaks, self._ticks))
+
+    def beside(self, curve: Curve, x: float, top: float, height: float) -> Iterator[Piece]:
+        """The axis of a curve that ends at `x`, whose upper edge is `top`, and its peak, as there
+        is room."""
+        for text, y in zip(self._ticks, (height, (height + 1) / 2, 1), strict=True):
+            if height >= AXIS:
+                yield Piece(f'<path stroke="{MEMORY_LINE}" d="M{px(x)} {px(top + y)}h3"/>\n')
+                yield text_at(x + 5, top + y + 3, text, size=SMALL_LABEL, fill=FAINT_INK)
+        if height >= 8:
+            peak = f"peak {self.peak(curve)}"
+            x += self.room - 8 - 0.6 * SMALL_LABEL * len(peak)
+            yield text_at(x, top + height / 2 + 3, peak, size=SMALL_LABEL)
 
     def draw(self, curve: Curve, scale: float, end: float, height: float) -> Piece:
         """A curve whose upper left corner is the origin: `scale` pixels to a unit of time, up to
@@ -60,6 +81,14 @@ class Kept:
             f'<path class="memory" fill="{MEMORY_FILL}" stroke="{MEMORY_LINE}" stroke-width=".8" '
             f'd="M0 {px(height)}{steps}H{px(end)}V{px(height)}z"/>\n'
         )
+
+
+def between(curve: Curve, since: float, until: float) -> Curve:
+    """What of a curve lies between two times, counted from the first of them."""
+    times, amounts = curve
+    first = int(np.searchsorted(times, since, side="right")) - 1 if since else 0
+    last = int(np.searchsorted(times, until, side="right"))
+    return np.maximum(times[first:last] - since, 0), amounts[first:last]
 
 
 def kept_by(timelines: Sequence[Timeline]) -> Kept:

@@ -6,50 +6,33 @@ command starts with its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import numpy as np
 
+from schedir.errors import SchedirError
 from schedir.ir import COMPUTE, Kind, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions
 from schedir.render.diagnostics import concise, full, github, report_data
-from schedir.render.text import Block, Piece, as_json
+from schedir.render.pages import Page, window_of
+from schedir.render.text import Block, Piece, as_json, plain
 
 if TYPE_CHECKING:
     from schedir.finder import Comparison
     from schedir.simulator import Timeline
-    from schedir.simulator.steady_state import SteadyState
-
-
-@attrs.frozen
-class Page:
-    """What a writer may want to know beside what it writes.
-
-    `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
-    of the terminal, in columns and lines; `width` is None where nothing is to be folded. With
-    `fit` the whole of a drawing is to be as narrow.
-    `against` is a second timeline, for the same time axis; `memory` asks for curves of it. `steady`
-    is the steady state of a schedule, which the timeline `full` shows.
-    """
-
-    subject: str = ""
-    width: int | None = None
-    height: int = 24
-    fit: bool = False
-    against: Timeline | None = None
-    memory: bool = False
-    steady: SteadyState | None = None
-    full: Timeline | None = None
 
 
 @attrs.frozen
 class Written:
-    """What a writer made, and what it had to leave out: a sentence each."""
+    """What a writer made, text or `data`, and what it had to leave out: a sentence each."""
 
     blocks: Iterable[Block]
     left_out: Iterable[str] = ()
+    data: bytes | None = None
 
 
 @attrs.frozen
@@ -58,7 +41,8 @@ class Output:
 
     `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
     what it leaves out, with a warning. `extension` is that of the files that it is written to;
-    `communication` whether it has the sends and receives, `either` where the user chooses.
+    `communication` whether it has the sends and receives, `either` where the user chooses. With
+    `looks` it is drawn as `Page.picture` says, from `Page.start` to `Page.end`.
     """
 
     command: Literal["show", "check", "compare", "export"]
@@ -69,6 +53,7 @@ class Output:
     extension: str = ""
     cannot_hold: str = ""
     communication: Literal["with", "without", "either"] = "either"
+    looks: bool = False
 
 
 def _text(text: str, left_out: Iterable[str] = ()) -> Written:
@@ -96,7 +81,9 @@ def _timeline(timeline: Timeline, page: Page) -> Written:
     from schedir.render.terminal_timeline import timeline_blocks
 
     first, second = _readable(timeline, page)
-    return Written(timeline_blocks(first, page.width, second, page.fit))
+    return Written(
+        timeline_blocks(first, page.width, second, page.fit, window_of(page, first, second))
+    )
 
 
 def _why(timeline: Timeline, page: Page) -> Written:
@@ -126,17 +113,42 @@ def _comparison(comparison: Comparison, page: Page) -> Written:
     return Written(comparison_blocks(comparison, page.width))
 
 
-def _comparison_json(comparison: Comparison, page: Page) -> Written:
-    from schedir.render.tables import comparison_json
+def _comparison_text(form: str) -> Callable[[Comparison, Page], Written]:
+    """A writer of a comparison as text, whatever the width: `tables.comparison_csv`, say."""
 
-    return _text(comparison_json(comparison))
+    def write(comparison: Comparison, page: Page) -> Written:
+        from schedir.render import tables
+
+        return _text(getattr(tables, f"comparison_{form}")(comparison))
+
+    return write
 
 
 def _svg(timeline: Timeline, page: Page) -> Written:
     from schedir.render.svg import svg_blocks
 
-    blocks = svg_blocks(timeline, page.against, page.memory)
+    blocks = svg_blocks(timeline, page)
     return Written(blocks, _left_out(timeline, page, COMPUTE))
+
+
+_SIDE = re.compile(r'(?<=dth="|ght=")[.0-9]+')
+
+
+def _converted(form: str, scale: float) -> Callable[[Timeline, Page], Written]:
+    """A writer of the same picture in another format, in so many of its units to a pixel."""
+
+    def write(timeline: Timeline, page: Page) -> Written:
+        try:
+            convert = getattr(import_module("vl_convert"), f"svg_to_{form}")
+        except ImportError:
+            raise SchedirError(
+                f"{form} needs vl-convert-python: pip install 'schedir[pictures]'"
+            ) from None
+        written = _svg(timeline, page)
+        svg = _SIDE.sub(lambda side: str(float(side[0]) * scale), plain(written.blocks), 2)
+        return Written((), written.left_out, convert(svg))
+
+    return write
 
 
 def _perfetto(timeline: Timeline, page: Page) -> Written:
@@ -214,7 +226,15 @@ OUTPUTS = (
         "a row for each schedule, the quickest first",
         _comparison,
     ),
-    Output("compare", "json", "comparison", "the same for a program", _comparison_json),
+    *(
+        Output("compare", form, "comparison", about, _comparison_text(form))
+        for form, about in (
+            ("json", "the same for a program"),
+            ("markdown", "the table for a README or an issue"),
+            ("latex", "the table for a paper, a tabular"),
+            ("csv", "the numbers for a spreadsheet"),
+        )
+    ),
     Output(
         "export",
         "sched",
@@ -244,14 +264,13 @@ OUTPUTS = (
         f"{_NOT_IN_TORCH}, nor batches as such",
         communication="with",
     ),
-    Output(
-        "export",
-        "svg",
-        "timeline",
-        "a picture, for papers and READMEs",
-        _svg,
-        ".svg",
-        _NOT_IN_PICTURES,
+    *(
+        Output("export", form, "timeline", about, write, f".{form}", _NOT_IN_PICTURES, looks=True)
+        for form, about, write in (
+            ("svg", "a picture, for papers and READMEs", _svg),
+            ("png", "that picture in pixels", _converted("png", 2)),
+            ("pdf", "that picture as a page", _converted("pdf", 0.75)),
+        )
     ),
     Output(
         "export",

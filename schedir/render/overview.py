@@ -110,7 +110,7 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
     draws: list[Callable[[Sequence[Repeat]], Drawing]] = [partial(sketch.squeezed, columns)]
-    if not sketch.too_wide:
+    if not sketch.too_wide(0, sketch.makespan):
         draws = [sketch.labelled, sketch.coarse, *draws]
     for draw in draws:
         drawing = draw(repeated)

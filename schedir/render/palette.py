@@ -6,13 +6,15 @@ own: a terminal may make few colours of many, and paper is white.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
 from schedir.render.rows import most_stages
+from schedir.render.text import Piece
 from schedir.simulator import Cause
 
 WORDS: dict[Kind, str] = {
@@ -36,9 +38,14 @@ _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 STEP, STEP_STYLE = "*", "bold red"
 PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
 """A forward and a backward that run as one: the letter that stands for both, and their style."""
+MIX = "+"
+"""A column of a terminal in which several kinds take turns."""
 SHORT = ":"
 """The mark of a cell that has no room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
+
+
+_COLOUR = re.compile('"#([0-9a-f]{6})"')
 
 
 def letter(kind: Kind) -> str:
@@ -50,6 +57,13 @@ def shade(kind: Kind, chunk: int = 0) -> str:
     """The style of a kind's cells, for the `chunk`-th stage of its rank."""
     shades = _SHADES.get(kind, _OTHER_SHADES)
     return f"#000000 on {shades[chunk % len(shades)]}"
+
+
+def blended(shares: Mapping[str, float]) -> str:
+    """The style of cells that are mixed, by the shares of the styles: the mean background."""
+    parts = [(bytes.fromhex(style[-6:]), part) for style, part in shares.items() if "#" in style]
+    mean = (round(sum(colour[n] * part for colour, part in parts)) for n in range(3))
+    return f"#000000 on #{bytes(mean).hex()}"
 
 
 class Fill(NamedTuple):
@@ -111,6 +125,16 @@ PAIR_FILL = Fill("#e6a8cc", "#000000")
 CRITICAL_LINE = "#b30000"
 """The critical path: a dark red, which no fill is."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
+
+
+def grey(piece: Piece) -> Piece:
+    """A piece of a picture with each colour as the grey that is as light."""
+    return Piece(_COLOUR.sub(_as_light, piece.text))
+
+
+def _as_light(colour: re.Match[str]) -> str:
+    red, green, blue = bytes.fromhex(colour[1])  # weighed by Rec. 709
+    return f'"#{3 * f"{round(0.2126 * red + 0.7152 * green + 0.0722 * blue):02x}"}"'
 
 
 def picture_fill(kind: Kind, chunk: int = 0) -> Fill:

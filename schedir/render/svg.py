@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from xml.sax.saxutils import escape
 
 import attrs
@@ -24,8 +25,9 @@ import numpy as np
 
 from schedir.ir import COPIES
 from schedir.render.axis import finite, round_step
-from schedir.render.captions import bubble, captions, clock_of, title
-from schedir.render.memory import Curve, Kept, kept_by
+from schedir.render.captions import bubble, captions, clock_of, readable, title
+from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
+from schedir.render.pages import Page, pixels, window_of
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
@@ -35,6 +37,7 @@ from schedir.render.palette import (
     PAPER,
     STEP_FILL,
     WORDS,
+    grey,
     letter,
     swatches,
 )
@@ -47,7 +50,7 @@ from schedir.render.svg_lanes import (
     stage_names,
     stages_room,
 )
-from schedir.render.svg_text import LABEL, SMALL_LABEL, px, text_at, text_width
+from schedir.render.svg_text import LABEL, px, text_at, text_width
 from schedir.render.text import Piece, number
 from schedir.simulator import Timeline
 
@@ -63,19 +66,23 @@ _ALL_LANES = 900.0
 _SHORTEST = 16
 """What is as many times shorter than the longest cell gets no room for a label."""
 _BETWEEN_TICKS = 56.0
+_TITLE_LETTER = 7.8
 
 
 @attrs.frozen
 class _Panel:
     """A timeline in the picture: `scale` pixels to its unit of time.
 
-    Its lanes lie `pitch` apart from `top` on; each is `lane` high. Below it is a lane of its copies
-    of the height `engine`, and a curve of the height `curve`, 0 for none.
+    It is drawn from `since` to `until`, in that unit. Its lanes lie `pitch` apart from `top` on;
+    each is `lane` high. Below it is a lane of its copies of the height `engine`, and a curve of the
+    height `curve`, 0 for none.
     """
 
     timeline: Timeline
     caption: str
     scale: float
+    since: float
+    until: float
     top: float
     lane: float
     engine: float
@@ -102,44 +109,57 @@ class _Panel:
         return self.top + rank * self.pitch
 
 
-def svg_blocks(
-    timeline: Timeline, against: Timeline | None = None, memory: bool = False
-) -> Iterator[Piece]:
-    """The picture, piece by piece; a second timeline is drawn below, on the same time axis.
+def svg_blocks(timeline: Timeline, page: Page) -> Iterator[Piece]:
+    """The picture, piece by piece; what it stands `against` is drawn below, on the same time axis.
 
     Cells too thin to be seen are merged, and the description says how many. With `memory` there is
     a curve under each lane, of the bytes that the rank holds, or of its live activations where
     their sizes are not known. Raises ValueError where the sizes are those of other stages.
     """
+    pieces = _pieces(timeline, page)
+    return map(grey, pieces) if page.greyscale else pieces
+
+
+def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
+    against, breadth = page.against, pixels(page.breadth)
     both = [timeline] if against is None else [timeline, against]
     schedules = [line.schedule for line in both]
-    kept = kept_by(both) if memory else None
+    kept = kept_by(both) if page.memory else None
     clock = clock_of(both)
-    spans = [line.makespan * factor for line, factor in zip(both, clock.factors, strict=True)]
-    width = _width(both, clock.factors, max(spans))
-    per_unit = finite(width / (max(spans) or 1))
-    headings = list(dict.fromkeys(map(title, schedules)))
+    start, end = window_of(page, *readable(both))
     left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
     left += max(map(stages_room, schedules))
+    room = kept.room if kept else _MARGIN
+    if breadth is None:
+        width = _width(both, clock.factors, end - start)
+    else:
+        width = breadth - left - max(room, _tick_width(number(end)) / 2)
+    per_unit = finite(width / (end - start or 1))
+    shapes = list(dict.fromkeys(map(title, schedules)))
+    named = shapes if page.title is None else [page.title]
+    headings = [line for each in named for line in wrap(each, int(width / _TITLE_LETTER))]
     top = _MARGIN + _LINE * len(headings) + 4
     legend, rows = _legend(both, width, kept, left, top + 12)
     top += _LINE * rows
-    heights = _heights(both, memory)
+    heights = _heights(both, page.memory)
     panels = []
     for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
         caption = f"makespan {clock.duration(line.makespan * factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
-        panels.append(_Panel(line, caption, per_unit * factor, top + _LINE + 6, *heights))
+        since, until = start / factor, end / factor
+        drawn = line if page.start == 0 and page.end is None else _within(line, since, until)
+        times = per_unit * factor, since, until
+        panels.append(_Panel(drawn, caption, *times, top + _LINE + 6, *heights))
         top = panels[-1].bottom
-    ticks = _ticks(max(spans), per_unit)
-    reach = max(x + _tick_width(text) / 2 for text, x in ticks)
-    wide = px(left + width + max(kept.room if kept else _MARGIN, reach - width))
+    ticks = _ticks(start, end, per_unit)
+    reach = max((x + _tick_width(text) / 2 for text, x in ticks), default=0)
+    wide = px(breadth or left + width + max(room, reach - width))
     high = px(top + 44)
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape('; '.join(headings))}</title>\n"
+        f"<title>{escape(page.title or '; '.join(shapes))}</title>\n"
     )
     lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
@@ -155,6 +175,17 @@ def svg_blocks(
     yield Piece("</svg>\n")
 
 
+def _within(line: Timeline, since: float, until: float) -> Timeline:
+    """What runs between two times, counted from the first."""
+    # What ends as the window begins lies outside, and what takes no time may lie on its edge.
+    seen = (np.maximum(line.starts, np.nextafter(line.ends, 0)) >= since) & (line.starts <= until)
+    starts, ends = (
+        np.where(seen, np.clip(times, since, until) - since, np.nan)
+        for times in (line.starts, line.ends)
+    )
+    return attrs.evolve(line, starts=starts, ends=ends)
+
+
 def _legend(
     timelines: Sequence[Timeline], width: float, kept: Kept | None, left: float, top: float
 ) -> tuple[list[Piece], int]:
@@ -162,7 +193,7 @@ def _legend(
     schedules = [line.schedule for line in timelines]
     shown = [*swatches(schedules), ([IDLE_FILL], "idle")]
     if kept is not None:
-        shown.append(([MEMORY_FILL], f"{kept.what}, and the most of each rank"))
+        shown.append(([MEMORY_FILL], kept.what))
     chunks = max(map(most_stages, schedules))
     if chunks > 1:
         shown.append(([], f"a shade for each of a rank's {chunks} stages"))
@@ -196,7 +227,7 @@ def _heights(timelines: Sequence[Timeline], memory: bool) -> tuple[float, float,
     if within > 1:
         lane = within * min(_REPLICAS_LANE, max(_LOWEST_LANE, _ALL_LANES / (ranks * within) - 1))
     engine = 0.6 * lane / within if any(map(has_copies, schedules)) else 0.0
-    curve = 0.8 * lane / within if memory else 0.0
+    curve = max(0.8 * lane / within, min(AXIS, _ALL_LANES / ranks - lane)) if memory else 0.0
     pitch = lane + engine + curve + min(8.0 if memory else 4.0, 0.2 * lane)
     return lane, engine, curve, pitch
 
@@ -208,11 +239,10 @@ def _curves(
     for rank, curve in enumerate(curves):
         top = panel.lane_top(rank) + panel.lane + panel.engine + 1
         yield Piece(f'<g transform="translate({px(left)} {px(top)})">\n')
-        yield kept.draw(curve, panel.scale, panel.end, panel.curve)
+        shown = between(curve, panel.since, panel.until)
+        yield kept.draw(shown, panel.scale, panel.end, panel.curve)
         yield Piece("</g>\n")
-        if panel.curve >= 8:
-            x, y = left + width + 5, top + panel.curve - 2
-            yield text_at(x, y, kept.peak(curve), size=SMALL_LABEL, fill=FAINT_INK)
+        yield from kept.beside(curve, left + width, top, panel.curve)
 
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
@@ -247,20 +277,23 @@ def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> 
     return text
 
 
-def _ticks(longest: float, per_unit: float) -> list[tuple[str, float]]:
+def _ticks(start: float, end: float, per_unit: float) -> list[tuple[str, float]]:
     """The times that the axis names, and where they stand."""
-    if not longest:
+    if not end:
         return [("0", 0)]
-    ticks = _every(_BETWEEN_TICKS, longest, per_unit)
-    wide = max(_tick_width(text) for text, _ in ticks)
-    return ticks if wide <= _BETWEEN_TICKS else _every(wide, longest, per_unit)
+    ticks = _every(_BETWEEN_TICKS, start, end, per_unit)
+    wide = max((_tick_width(text) for text, _ in ticks), default=0)
+    return ticks if wide <= _BETWEEN_TICKS else _every(wide, start, end, per_unit)
 
 
-def _every(least: float, longest: float, per_unit: float) -> list[tuple[str, float]]:
+def _every(least: float, start: float, end: float, per_unit: float) -> list[tuple[str, float]]:
     """The ticks at a round step that takes at least so many pixels."""
     step = round_step(least / per_unit)
-    last = math.floor(longest / step * (1 + 1e-9))
-    return [(number(turn * step), turn * step * per_unit) for turn in range(last + 1)]
+    first, last = math.ceil(start / step * (1 - 1e-9)), math.floor(end / step * (1 + 1e-9))
+    return [
+        (number(turn * step), max(turn * step - start, 0) * per_unit)
+        for turn in range(first, last + 1)
+    ]
 
 
 def _tick_width(text: str) -> float:

@@ -13,14 +13,14 @@ areas are true.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
 import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
-from schedir.render.palette import FAINT_INK, PAPER, STEP_FILL, Fill, letter, picture_fill
+from schedir.render.palette import FAINT_INK, INK, PAPER, STEP_FILL, Fill, letter, picture_fill
 from schedir.render.rows import has_replicas
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.render.text import Piece
@@ -32,8 +32,12 @@ _BAR, _LEVELS = 4.0, 50
 _SEPARATED = 6.0
 """In pixels, as all lengths here: cells at least this wide are set off by a line of paper."""
 _STEP_WIDTH = 2.5
+_TALLER, _LONE_STEP = 0.08, 40.0
+"""A mark of a step juts out by this part of its lane; marks that stand as close are narrower."""
 _TIGHT = 0.5
 """By how much a cell may be too narrow for its label."""
+_APART = 1.25
+"""How many times as wide as their labels blocks of cells are that stand side by side."""
 _LOWEST_LABEL = 10.0
 """The lowest cell that has a label."""
 _ROOMY = 15.0
@@ -121,7 +125,8 @@ def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
     yield from _boxes(whole, height)
     if thin.any():
         yield from _merged(cells, np.flatnonzero(thin), height)
-    yield from _labels(columns, whole, height)
+    labelled = yield from _labels(columns, whole, height)
+    yield from _block_labels(columns, whole.where(~labelled), height)
     if steps.any():
         yield _steps(cells.where(steps), cells, height)
 
@@ -179,11 +184,13 @@ def _joined(left: Lengths, right: Lengths, upper: Lengths, lower: Lengths) -> st
     return path(left[first], right[last], upper[first], (lower - upper)[first])
 
 
-def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
-    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room.
+def _labels(columns: Columns, cells: Cells, height: float) -> Generator[str, None, Bools]:
+    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room;
+    returns which cells have one.
 
     Those of one width have the same, whatever number stands in them.
     """
+    labelled = np.zeros(len(cells.left), np.bool_)
     digits = "0" * len(str(columns.microbatch.max(initial=0)))
     room = cells.right - cells.left + _TIGHT
     for part in np.unique(cells.height)[::-1].tolist():
@@ -191,14 +198,50 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
             continue
         size = LABEL if part == 1 or height * part >= _ROOMY else SMALL_LABEL
         for ink, colours in _inks(cells.colour):
-            some = cells.where(
+            chosen = (
                 (cells.height == part)
                 & np.isin(cells.colour, colours)
                 & (room >= text_width(digits, size))
             )
+            labelled |= chosen
+            some = cells.where(chosen)
             texts = list(_texts(columns, some, digits, size, height))
             if texts:
                 yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{"".join(texts)}</g>'
+    return labelled
+
+
+def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
+    """One label for several cells in a row that are too narrow for their own: F3–B6, the first and
+    the last of them, each kind being of one stage."""
+    digits = "00" * len(str(columns.microbatch.max(initial=0)))
+    room = text_width(f"F–F{digits}", SMALL_LABEL)
+    for top, part in sorted(set(zip(cells.top.tolist(), cells.height.tolist(), strict=True))):
+        some = cells.where((cells.top == top) & (cells.height == part))
+        kinds, microbatches = some.colour // _SHADES, columns.microbatch[some.place]
+        wide = some.right - some.left
+        apart = some.left[1:] - some.right[:-1] > np.maximum(wide[1:], wide[:-1])
+        for kind in np.unique(kinds):
+            own = np.flatnonzero(kinds == kind)
+            apart[own[1:][np.diff(some.colour[own]) != 0] - 1] = True
+        y, texts = px((top + part / 2) * height + 0.36 * SMALL_LABEL), ""
+        names = [f"{letter(KINDS[kind])}{m}" for kind, m in zip(kinds, microbatches, strict=True)]
+        for run in np.split(np.arange(len(wide)), np.flatnonzero(apart) + 1):
+            long = some.right[run[-1]] - some.left[run[0]]
+            for block in (
+                np.array_split(run, max(1, long // (_APART * room))) if long >= room else ()
+            ):
+                first, last = block[[0, -1]]
+                x, label = (
+                    (some.left[first] + some.right[last]) / 2,
+                    f"{names[first]}–{names[last]}",
+                )
+                texts += f'<text x="{px(x)}" y="{y}">{escape(label)}</text>'
+        if texts and height * part >= _LOWEST_LABEL:
+            yield (
+                f'<g class="blocks" fill="{INK}" font-size="{px(SMALL_LABEL)}" stroke="{PAPER}" '
+                f'stroke-width="2.5" paint-order="stroke">{texts}</g>'
+            )
 
 
 def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
@@ -228,7 +271,12 @@ def _texts(
 
 def _steps(cells: Cells, among: Cells, height: float) -> str:
     """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
-    least = min(_STEP_WIDTH, max(0.3, float(np.median(among.right - among.left)) / 8))
+    least = _STEP_WIDTH
+    if np.diff(np.unique(cells.left)).min(initial=_LONE_STEP) < _LONE_STEP:
+        least = min(least, max(0.3, float(np.median(among.right - among.left)) / 8))
     right = np.maximum(cells.right, cells.left + least)
-    outline = _outline(attrs.evolve(cells, right=right), height)
+    tall = attrs.evolve(
+        cells, right=right, top=cells.top - _TALLER, height=cells.height + 2 * _TALLER
+    )
+    outline = _outline(tall, height)
     return f'<path class="steps" fill="{STEP_FILL}" d="{outline}"/>'

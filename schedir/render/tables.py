@@ -7,7 +7,9 @@ interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 _SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
 _FIGURES = ("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes")
 _ENOUGH = 1e-9
+_MARKDOWN = str.maketrans({each: f"\\{each}" for each in r"\`*_[]<>&#|~"})
+_LATEX = str.maketrans(
+    {each: rf"\{each}" for each in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"×": r"$\times$", "µ": r"$\mu$"}
+)
 
 
 class _Column(NamedTuple):
@@ -43,14 +51,14 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
     from the others.
     """
     columns = list(_columns(comparison))
-    notes = list(_notes(comparison))
+    notes = _notes(comparison)
     whole = Table(_cells(columns, comparison), _align(columns), header=True)
     if width is None or whole.width <= width:
         yield whole
     else:
         left_out = []
         text = _folded(columns, comparison)
-        for spare in [column for column in columns if column.spare]:
+        for spare in [column for column in reversed(columns) if column.spare]:
             if max(map(len, text.splitlines())) > width:
                 columns.remove(spare)
                 left_out.append(spare.header)
@@ -80,6 +88,58 @@ def _folded(columns: Sequence[_Column], comparison: Comparison) -> str:
 
 def _align(columns: Sequence[_Column]) -> str:
     return "".join(column.align for column in columns)
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """The whole table, as GitHub and notebooks read it, and what is to be said of it."""
+    columns = list(_columns(comparison))
+    rule = ["--:" if column.align == ">" else ":--" for column in columns]
+    header, *rows = _escaped(_cells(columns, comparison), _MARKDOWN)
+    lines = [f"| {' | '.join(row)} |\n" for row in (header, rule, *rows)]
+    return "".join([*lines, *(f"\n{note.translate(_MARKDOWN)}\n" for note in _notes(comparison))])
+
+
+def comparison_latex(comparison: Comparison) -> str:
+    """The whole table as a tabular, which needs no package; notes are comments."""
+    columns = list(_columns(comparison))
+    ways = _align(columns).replace("<", "l").replace(">", "r")
+    rows = _escaped(_cells(columns, comparison), _LATEX)
+    header, *lines = [f"{' & '.join(row)} \\\\\n" for row in rows]
+    return (
+        f"\\begin{{tabular}}{{{ways}}}\n\\hline\n{header}\\hline\n{''.join(lines)}\\hline\n"
+        "\\end{tabular}\n" + "".join(f"% {note}\n" for note in _notes(comparison))
+    )
+
+
+def _escaped(rows: Iterable[Sequence[str]], escapes: Mapping[int, str]) -> list[list[str]]:
+    return [[cell.translate(escapes) for cell in row] for row in rows]
+
+
+def comparison_csv(comparison: Comparison) -> str:
+    """The figures as they are, in the columns of `records`."""
+    header, *rows = records(comparison)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, header, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([header, *rows])
+    return text.getvalue()
+
+
+def records(comparison: Comparison) -> list[dict[str, Any]]:
+    """A row for each schedule, of the figures of JSON: numbers and texts."""
+    several = []
+    for row in comparison.rows:
+        steady, problem = steady_figures(row.steady) or {}, row.problem
+        figures = _as_json(comparison, row) | {
+            "target": printable(row.target),
+            "unit": comparison.unit,
+            "unmeasured": " ".join(row.unmeasured),
+            "problem": problem and printable(problem.message),
+            "code": problem and problem.code,
+            "steady": steady.get("time_per_microbatch"),
+        }
+        several.append(figures)
+    return several
 
 
 def comparison_json(comparison: Comparison) -> str:
@@ -137,7 +197,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
         yield _Column(each_one, lambda row: row.time_per_microbatch, time, spare=not each)
     yield _Column("ratio", comparison.ratio, "{:.3f}".format)
     percent = "{:.1%}".format
-    whole = _Column("bubble", lambda row: row.bubble_fraction, percent, spare=True)
+    whole = _Column("bubble", lambda row: row.bubble_fraction, percent)
     span = _Column("bubble of span", lambda row: row.span_bubble_fraction, percent, spare=True)
     yield whole
     if any(cells[0] != cells[1] for cells in _cells([whole, span], comparison)[1:]):
@@ -147,9 +207,9 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
         yield _Column("bubble once full", idle, spare=True)
         taken = _once_full(lambda steady: time(steady.time_per_microbatch))
         yield _Column(f"time/M once full{unit}", taken, spare=True)
-    yield _Column("peak activations", _activations)
+    yield _Column("peak activations", _activations, spare=True)
     if any(row.peak_bytes is not None for row in rows):
-        yield _Column("peak bytes", lambda row: row.peak_bytes, size)
+        yield _Column("peak bytes", lambda row: row.peak_bytes, size, spare=True)
     yield _Column("delay", lambda row: row.delay)
 
 
@@ -180,7 +240,11 @@ def _remark(comparison: Comparison, row: Row) -> str:
     return "derived" if row.unmeasured else ""
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
+def _notes(comparison: Comparison) -> list[str]:
+    return list(map(printable, _said(comparison)))
+
+
+def _said(comparison: Comparison) -> Iterator[str]:
     if comparison.per_microbatch:
         yield "The numbers of microbatches, M, differ, so that time per microbatch is compared."
     if any(row.steady is not None for row in comparison.rows):
@@ -240,7 +304,7 @@ def _objections(comparison: Comparison) -> Iterator[str]:
         if why.code is not None:
             where = f" under {comparison.channel}" if row.makespan is not None else ""
             reason = f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
-        several.setdefault((row.target, why.code), []).append(printable(reason))
+        several.setdefault((row.target, why.code), []).append(reason)
     for first, *others in several.values():
         yield first + (f" (and so for {count(len(others), 'other shape')})" if others else "")
 

@@ -53,19 +53,21 @@ def timeline_blocks(
     width: int | None = None,
     against: Timeline | None = None,
     fit: bool = False,
+    window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
     """The same as blocks, for whatever writes them; a second timeline is drawn below the first.
 
     With `fit` the `width` has room for the whole drawing, its cells being letters where labels
-    would take more.
+    would take more. Of a `window` what runs between its two times is drawn.
     """
     lines = [timeline] if against is None else [timeline, against]
-    drawing = drawing_of(*lines, width=width, fit=fit)
+    drawing = drawing_of(*lines, width=width, fit=fit, window=window)
+    last = None if window is None else drawing.axis.column(window[1])
     axis_title = clock_of(lines).title
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
-    for left, end in drawing.pages(width):
+    for left, end in drawing.pages(width, drawing.axis.column(window[0] if window else 0), last):
         yield Piece(f"{axis_title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
         yield from drawing.page(left, end)
         yield Piece("\n")
@@ -75,7 +77,12 @@ def timeline_blocks(
         yield statistics(line)
 
 
-def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False) -> Drawing:
+def drawing_of(
+    *timelines: Timeline,
+    width: int | None = None,
+    fit: bool = False,
+    window: tuple[float, float] | None = None,
+) -> Drawing:
     """All ranks with all their actions, one timeline below the other on one axis.
 
     They are in letters that take at most `width` columns where labels would `fit` into no fewer
@@ -83,8 +90,11 @@ def drawing_of(*timelines: Timeline, width: int | None = None, fit: bool = False
     """
     sketch = sketch_of(*timelines)
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
-    if sketch.too_wide or (fit and sketch.scale * sketch.makespan > room):
-        return sketch.squeezed(room)
+    since, until = (0.0, sketch.makespan) if window is None else window
+    if until - since < sketch.makespan:
+        sketch = sketch.between(since, until)
+    if sketch.too_wide(since, until) or (fit and sketch.scale * (until - since) > room):
+        return sketch.squeezed(round(room / (until - since) * sketch.makespan))
     return sketch.labelled()
 
 

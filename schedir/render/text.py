@@ -6,9 +6,9 @@ from __future__ import annotations
 import codecs
 import io
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import attrs
 
@@ -94,7 +94,11 @@ def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colou
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(
+    class Own(Console):
+        def on_broken_pipe(self) -> None:  # which rich would end the process for
+            raise
+
+    console = Own(
         file=stream,
         width=width,
         color_system="auto" if colour else None,
@@ -103,14 +107,20 @@ def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colou
         markup=False,
         emoji=False,
     )
-    for _, group in groupby(blocks, type):
-        several = list(group)
-        pieces = [block for block in several if isinstance(block, Piece)]
-        if pieces:
-            console.print(Text.assemble(*pieces), end="", soft_wrap=True)
-        for block in several:
-            if not isinstance(block, Piece):
-                console.print(_rich(block))
+    for each in rich_of(blocks):
+        console.print(each, end="", soft_wrap=isinstance(each, Text))
+
+
+def rich_of(blocks: Iterable[Block]) -> Iterator[RenderableType]:
+    """The blocks as rich draws them."""
+    from rich.text import Text
+
+    for kind, group in groupby(blocks, type):
+        alike: Iterator[Any] = group
+        if kind is Piece:
+            yield Text.assemble(*alike, end="")
+        else:
+            yield from map(_rich, alike)
 
 
 def _rich(block: Panel | Table) -> RenderableType:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
+from schedir.display import Displayed
 from schedir.errors import ExecutionError
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class CallLosses:
 
 
 @attrs.define(eq=False, repr=False, slots=False)
-class StepResult:
+class StepResult(Displayed):
     """The result of one step, on every rank.
 
     `outputs` is what the last stage returned, by microbatch, without its graph, or what was made of
@@ -49,6 +50,12 @@ class StepResult:
     _busy: float | Callable[[], float]
     _elapsed: float | Callable[[], float]
     _read: Read
+
+    def __repr__(self) -> str:
+        # What is not known yet is not waited for.
+        found: CallLosses | None = vars(self).get("_found")
+        loss = "its loss is not read yet" if found is None else f"loss {found.mean:.6g}"
+        return f"<StepResult {'without a loss' if self._losses is None else loss}>"
 
     @cached_property
     def _found(self) -> CallLosses:

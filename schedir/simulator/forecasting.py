@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from schedir.display import Displayed
 from schedir.errors import SchedirError
 from schedir.graph.paths import finish
 from schedir.ir import Ints, Schedule
@@ -45,8 +46,8 @@ def _ascending(values: Numbers) -> Numbers:
     return numbers(np.sort(values))
 
 
-@attrs.frozen
-class Band:
+@attrs.frozen(repr=False)
+class Band(Displayed):
     """The makespans of the drawn runs, ascending, in the unit of the costs.
 
     `unmeasured` names the costs of the schedule that no run has shown, such as backward_input where

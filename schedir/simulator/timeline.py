@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 
+from schedir.display import DisplayedTimeline
 from schedir.errors import LoadError
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
@@ -65,8 +66,8 @@ _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
-@attrs.frozen(slots=False)
-class Timeline:
+@attrs.frozen(slots=False, repr=False)
+class Timeline(DisplayedTimeline):
     """When every entry of a schedule starts and ends: plain data, from which all else follows.
 
     `starts` and `ends` hold one time per action, rank after rank in list order, shape [actions]:
@@ -83,9 +84,9 @@ class Timeline:
     """
 
     schedule: Schedule
-    starts: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
-    ends: Numbers = attrs.field(converter=numbers, repr=False, eq=_SAME_TIMES, hash=False)
-    sizes: Sizes | None = attrs.field(default=None, repr=False, validator=_one_of(Sizes))
+    starts: Numbers = attrs.field(converter=numbers, eq=_SAME_TIMES, hash=False)
+    ends: Numbers = attrs.field(converter=numbers, eq=_SAME_TIMES, hash=False)
+    sizes: Sizes | None = attrs.field(default=None, validator=_one_of(Sizes))
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
 

@@ -19,7 +19,7 @@ import schedir
 from schedir import Kind, Schedule
 from schedir.errors import LoadError
 from schedir.passes import strip_communication
-from schedir.render.outputs import Page, outputs_of
+from schedir.render import Page, outputs_of
 from schedir.render.text import plain
 from schedir.runtime import Executor
 from tests.built_in import EVERY, steps_once
