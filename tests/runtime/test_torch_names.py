@@ -37,6 +37,7 @@ NO_TORCH = {
     "_getframe": "of sys",
     "_growth_tracker": "a key of the state that a GradScaler gives",
     "_model_mapping": "of a class of transformers",
+    "_per_second": "how the name of a rate ends that the Trainer logs",
     "_raw_saved_": "with it begin names that nodes of autograd have, each kind its own",
     "_saved_": "with it begin names that nodes of autograd have, each kind its own",
 }
