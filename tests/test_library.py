@@ -285,3 +285,13 @@ def test_generator_sees_the_costs_that_it_asks_for(
     with pytest.raises(SystemExit):
         main(["export", "1f1b", "--cost", "forward=2", "--format", "sched"])
     assert "1f1b sees none" in capsys.readouterr().err
+
+
+def test_a_bare_decorator_is_told_that_it_needs_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import schedir\n\n\n@schedir.schedule\ndef mine(pipe, rank):\n"
+        "    yield schedir.forward(0, 0)\n"
+    )
+    with pytest.raises(schedir.LoadError, match=r'mine\.py:4: .*: @schedule\("mine"\)$'):
+        schedir.build(str(file), ranks=1, microbatches=1)

@@ -189,6 +189,11 @@ def schedule(
     is to be good under, by default the textbook's. A placement may ask for those as well, of as
     many stages as it would have by default, and for parameters that the user sets by name:
     `(pipe, *, costs, replicas=None)`.
-    """
 
+    Raises TypeError where the name is left out, as in a bare `@schedule`.
+    """
+    given: object = name
+    if not isinstance(given, str):
+        function = getattr(given, "__name__", "mine")
+        raise TypeError(f'@schedule needs the name of the schedule: @schedule("{function}")')
     return partial(Generator, name=name, aliases=tuple(aliases), placement=placement, chunks=chunks)
