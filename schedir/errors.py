@@ -11,7 +11,12 @@ from typing import Any
 
 
 class SchedirError(Exception):
-    """The base of all errors that schedir raises on purpose."""
+    """The base of all errors that schedir raises on purpose.
+
+    `page` names the page of the docs to read: `schedir docs PAGE`. Empty: the page of the command.
+    """
+
+    page = ""
 
 
 class ParseError(SchedirError):
@@ -20,6 +25,8 @@ class ParseError(SchedirError):
     `line` and `column` count from 1; `column` counts characters. `binary` is True where the file is
     no text at all, so that nothing of it is to be shown.
     """
+
+    page = "text-form"
 
     def __init__(
         self, message: str, file: str, line: int, column: int, binary: bool = False
@@ -35,6 +42,8 @@ class ParseError(SchedirError):
 class LoadError(SchedirError):
     """A schedule, costs or a timeline could not be found or read, or a generator failed."""
 
+    page = "authoring"
+
 
 class UnsoundError(SchedirError):
     """A schedule's structure is too wrong for a pass, or for looking up what feeds what.
@@ -42,12 +51,16 @@ class UnsoundError(SchedirError):
     It names the first such fault that was met; `schedir.check` on the schedule finds them all.
     """
 
+    page = "read-a-diagnostic"
+
 
 class ScheduleError(SchedirError):
     """A schedule is wrong; `diagnostics` holds every finding, a `schedir.Diagnostic` each.
 
     Raises ValueError where there is none: a schedule without findings is not wrong.
     """
+
+    page = "read-a-diagnostic"
 
     def __init__(self, message: str, diagnostics: Sequence[Any]) -> None:
         super().__init__(message)
@@ -64,6 +77,8 @@ class ExecutionError(SchedirError):
     belongs to no action (a wrong set of stages, say). `cause` is the exception that led to it, if
     any.
     """
+
+    page = "debug-a-hang"
 
     def __init__(
         self,
