@@ -46,8 +46,8 @@ TASKS = {
 
 _TRAIN = """\
 train
-  torchrun      run a training script on several processes. In a checkout of schedir, try:
-                torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b
+  torchrun      run a training script on several processes; in a checkout, try
+    torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b
 """
 
 

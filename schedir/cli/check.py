@@ -30,10 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prove that schedules are complete and free of deadlocks, or list their faults. Exit code: "
         "0 no error, 1 errors, 2 a target could not be loaded. With several targets the worst "
-        "counts; one that can't be loaded does not stop the others. JSON: {ok, channel, "
-        "diagnostics: [{code, name, severity, message, locations: [{rank, index, action}]}]}. The "
-        'JSON of several targets is {"targets": [...]}: the report of each, or its "error", with '
-        'its "target".'
+        "counts; one that can't be loaded does not stop the others."
+    )
+    parser.epilog = (
+        "JSON: {ok, channel, diagnostics: [{code, name, severity, message, locations: [{rank, "
+        'index, action}]}]}. With several targets: {"targets": [...]}, the report of each, or its '
+        '"error", with its "target".'
     )
     add_targets(parser, TARGET)
     add_channel(

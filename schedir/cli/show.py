@@ -28,16 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "forward takes 1, a backward 2 (input gradient 1, weight gradient 1), and everything else "
         "nothing. A file of measured timelines (.json) is drawn as it ran. On a terminal the "
         "drawing fits the screen, and repeated parts are drawn once. A pipe gets the whole "
-        "drawing, one line for each rank, in COLUMNS columns if that variable is set. JSON: "
-        "{makespan, bubble_fraction, ranks: [{rank, busy, idle, span, peak_activations, "
-        "weight_versions}]}."
+        "drawing, one line for each rank, in COLUMNS columns if that variable is set."
+    )
+    parser.epilog = (
+        "JSON: {makespan, bubble_fraction, ranks: [{rank, busy, idle, span, peak_activations, "
+        "weight_versions}]}. With --steady it also has steady: {period_microbatches, "
+        "time_per_microbatch, bubble_fraction}."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
         "--full", action="store_true", help="draw every action, even if that takes several screens"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print makespan, bubble and peaks as JSON instead"
+        "--json", action="store_true", help="print makespan, bubble and peaks as JSON instead; the keys are below"
     )
     parser.add_argument(
         "--why",
