@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 TOKENS, SIZE = 64, 8
 """Of the vocabulary, and of an image's side."""
 
@@ -123,7 +123,7 @@ _BEHIND = """
 
 
 def page() -> str:
-    """What docs/models.md says."""
+    """What docs/reference/models.md says."""
     import transformers
 
     rows = [(name, getattr(transformers, name).config_class.__name__) for name in CLASSES]

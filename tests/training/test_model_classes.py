@@ -1,4 +1,4 @@
-"""The model classes of docs/models.md, cut into two stages beside the same models uncut."""
+"""The model classes of docs/reference/models.md, cut into two stages beside the same models uncut."""
 
 from __future__ import annotations
 
