@@ -34,6 +34,11 @@ def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
     up. More are units one after the other (the paper's direct concatenation), whose
     forwards fill the gaps at the end of the unit before; fewer at the end are a shorter unit. For
     an even number of ranks and K whole units the bubble is (ranks - 2) (B + (K - 1) (B - F)).
+
+    Bubble: (P - 2) * (M + P) / (3 * M * P + (P - 2) * (M + P)) if P % 2 == 0 and M % P == 0
+    Memory: min(M, P)
+    Choose it for few microbatches, up to one or two for each rank, if every rank has room for
+    the weights of two stages. Its bubble grows with every unit of P microbatches.
     """
     if pipe.chunks > 1:
         raise ValueError(f"chimera takes one chunk, not {pipe.chunks}")

@@ -44,6 +44,11 @@ def dualpipe(pipe: Pipeline, rank: int) -> Entries:
     the ranks, the second half up. Takes an even number of ranks, and two microbatches or more for
     each rank; the upper half is one short where their number is odd. With F&B for an overlapped
     pair the bubble is (ranks / 2 - 1) (F&B + B - 3 W).
+
+    Bubble: (P - 2) / (3 * M + P - 2) if M % 2 == 0
+    Memory: P + 1
+    Choose it if the model is built to overlap a forward with a backward, as experts that wait
+    for all-to-all are, and every rank has room for the weights of two stages.
     """
     ranks, microbatches = pipe.ranks, pipe.microbatches
     if ranks % 2 or microbatches < 2 * ranks or pipe.chunks > 1:
@@ -75,6 +80,11 @@ def dualpipev(pipe: Pipeline, rank: int) -> Entries:
         rank 1      1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1...
 
     Takes two chunks, and two microbatches or more for each rank.
+
+    Bubble: (P - 1) / (3 * M + P - 1)
+    Memory: P + 1 / 2
+    Choose it over `dualpipe` if the weights of two stages do not fit: it holds each stage once
+    and overlaps the same pairs.
     """
     ranks, microbatches = pipe.ranks, pipe.microbatches
     if microbatches < 2 * ranks or pipe.chunks != 2:

@@ -19,6 +19,11 @@ def eager_1f1b(pipe: Pipeline, rank: int) -> Iterator[Action]:
     A rank has an action's time between receiving and needing what it receives, so transfers that
     take no longer than a forward hide behind compute; it holds up to 2 (ranks - r) - 1 activations.
     alpa calls it `1f1b_overlap_friendly` and jaxpp `Eager1F1B`.
+
+    Bubble: (P - 1) / (M + P - 1)
+    Memory: min(M, 2 * P - 1)
+    Choose it over `1f1b` if links are slow and memory is left: once the pipeline is full, a
+    transfer that takes no longer than a forward costs no time.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches = pipe.microbatches

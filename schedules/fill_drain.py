@@ -18,6 +18,11 @@ def fill_drain(pipe: Pipeline, rank: int, *, order: str = "ascending") -> Iterat
 
     `order` is that of the backwards: "ascending" as drawn, or "descending" (torchgpipe's), which
     starts with the microbatch whose activations are the freshest.
+
+    Bubble: (P - 1) / (M + P - 1)
+    Memory: M
+    Choose it for its simplicity, if every activation fits, or to compare with GPipe. `1f1b`
+    takes as long and holds less.
     """
     if order not in ("ascending", "descending"):
         raise ValueError(f"order must be 'ascending' or 'descending', not {order!r}")

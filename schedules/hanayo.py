@@ -22,6 +22,11 @@ def hanayo(pipe: Pipeline, rank: int) -> Iterator[Action]:
     for: it runs a backward where it can, else the forward that is furthest. With two chunks or
     more, k whole groups take 2 * (ranks - 1) * (k + 1) forwards of a stage longer than a rank
     works; a short last group takes almost as long as a whole one.
+
+    Bubble: 2 * (P - 1) * (M + P) / (3 * V * M * P + 2 * (P - 1) * (M + P)) if M % P == 0
+    Memory: min(M, P)
+    Choose it for few microbatches, one or two for each rank, and several chunks. Its bubble
+    grows with every group of P microbatches.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):

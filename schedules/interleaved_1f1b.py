@@ -39,6 +39,11 @@ def interleaved_1f1b(
     ranks at most. Their ranks run ahead by half as much, and split backwards, so that the rank
     before need not wait for the gradient of the weights (grouped interleaving, in Qi et al.'s code
     of arXiv 2405.15362). Groups below ranks / 2 save no more: a chunk then waits for several.
+
+    Bubble: (P - 1) / (V * M + P - 1) if M % P == 0
+    Memory: min(M, ((V + 1) * P - 1) / V) if M % P == 0
+    Choose it over `1f1b` if links are quick: V chunks divide the bubble by V, and multiply the
+    messages by V.
     """
     group_size = equal_groups(pipe) if group_size is None else group_size
     small = type(group_size) is int and group_size < min(pipe.ranks, pipe.microbatches)
@@ -58,6 +63,11 @@ def grouped_interleaved_1f1b(
 
     What small groups of `interleaved-1f1b` do, for groups of any size, by default of `ranks`
     microbatches (grouped interleaving, in Qi et al.'s code of arXiv 2405.15362).
+
+    Bubble: 2 * (P - 1) / (3 * V * M + 2 * (P - 1)) if M % P == 0
+    Memory: min(M, P)
+    Choose it over `interleaved-1f1b` if backwards can be split: two thirds of its bubble, at
+    the memory of `1f1b`.
     """
     group_size = pipe.ranks if group_size is None else group_size
     yield from _in_groups(pipe, rank, group_size, small=True)

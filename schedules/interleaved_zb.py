@@ -28,6 +28,11 @@ def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) 
     `group_size` and its default are those of interleaved 1F1B, and torch's order where torch takes
     the number of microbatches. Every rank holds (chunks - 1) * group_size + ranks activations at
     most, for groups of at least ranks / 2; below, a chunk waits for several groups.
+
+    Bubble: (P - 1) / (3 * V * M + P - 1) if M % P == 0
+    Memory: P if M % P == 0
+    Choose it over `interleaved-1f1b` if backwards can be split: a third of its bubble, at the
+    memory of `1f1b`. Other numbers of microbatches may take longer.
     """
     ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
     group_size = equal_groups(pipe) if group_size is None else group_size

@@ -18,6 +18,11 @@ def looped_bfs(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Backwards go in the opposite order, the last microbatch first, as torch has it. The bubble is
     that of interleaved 1F1B; every microbatch is in flight at once.
+
+    Bubble: (P - 1) / (V * M + P - 1) if M >= P
+    Memory: M
+    Choose it with data parallelism, if every activation fits: a stage sums its gradients while
+    other chunks still compute.
     """
     chunks = pipe.stages_of(rank)
     microbatches = range(pipe.microbatches)

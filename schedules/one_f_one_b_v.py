@@ -18,6 +18,10 @@ def one_f_one_b_v(pipe: Pipeline, rank: int) -> Iterator[Action]:
         rank 0  0F0 0F1 0F2 0F3     5F0 5B0---- 5F1 5B1---- 5F2 5B2----             5F3 0B0---- ...
         rank 1      1F0 1F1 1F2 4F0 1F3 4F1     4B0---- 4F2 4B1----     1B0---- 4F3 4B2---- ...
         rank 2          2F0 3F0 2F1 3F1 2F2 3F2         3B0---- 2B0---- 2F3 3F3 3B1---- 2B1---- ...
+
+    Bubble: at most 5 * (P - 1) / (6 * M + 5 * (P - 1)) if M >= P
+    Memory: min(M, 2 * P // 3 + 1)
+    Choose it for two thirds of the memory of `1f1b` if backwards cannot be split.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):

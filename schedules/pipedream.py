@@ -20,6 +20,12 @@ def pipedream(pipe: Pipeline, rank: int, *, vertical_sync: bool = False) -> Iter
     A backward differentiates at the weight version that its forward read: stage s runs minibatch m
     at version max(0, m - (stages - 1 - s)). With `vertical_sync` every stage runs m at the version
     that stage 0 has, max(0, m - stages + 1).
+
+    Bubble: (P - 1) / (M + P - 1)
+    Bubble once full: 0
+    Memory: min(M, P)
+    Choose it to train asynchronously with an update for every microbatch. Rank r keeps up to P
+    - r versions of its weights, and gradients are up to P - 1 updates old.
     """
     (stage,) = pipe.stages_of(rank)
     warmup = min(pipe.ranks - rank - 1, pipe.microbatches)

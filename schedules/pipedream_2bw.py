@@ -20,6 +20,12 @@ def pipedream_2bw(
 
     By default a batch is the least divisor of the microbatches from the number of ranks on, which
     is what the paper asks for, or all of them. Where it does not divide, the last one is shorter.
+
+    Bubble: (P - 1) / (M + P - 1)
+    Bubble once full: 0
+    Memory: min(M, P)
+    Choose it to train asynchronously with few weight versions: two on every rank, and every
+    gradient one update old.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches, size = pipe.microbatches, gradient_accumulation

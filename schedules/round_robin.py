@@ -51,6 +51,11 @@ def round_robin(pipe: Pipeline, rank: int, *, flush: bool = True) -> Iterator[Ac
     before it were not there. With `flush=false` all is as in the paper: the replicas of a stage add
     up their gradients and step after each round of them, a stage on one rank steps after every
     microbatch, and a backward differentiates at the version that its forward read.
+
+    Bubble: P / (2 * M + P) if P % 2 == 0 and M % (P // 2) == 0
+    Memory: P if P % 2 == 0 and M >= P
+    Choose it if one stage takes much longer than the others and cannot be cut further: several
+    ranks share it. The formulas are those of two equal stages, each on half of the ranks.
     """
     (stage,) = pipe.stages_of(rank)
     held = pipe.placement[stage]

@@ -29,6 +29,11 @@ def v_min(pipe: Pipeline, rank: int) -> Iterator[Action]:
         rank 2          2F0 3F0 2F1 3F1         3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2F3 2W1 3F3 ...
 
     The price is a bubble of about two thirds of 1F1B's.
+
+    Bubble: at most (4 * P - 5) / (6 * M + 4 * P - 5) if M >= P
+    Memory: min(M, (P + 4) // 3)
+    Choose it for the least memory without recomputation: about a third of `1f1b`, and two
+    thirds of its bubble.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):

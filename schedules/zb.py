@@ -46,6 +46,13 @@ def zb(
     `max_activations` is what a rank may hold, in activations of its stage, by default 2 * ranks. An
     activation counts in full until its I, and then, until its W, by the costs' `deferred_bytes`, or
     half where they know no bytes; with `held_until` "W" in full, with "I" not at all.
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P)
+    Choose it if your costs are known and unequal, or your memory lies between that of `zb-1p`
+    and `zb-2p`. It is a heuristic: these formulas hold at equal costs; at others see `schedir
+    compare`, and how far `schedir search` gets.
     """
     limit = 2 * pipe.ranks if max_activations is None else max_activations
     return _listed(pipe, rank, limit, held_until, costs)
@@ -61,6 +68,11 @@ def zb_1p(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
         rank 1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5*
         rank 2        F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5*
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Memory: min(M, P)
+    Choose it over `zb-h1` if F, I and W take unequally long. It is a heuristic, and the
+    formulas hold at equal costs.
     """
     return _listed(pipe, rank, pipe.ranks, None, costs)
 
@@ -75,6 +87,12 @@ def zb_2p(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
         rank 1     F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5*
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5*
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P)
+    Choose it over `zb-h2` if F, I and W take unequally long. It is a heuristic, and the
+    formulas hold at equal costs.
     """
     return _listed(pipe, rank, 2 * pipe.ranks, None, costs)
 

@@ -18,6 +18,10 @@ def zb_h1(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Every rank holds at most `ranks` activations, as rank 0 of 1F1B does. It idles for
     (ranks - 1) (F + I - W), a third of 1F1B's where the three cost the same.
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Memory: min(M, P)
+    Choose it over `1f1b` at the same memory, if backwards can be split: a third of its bubble.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches = pipe.microbatches

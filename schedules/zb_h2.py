@@ -19,6 +19,12 @@ def zb_h2(pipe: Pipeline, rank: int) -> Iterator[Action]:
     No rank idles between its first and its last action where F, I and W cost the same; the longest
     span has (ranks - 1) (F + I - 2 W) of idle time where F + I >= 2 W. Every rank holds at most
     2 ranks - 1 activations, until their W: one fewer than if it ran a forward before each W.
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= 2 * P - 1
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P - 1)
+    Choose it over `zb-h1` if there is memory for twice the activations, and nothing makes the
+    ranks wait for each other between steps.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches = pipe.microbatches

@@ -37,6 +37,12 @@ def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
     Where the parts of a backward each take as long as a forward, and there are 2 * ranks - 1
     microbatches or more, the only idle time is before a rank's first forward and after its last
     action. Other `costs` move the gradients of weights to the gaps that there are then.
+
+    Bubble: (P - 1) / (6 * M + P - 1) if M >= P
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, P)
+    Choose it for no bubble between steps at the memory of `1f1b`, if backwards can be split and
+    rank 0 may hold the first stage and the last.
     """
     yield from _plan(pipe, costs)[rank]
     for stage in pipe.stages_of(rank):
