@@ -37,8 +37,8 @@ def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Bubble: (P - 2) * (M + P) / (3 * M * P + (P - 2) * (M + P)) if P % 2 == 0 and M % P == 0
     Memory: min(M, P)
-    Choose it for few microbatches, up to one or two for each rank, if every rank has room for
-    the weights of two stages. Its bubble grows with every unit of P microbatches.
+    Choose it for about as many microbatches as ranks, if backwards cannot be split and every rank
+    has room for the weights of two stages. Its bubble grows with every unit of P microbatches.
     """
     if pipe.chunks > 1:
         raise ValueError(f"chimera takes one chunk, not {pipe.chunks}")

@@ -25,8 +25,8 @@ def hanayo(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Bubble: 2 * (P - 1) * (M + P) / (3 * V * M * P + 2 * (P - 1) * (M + P)) if M % P == 0
     Memory: min(M, P)
-    Choose it for few microbatches, one or two for each rank, and several chunks. Its bubble
-    grows with every group of P microbatches.
+    Choose it for few microbatches and several chunks, if backwards cannot be split and
+    `interleaved-1f1b` holds too much. Its bubble grows with every group of P microbatches.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):
