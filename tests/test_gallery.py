@@ -47,6 +47,7 @@ def figures(generator: Generator, ranks: int, microbatches: int, chunks: int) ->
 
 @pytest.mark.parametrize("generator", built_in(), ids=lambda generator: generator.name)
 def test_the_formulas_are_what_is_simulated(generator: Generator) -> None:
+    assert "\n    Choose it" in (generator.function.__doc__ or "")
     formulas = formulas_of(generator)
     assert {"Bubble", "Memory"} <= formulas.keys()
     held = dict.fromkeys(formulas, 0)
