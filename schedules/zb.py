@@ -30,7 +30,7 @@ def zb(
     held_until: str | None = None,
     costs: CostModel,
 ) -> Iterator[Action]:
-    """Short spans for given costs, within a memory limit: a heuristic places each F, I and W.
+    """A heuristic places each F, I and W for the given costs, within a memory limit.
 
     8 microbatches on 4 ranks, I the gradient of the input and W that of the weights:
 
@@ -39,13 +39,15 @@ def zb(
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 F7 I5 W0 I6 W1 I7 W2 W3 W4 W5 W6 W7*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 F7 I7 W0 W1 W2 W3 W4 W5 W6 W7*
 
-    A rank runs as many forwards before its first I as it has time and memory for, then forwards and
-    I in turn, and W where it would wait or its memory is full. Of a few such lists that with the
-    shortest longest span is taken: steps without a flush follow each other at that distance.
+    Before its first I, a rank runs as many forwards as it has time and memory for. Then it runs
+    forwards and I in turn, and a W when it would wait or its memory is full. Of several such lists
+    `zb` takes the one whose longest span is the shortest: steps without a flush follow each other
+    at that distance.
 
-    `max_activations` is what a rank may hold, in activations of its stage, by default 2 * ranks. An
-    activation counts in full until its I, and then, until its W, by the costs' `deferred_bytes`, or
-    half where they know no bytes; with `held_until` "W" in full, with "I" not at all.
+    `max_activations` limits the activations that a rank holds, by default to 2 * ranks. An
+    activation counts in full until its I. Between its I and its W it counts by the costs'
+    `deferred_bytes`, or as half if the costs have no bytes. With `held_until=W` it counts in full
+    until its W, with `held_until=I` only until its I.
 
     Bubble: (P - 1) / (3 * M + P - 1) if M >= P
     Bubble of the longest span: 0 if M >= 2 * P - 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import attrs
 
 import schedir
-from schedir import CostModel, Generator, SteadyState, Timeline
+from schedir import CostModel, Generator, Kind, SchedirError, SteadyState, Timeline
 from schedir.files import write_text
 from schedir.library import built_in
 from schedir.render.captions import bubble
@@ -30,6 +30,8 @@ and the gradient of the weights (W) take one unit each, and a whole backward (B)
 Transfers and updates take no time. An [overlapped pair](glossary.md#overlapped-pair) takes the sum
 of its two parts.
 
+- **Stages** is how many stages a rank holds, and *shared* if several ranks hold the same stage.
+- **Backwards** are [whole or split](glossary.md#backward) into I and W.
 - **Bubble** is the share of the ranks' time in which they do not compute. Some schedules also give
   the bubble of the longest [span](glossary.md#span) of a rank. That is the one that counts if steps
   follow each other without a flush.
@@ -47,8 +49,10 @@ shapes. A formula with `if` holds for the shapes that it names. At your own cost
 `tools/write_gallery.py` writes this page from the docstrings in `schedules/`.
 """
 
+COLUMNS = ("schedule", "stages", "backwards", "makespan", "bubble", "peak", "once full")
 FORMULAS = ("Bubble", "Bubble of the longest span", "Bubble once full", "Memory")
 """The formulas that the docstring of a schedule may state, each on a line of its own."""
+_INTRODUCTION = re.compile(r"(?:^|(?<=[.)] ))(?:[^.]|\.(?! ))*:$")  # "… 4 microbatches on 4 ranks:"
 _STATED = re.compile(
     r"(?P<bound>at most )?(?P<value>.+?)(?: if (?P<condition>.+))?", flags=re.DOTALL
 )
@@ -109,16 +113,33 @@ class Exhibit:
         return (module.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
 
     @property
-    def idea(self) -> str:
-        """What it does, in the sentence that its docstring begins with."""
-        doc = inspect.getdoc(self.generator.function) or ""
-        return doc.partition("\n\n")[0].replace("\n", " ")
+    def paragraphs(self) -> list[str]:
+        """What its docstring says of it: the idea, and more, without drawings and what introduces
+        them."""
+        doc = (inspect.getdoc(self.generator.function) or "").partition("\nBubble: ")[0]
+        prose = (each for each in doc.split("\n\n") if not each.startswith("    "))
+        found = (_INTRODUCTION.sub("", each.replace("\n", " ")).strip() for each in prose)
+        return [each for each in found if each]
 
     @property
     def choice(self) -> str:
-        """When to choose it: the paragraph of its docstring that begins with these words."""
+        """When to choose it: the end of its docstring."""
         doc = inspect.getdoc(self.generator.function) or ""
-        return "Choose it" + doc.partition("\nChoose it")[2].partition("\n\n")[0].replace("\n", " ")
+        return "Choose it" + doc.partition("\nChoose it")[2].replace("\n", " ")
+
+    @property
+    def backwards(self) -> str:
+        """Whether its backwards are whole, split, or both."""
+        kinds = {a.kind for actions in self.timeline.schedule.flat for a in actions}
+        whole, split = Kind.BACKWARD in kinds, Kind.BACKWARD_INPUT in kinds
+        return "both" if whole and split else "split" if split else "whole"
+
+    @property
+    def held(self) -> str:
+        """How many stages a rank holds, and that it shares them, if it does."""
+        most = max(len(self.timeline.schedule.stages_of(rank)) for rank in range(RANKS))
+        shared = any(len(ranks) > 1 for ranks in self.timeline.schedule.placement)
+        return f"{most}, shared" if shared else str(most)
 
     @property
     def figures(self) -> tuple[str, str, str]:
@@ -165,10 +186,11 @@ def _picture(one: Exhibit) -> str:
 
 
 def _table(shown: list[Exhibit]) -> Iterator[str]:
-    yield "| schedule | makespan | bubble | peak | once full |\n| --- | --- | --- | --- | --- |"
+    yield f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
     for one in shown:
         name = one.generator.name
-        yield f"| [{name}](#{name}) | {' | '.join([*one.figures, one.once_full or '–'])} |"
+        cells = [f"[{name}](#{name})", one.held, one.backwards, *one.figures, one.once_full or "–"]
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 
@@ -177,15 +199,16 @@ def _section(one: Exhibit) -> str:
     lines = [
         f"## {name}",
         "",
-        one.idea,
+        one.paragraphs[0],
         "",
         f"![Timeline of {name}]({_picture(one)})",
         "",
+        *(f"{each}\n" for each in one.paragraphs[1:]),
         *_stated(one),
         *_full(one),
         f"- {one.choice}",
         f"- Source: {one.source}",
-        f"- See it: `schedir show {name}`",
+        f"- See it: `schedir show {name}`{_settings(one.generator)}",
         "",
     ]
     return "\n".join(lines)
@@ -200,6 +223,24 @@ def _stated(one: Exhibit) -> Iterator[str]:
         what = "Memory (peak activations)" if name == "Memory" else name
         yield f"- {what}: {formula}{here.get(name, '')}"
     yield f"- Makespan here: {makespan}"
+
+
+def _settings(generator: Generator) -> str:
+    """What can be set of it, and what else it is called."""
+    named = [f"`--set {name}=…`" for name in generator.parameters]
+    if generator.chunks > 1 and _takes(generator, chunks=2 * generator.chunks):
+        named.insert(0, "`--chunks N`")
+    settings = f". Settings: {', '.join(named)}" if named else ""
+    others = ", ".join(f"`{alias}`" for alias in generator.aliases)
+    return f"{settings}. Other names: {others}" if others else settings
+
+
+def _takes(generator: Generator, chunks: int) -> bool:
+    try:
+        schedir.build(generator, ranks=RANKS, microbatches=MICROBATCHES, chunks=chunks)
+    except SchedirError:
+        return False
+    return True
 
 
 def _full(one: Exhibit) -> Iterator[str]:
