@@ -31,7 +31,8 @@ def v_half(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Bubble: at most (3 * P - 4) / (6 * M + 3 * P - 4) if M >= P
     Memory: min(M, (P + 2) // 2)
-    Choose it if the activations of `1f1b` do not fit and half of them do: it idles about half as long as `1f1b` too.
+    Choose it if the activations of `1f1b` do not fit and half of them do: it idles about half as
+    long as `1f1b` too.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):

@@ -32,7 +32,8 @@ def v_min(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
     Bubble: at most (4 * P - 5) / (6 * M + 4 * P - 5) if M >= P
     Memory: min(M, (P + 4) // 3)
-    Choose it for the least memory without recomputation: about a third of `1f1b`, and two thirds of its idle time.
+    Choose it for the least memory without recomputation: about a third of `1f1b`, and two thirds of
+    its idle time.
     """
     yield from _plan(pipe)[rank]
     for stage in pipe.stages_of(rank):

@@ -28,7 +28,7 @@ def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
     Every rank holds a stage of the way down and one of the way up. A microbatch takes four slots
     for each rank on its way down and two on its way up, in its forwards and in its backwards. The
     next microbatch follows 6 slots later, and enough are under way to fill every gap. Every rank
-    holds the activations of `ranks` stages, as rank 0 of 1F1B does. 5 microbatches on 3 ranks, `W`
+    holds the activations of `ranks` stages, as 1F1B's first rank does. 5 microbatches on 3 ranks, `W`
     the gradient of the weights:
 
         rank 0  0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 0I0 5W2 0W0 5F3 5I3 0I1 5W3 ...
@@ -43,7 +43,7 @@ def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
     Bubble of the longest span: 0 if M >= 2 * P - 1
     Memory: min(M, P)
     Choose it for no bubble between steps at the memory of `1f1b`, if backwards can be split and
-    rank 0 may hold the first stage and the last.
+    one rank may hold both the first stage and the last.
     """
     yield from _plan(pipe, costs)[rank]
     for stage in pipe.stages_of(rank):
