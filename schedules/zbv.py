@@ -28,8 +28,8 @@ def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
     Every rank holds a stage of the way down and one of the way up. A microbatch takes four slots
     for each rank on its way down and two on its way up, in its forwards and in its backwards. The
     next microbatch follows 6 slots later, and enough are under way to fill every gap. Every rank
-    holds the activations of `ranks` stages, as 1F1B's first rank does. 5 microbatches on 3 ranks, `W`
-    the gradient of the weights:
+    holds the activations of `ranks` stages, as 1F1B's first rank does. 5 microbatches on 3 ranks,
+    `W` the gradient of the weights:
 
         rank 0  0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 0I0 5W2 0W0 5F3 5I3 0I1 5W3 ...
         rank 1      1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 4I1 1I0 4W1 1F4 1W0 4F3 4I2 1I1 4W2 1W1 ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -203,15 +204,29 @@ def _section(one: Exhibit) -> str:
         "",
         f"![Timeline of {name}]({_picture(one)})",
         "",
-        *(f"{each}\n" for each in one.paragraphs[1:]),
+        *(f"{_filled(each)}\n" for each in one.paragraphs[1:]),
         *_stated(one),
         *_full(one),
-        f"- {one.choice}",
-        f"- Source: {one.source}",
+        _filled(one.choice, "- "),
+        _filled(f"Source: {one.source}", "- "),
         f"- See it: `schedir show {name}`{_settings(one.generator)}",
         "",
     ]
     return "\n".join(lines)
+
+
+def _filled(text: str, bullet: str = "") -> str:
+    """Prose in lines of 110 letters, none of which begins with a sign that would start a list."""
+    joined = re.sub(r" ([-*+]) ", "\N{NO-BREAK SPACE}\\1 ", text)
+    lines = textwrap.fill(
+        joined,
+        110,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _stated(one: Exhibit) -> Iterator[str]:
