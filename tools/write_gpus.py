@@ -1,4 +1,4 @@
-"""Writes the table of docs/gpus.md: how many communicators of NCCL the built-in schedules take.
+"""Writes the table of docs/explanation/gpus.md: NCCL's communicators of the built-in schedules.
 
 python tools/write_gpus.py
 """
@@ -18,7 +18,7 @@ from schedir.library import built_in
 from schedir.runtime.processes.nccl import shares
 from schedir.runtime.transports.communicators import communicators_of, ranks_of
 
-GUIDE = Path(__file__).resolve().parents[1] / "docs" / "gpus.md"
+GUIDE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "gpus.md"
 BEGIN = "<!-- written by tools/write_gpus.py -->\n"
 END = "<!-- end of what it writes -->\n"
 
