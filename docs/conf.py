@@ -15,25 +15,18 @@ from sphinx.application import Sphinx
 import schedir
 from schedir.display import Displayed
 
-MODULES = {
-    "schedir": "schedules: written, built, proved, simulated, compared",
-    "schedir.simulator": "timelines and costs",
-    "schedir.finder": "comparisons",
-    "schedir.render": "every form in which they are shown",
-    "schedir.runtime": "the executor",
-    "schedir.training": "what stands around a step",
-}
-"""The public modules, a section of `reference.rst` each, which has what is in their `__all__`."""
+MODULES = (
+    *("schedir", "schedir.simulator", "schedir.finder"),
+    *("schedir.render", "schedir.runtime", "schedir.training"),
+)
+"""The public modules: `reference/api/` has a page for each, filled from its `__all__`."""
 
 project = "schedir"
 author = "The schedir authors"
 release = schedir.__version__
 html_title = f"schedir {release}"
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "write, prove and run pipeline schedules",
-    "page_width": "70em",
-}
+html_theme = "furo"
+html_copy_source = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3  # as on GitHub
@@ -69,25 +62,24 @@ OWNED = owners()
 PLACES = {name: f"{module}.{name}" for module in reversed(OWNED) for name in OWNED[module]}
 
 
-def list_modules(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill the reference: a section for each module, with an entry for each name that it owns."""
-    if page != "reference":
+def list_names(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill a module's page of the reference: an entry for each name that the module owns."""
+    module = page.rpartition("/")[2]
+    if not page.startswith("reference/api/") or module not in OWNED:
         return
-    for module, about in MODULES.items():
-        title = f"{module}: {about}"
-        lines = [title, "-" * len(title), "", f".. automodule:: {module}", "   :no-members:", ""]
-        for name in OWNED[module]:
-            value = getattr(importlib.import_module(module), name)
-            kind = "class" if inspect.isclass(value) else "data"
-            if inspect.isclass(value) and issubclass(value, BaseException):
-                kind = "exception"
-            elif inspect.isroutine(value):
-                kind = "function"
-            lines += [f".. auto{kind}:: {module}.{name}"]
-            if inspect.isclass(value) and issubclass(value, Displayed):
-                lines.append("   :inherited-members:")
-            lines.append("")
-        source[0] += "\n".join(["", *lines, ""])
+    lines = ["", f".. automodule:: {module}", "   :no-members:", ""]
+    for name in OWNED[module]:
+        value = getattr(importlib.import_module(module), name)
+        kind = "class" if inspect.isclass(value) else "data"
+        if inspect.isclass(value) and issubclass(value, BaseException):
+            kind = "exception"
+        elif inspect.isroutine(value):
+            kind = "function"
+        lines += [f".. auto{kind}:: {module}.{name}"]
+        if inspect.isclass(value) and issubclass(value, Displayed):
+            lines.append("   :inherited-members:")
+        lines.append("")
+    source[0] += "\n".join([*lines, ""])
 
 
 _CODE = re.compile(r"(?<![`\w:])`([^`\n]+(?:\n *[^`\n]+)?)`(?![`_])")
@@ -134,5 +126,5 @@ def _marked(found: re.Match[str]) -> str:
 
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
-    app.connect("source-read", list_modules)
+    app.connect("source-read", list_names)
     app.connect("autodoc-process-docstring", to_rst)

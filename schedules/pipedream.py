@@ -17,9 +17,15 @@ def pipedream(pipe: Pipeline, rank: int, *, vertical_sync: bool = False) -> Iter
         rank 2        F0 F1       B0---*F2 B1---*F3 B2---*F4 B3---*F5 B4---*   B5---*
         rank 3           F0 B0---*F1 B1---*F2 B2---*F3 B3---*F4 B4---*F5 B5---*
 
-    A backward differentiates at the weight version that its forward read: stage s runs minibatch m
-    at version max(0, m - (stages - 1 - s)). With `vertical_sync` every stage runs m at the version
-    that stage 0 has, max(0, m - stages + 1).
+    A backward differentiates at the weight version that its forward read. Stage s runs minibatch m
+    at version max(0, m - (stages - 1 - s)). With `vertical_sync` every stage runs minibatch m at
+    the version that stage 0 has for it: max(0, m - stages + 1).
+
+    Bubble: (P - 1) / (M + P - 1)
+    Bubble once full: 0
+    Memory: min(M, P)
+    Choose it to train asynchronously with an update for every microbatch. Rank r keeps up to P
+    - r versions of its weights, and gradients are up to P - 1 updates old.
     """
     (stage,) = pipe.stages_of(rank)
     warmup = min(pipe.ranks - rank - 1, pipe.microbatches)

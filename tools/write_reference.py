@@ -273,7 +273,7 @@ def _lives(value: Value) -> str:
 
 # The communicators of NCCL that the built-in schedules take, for the page on GPUs.
 
-GPUS = DOCS / "gpus.md"
+GPUS = DOCS / "explanation" / "gpus.md"
 BEGIN = "<!-- written by tools/write_reference.py -->\n"
 END = "<!-- end of the table -->\n"
 

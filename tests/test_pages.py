@@ -1,0 +1,90 @@
+"""What README and docs show is what happens: each page runs as printed, in an empty folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.pages import DOCS, ROOT, anchors, blocks, compare, links, ranks_of, run
+from tests.runtime.on_ranks import on_ranks
+
+GENERATED = {"gallery.md", "reference/rules.md", "reference/commands.md", "reference/kinds.md"}
+"""Pages that a tool writes from what the code does; other tests hold them to that."""
+
+WRITTEN = [
+    page
+    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+    if str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT)) not in GENERATED
+]
+HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def shows_something(page: Path) -> bool:
+    return any(block.language in ("python", "console", "sh") for block in blocks(page))
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in WRITTEN if ranks_of(p) == 1 and shows_something(p)], ids=name_of
+)
+def test_a_page_runs_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page, first=True, meet=lambda: None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("page", [p for p in WRITTEN if ranks_of(p) == 2], ids=name_of)
+def test_a_page_runs_as_printed_on_two_ranks(
+    page: Path, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = [tmp_path]
+    dist.broadcast_object_list(folder)  # files are where both ranks can see them
+    monkeypatch.chdir(folder[0])
+    run(page, first=rank == 0, meet=dist.barrier)
+
+
+def test_links_and_pictures_lead_somewhere() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    dead = []
+    for page in map(ROOT.joinpath, listed.stdout.split()):
+        for file, anchor in links(page):
+            to = page.parent / file if file else page
+            missing = anchor and to.suffix == ".md" and to.exists() and anchor not in anchors(to)
+            if not to.exists() or missing:
+                dead.append(f"{name_of(page)}: {file}{'#' * bool(anchor)}{anchor}")
+    assert not dead, "\n".join(dead)
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 700
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=name_of)
+def test_a_guide_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [("a\n…\nd\n", "a\nb\nc\nd\n"), ("loss …\n", "loss 1.23\n"), ("a  \n", "a\n")],
+)
+def test_an_ellipsis_stands_for_anything(shown: str, printed: str) -> None:
+    compare(shown, printed, "here")
+
+
+@pytest.mark.parametrize(("shown", "printed"), [("a\n", "a\nb\n"), ("a\n", "b\n"), ("a b", "ab")])
+def test_what_a_page_shows_is_compared(shown: str, printed: str) -> None:
+    with pytest.raises(AssertionError, match="It prints"):
+        compare(shown, printed, "here")
