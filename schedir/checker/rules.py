@@ -1,8 +1,8 @@
-"""The rules: what a check rejects, with what is said of a finding and what `schedir explain` says.
+"""The rules: what a check rejects, its texts, and what `schedir explain` says about it.
 
 Codes are stable and never reused. S1xx structure, S2xx ordering, S3xx communication, S4xx memory
-and weights, S5xx performance. A rule's texts are templates, or functions where something is
-computed; each example is a whole `.sched` text that the rule rejects.
+and weights, S5xx performance. A rule's texts are templates, or functions if something is computed;
+each example is a whole `.sched` text that the rule rejects.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WRONG_RANK = Rule(
 
 def _duplicate(finding: Diagnostic) -> str:
     # A forward is the same whatever version it reads.
-    return f"{attrs.evolve(finding.action, version=None)} stands in the lists a second time"
+    return f"{attrs.evolve(finding.action, version=None)} is listed twice"
 
 
 DUPLICATE_ACTION = Rule(
@@ -415,7 +415,7 @@ def _deadlock(finding: Diagnostic) -> str:
 
 
 def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
-    """Each action of the cycle, why it waits, and the one that it waits for."""
+    """Each action of the cycle, why it waits, and the action that it waits for."""
     places, reasons = finding.locations, finding.facts["reasons"]
     following = [*map(str, places[1:]), f"{places[0]}   (cycle)"]
     for place, why, awaited in zip(places, reasons, following, strict=True):
@@ -423,7 +423,7 @@ def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
 
 
 def _clean_under(finding: Diagnostic) -> Iterator[str]:
-    """Under which models it is clean."""
+    """The channel models under which the schedule is clean."""
     channel, clean = finding.facts["channel"], finding.facts["clean"]
     if clean:
         yield f"under --channel {channel}; clean under {joined(clean)}"
@@ -512,7 +512,7 @@ class Pair:
 
 
 def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
-    """The channel around the first wrong pair: what meets what, in order."""
+    """The transfers around the first wrong pair of the channel, in order."""
     yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
     for pair in finding.facts["pairs"]:
         yield (
@@ -524,7 +524,7 @@ def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
 
 
 def _payload(send: Action) -> str:
-    """What a send carries, in words."""
+    """The payload of a send, in words."""
     what = "output" if send.kind is Kind.SEND_ACT else "input gradient"
     return f"the {what} of stage {send.stage} for microbatch {send.microbatch}"
 
@@ -888,4 +888,4 @@ RULES: dict[str, Rule] = {
 }
 
 RETIRED = {"S402": "S105"}
-"""Codes that are not reported any more, each with the one that says what it said."""
+"""Codes that are not reported any more, each with the code that now covers its fault."""
