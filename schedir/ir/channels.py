@@ -28,9 +28,9 @@ from __future__ import annotations
 
 CHANNELS_IN_WORDS = {
     "host": "blocking send and receive calls",
-    "rank": "one order of all communication per rank, what NCCL can be relied on for",
-    "pair": "one stream per pair of ranks, and a driver that never couples streams",
-    "edge": "one stream per direction of a pair, and such a driver",
+    "rank": "one order of all communication per rank, which is safe on NCCL",
+    "pair": "one stream per pair of ranks, if the driver never couples streams",
+    "edge": "one stream per direction of a pair of ranks, if the driver never couples streams",
     "async": "posts never block, as on gloo",
 }
 """The models, strictest first, and what each stands for."""
