@@ -458,7 +458,7 @@ EVALUATED = {"evaluation": HELD_OUT}
     ("make", "options", "text"),
     [
         *(
-            (make, options, "goes by the evaluation loss or a metric: give evaluation= and")
+            (make, options, "needs the evaluation loss or a metric: pass evaluation= and")
             for make in BY_METRIC.values()
             for options in (
                 {},
@@ -468,7 +468,7 @@ EVALUATED = {"evaluation": HELD_OUT}
                 {"scheduler_by": "epoch", "eval_every": 2, **EVALUATED},
             )
         ),
-        (lambda _: lr_scheduler.StepLR, EVALUATED, "unlike <class '.*StepLR'>"),
+        (lambda _: lr_scheduler.StepLR, EVALUATED, "not <class '.*StepLR'>"),
         (takes_two, EVALUATED, r"Takes.step\(metric: .*\) .* takes more than a metric"),
     ],
 )
@@ -694,7 +694,7 @@ def test_a_line_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     for steps in (3, 4):
         options: dict[str, Any] = {"max_steps": steps, "eval_every": 9, "progress": steps == 4}
         fitted(None, SOURCES["endless"], tmp_path, **options)
-    assert capsys.readouterr().out.startswith("goes on after step 3\nstep 4  loss ")
+    assert capsys.readouterr().out.startswith("resumes after step 3\nstep 4  loss ")
 
 
 def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_a_plateau_needs_what_it_goes_by() -> None:
         scheduler = BY_EPOCH["plateau"](executor.optimizer)
         for options in ({"evaluation": HELD_OUT}, {"scheduler_by": "epoch"}):
             said = message_of(trainer_of, executor, None, 1, scheduler=scheduler, **options)
-            assert "goes by the evaluation loss or a metric: give evaluation= and" in said
+            assert "needs the evaluation loss or a metric: pass evaluation= and" in said
 
 
 @on_ranks(2)
