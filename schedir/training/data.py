@@ -420,9 +420,7 @@ def _described(batch: object) -> str:
 
 def _why_empty(loader: Any) -> str:
     if iter(loader) is loader:
-        return (
-            "an iterator can be read only once: pass an iterable, such as a list or a DataLoader"
-        )
+        return "an iterator can be read only once: pass an iterable, such as a list or a DataLoader"
     if getattr(loader, "drop_last", False) and hasattr(loader.dataset, "__len__"):
         return (
             f"its data set has {len(loader.dataset)} samples, fewer than the {loader.batch_size} "

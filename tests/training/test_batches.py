@@ -283,7 +283,10 @@ def test_a_batch_is_taken_apart() -> None:
             lambda: Batches(DataLoader(TensorDataset(X, Y), 8, drop_last=True)),
             "has 4 samples, fewer than the 8 of a batch, and drop_last=True",
         ),
-        (lambda: Batches(iter([(X, Y)]), repeat=True), "epoch 1: an iterator can be read only once"),
+        (
+            lambda: Batches(iter([(X, Y)]), repeat=True),
+            "epoch 1: an iterator can be read only once",
+        ),
     ],
 )
 def test_what_can_be_no_batches_is_named(make: Any, text: str) -> None:

@@ -507,13 +507,13 @@ def test_a_scheduler_is_stepped_by_what_it_is_said(by: Any) -> None:
             'must be "loss" or the name of a metric',
         ),
         ({"max_steps": 4, "best_mode": "most"}, 'best_mode must be "min" or "max", not \'most\''),
-        ({"epochs": 2}, "batches never ends, so no epoch does"),
-        ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch does"),
-        ({"max_steps": 4, **EVALUATED}, "by max_steps, eval_every and"),
+        ({"epochs": 2}, "batches never ends, so no epoch ends"),
+        ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch ends"),
+        ({"max_steps": 4, **EVALUATED}, "max_steps, eval_every, and scheduler_by"),
         ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
         (
             {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
-            "evaluation never ends, so no epoch does: leave out repeat=True",
+            "evaluation never ends, so no epoch ends: leave out repeat=True",
         ),
     ],
 )

@@ -422,15 +422,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "boundaries out of order": (
         lambda: partition(sequential(), 3, boundaries=[3, 2]),
-        "layer 2 comes not after",
+        "layer 2 does not come after",
     ),
     "an empty stage": (
         lambda: partition(sequential(), 3, boundaries=[2, 2]),
-        "layer 2 comes not after .* would be empty",
+        "layer 2 does not come after .* would be empty",
     ),
     "an empty first stage": (
         lambda: partition(sequential(), 2, boundaries=[0]),
-        "layer 0 comes not after",
+        "layer 0 does not come after",
     ),
     "no such boundary": (
         lambda: partition(sequential(), 2, boundaries=["head"]),

@@ -253,7 +253,7 @@ def test_a_folder_that_can_not_be_used_is_refused_before_the_first_step(tmp_path
     [
         ({"keep": 0}, "keep must be an int of at least 1, not 0"),
         ({"scheduler_by": "batch"}, 'must be "step", "epoch" or "evaluation", not \'batch\''),
-        ({"others": {"progress": Average()}}, "'progress' is the Trainer's own"),
+        ({"others": {"progress": Average()}}, "the Trainer itself uses 'progress'"),
         ({"others": {"mean": 3}}, "mean must have state_dict and load_state_dict"),
     ],
 )

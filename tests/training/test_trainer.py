@@ -486,7 +486,7 @@ def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, tmp_path: Pat
     with noisy_executor(rank) as executor:
         fitted(executor, folder / "run", 1)
         mine = folder / ("run" if rank else "elsewhere")
-        assert "is not there for process 0: give" in message_of(fitted, executor, mine, 2)
+        assert "process 0 does not see the checkpoint" in message_of(fitted, executor, mine, 2)
 
 
 def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
