@@ -1,4 +1,4 @@
-"""Save and load a training. Another cut, number of ranks or schedule, or a plain model, can load it.
+"""Save a training; load it with any cut, number of ranks and schedule, or into a plain model.
 
 1f1b on 2 ranks ──save─┐     model.3.weight                      ┌─load──► pipedream on 3
 a plain model   ──save─┴──►  optimizer.state.3.weight.exp_avg ───┴─load──► a plain model

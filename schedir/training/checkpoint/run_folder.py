@@ -106,8 +106,8 @@ def _prepared(folder: Path) -> Path:
     if Checkpoint.is_at(folder):
         raise ExecutionError(
             f"{folder} is a checkpoint itself, but a Trainer keeps its checkpoints in folders "
-            "below it: use another folder, or, if the checkpoint is of epoch 3, say, move its files "
-            f"to {folder / 'epoch-3'}"
+            "below it: use another folder, or move the files (of a checkpoint after 3 epochs, "
+            f"say, to {folder / 'epoch-3'})"
         )
     make_folder(folder)
     return folder

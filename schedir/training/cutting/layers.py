@@ -2,9 +2,9 @@
 
 `stash` puts a value aside, and a later `pop` takes it up. Between the two the value crosses the
 boundaries of stages beside the layers' values, so any cut computes the same. The idea is
-torchgpipe's `@skippable` (Kim et al., arXiv 2004.09910, section 3.3), which sends the value straight
-to the stage that takes it up. Here it travels along the pipeline, because only neighbours talk to
-each other.
+torchgpipe's `@skippable` (Kim et al., arXiv 2004.09910, section 3.3), which sends the value
+straight to the stage that takes it up. Here it travels along the pipeline, because only neighbours
+talk to each other.
 """
 
 from __future__ import annotations

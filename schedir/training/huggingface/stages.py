@@ -167,7 +167,7 @@ def _spans(
         starts = [0, *boundaries, blocks]
         if len(starts) != number + 1 or any(a >= b for a, b in pairwise(starts)):
             raise ExecutionError(
-                f"boundaries: {number} stages need {number - 1} first blocks (of every stage except "
+                f"boundaries: {number} stages need {number - 1} first blocks (of each stage except "
                 f"stage 0), rising, from 1 to {blocks - 1} at most, not {list(boundaries)}"
             )
         return spans_of(boundaries, blocks)

@@ -42,8 +42,8 @@ def materialise(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
             raise ExecutionError(
-                f"{kind} can't be made stage by stage, because its code does not initialise {name}; "
-                "pass stages_of a model in place of a config"
+                f"{kind} can't be made stage by stage: its code does not initialise {name}; pass "
+                "stages_of a model in place of a config"
             )
 
 
