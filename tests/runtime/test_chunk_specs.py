@@ -225,7 +225,9 @@ def test_rows_are_counted_in_what_is_cut() -> None:
     options["kwargs_chunk_spec"] = dict.fromkeys(specs, "replicate")
     with (
         Executor(SCHEDULE, stages, lambda output, _: output, **options) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"stage_inputs\[1\]: nothing of it is cut"),
+        pytest.raises(
+            schedir.ExecutionError, match=r"stage_inputs\[1\]: none of its tensors is cut"
+        ),
     ):
         executor.evaluate(x, stage_inputs=given)
 
@@ -357,7 +359,7 @@ def test_a_rank_that_knows_no_rows_refuses_and_all_cut_alike(rank: int) -> None:
         if rank:
             refused = message_of(executor.step, stage_inputs=given)
             assert "'offset', a tensor of shape [3]" in refused
-            assert "given no whole batch to compare with" in refused
+            assert "has no whole batch to compare with" in refused
         loss = executor.step(x, stage_inputs=given).loss
     expected = model[1](model[0](x), offset, labels)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)

@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no layer made": (lambda: partition([deferred(int)], 1), "layer 0: int has made no layer"),
     "not on meta": (
         lambda: partition([deferred(lambda: nn.Linear(2, int(torch.ones(1).item())))], 1),
-        "layer 0 can't be made on the device meta, .* pass it as an argument",
+        "layer 0 can't be made on the device meta, .* pass the result as an argument",
     ),
     "two ways": (
         lambda: partition(sequential(), 2, by="uniform", boundaries=[2]),
