@@ -299,7 +299,7 @@ def test_a_state_of_other_data_is_refused() -> None:
     states = [batches.state_dict() for _ in batches]
     other = Batches([(X, Y)])
     other.load_state_dict(states[-1])
-    with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* come to batch 3"):
+    with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* is at batch 3"):
         list(other)
     with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* that has 0"):
         Batches(loader("own generator")).load_state_dict(states[0])

@@ -332,8 +332,8 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{what} {rows}" for what, rows in found.items())
         raise ExecutionError(
-            f"whole batches of a call must have the same rows, but their rows differ: {listed}; pass "
-            "a batch with other rows as a list of ready microbatches"
+            "whole batches of a call must have the same number of rows, but their rows differ: "
+            f"{listed}; pass a batch with other rows as a list of ready microbatches"
         )
     return next(iter(found.values()), None)
 

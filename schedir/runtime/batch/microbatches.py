@@ -37,8 +37,8 @@ class Pieces:
     """The microbatches of one argument of a call.
 
     `rows` are those of the whole batch that was cut; None if nothing was cut, or if the
-    microbatches came `ready`. If the batch has fewer rows than microbatches, copies of the last piece stand in
-    for the missing ones.
+    microbatches came `ready`. If the batch has fewer rows than microbatches, copies of the last
+    piece stand in for the missing ones.
     """
 
     microbatches: list[Microbatch]

@@ -250,8 +250,8 @@ def _roots(stage: Stage, cell: Cell) -> tuple[list[Root], list[Tensor]]:
         loss = cast(Tensor, cell.outputs[0])  # it goes nowhere
         if not loss.requires_grad:
             raise ExecutionError(
-                "the loss depends on nothing that requires grad: all parameters that it comes "
-                "from are frozen, or it is detached from them; thaw what is to be trained"
+                "the loss depends on nothing that requires grad: all its parameters are "
+                "frozen, or it is detached from them; thaw the parameters to train"
             )
         share = cell.loss_share
         if isinstance(share, Tensor):

@@ -64,10 +64,10 @@ class FirstCall:
                     "steps; %s",
                     str(leaf.dtype).removeprefix("torch."),
                     list(leaf.shape),
-                    "that of the last stage leaves it out: freeze it (requires_grad_(False)), or "
-                    "make the optimizer of all the parameters that its function is given"
+                    "the last stage's optimizer leaves it out: freeze it (requires_grad_(False)), "
+                    "or make the optimizer from all the parameters that its function is given"
                     if id(leaf) in given
-                    else "give the module that holds it as loss_fn, and it is trained with the "
+                    else "pass the module that holds it as loss_fn, and it is trained with the "
                     "last stage",
                 )
             nodes += [child for child, _ in node.next_functions]
@@ -90,9 +90,9 @@ def first_forward(
         learned.changes_extra = any(beside.changed())
         if any(own.changed()) and (replayed or stage.weights.stashes):
             raise ExecutionError(
-                f"stage {stage.index} changes a parameter of its own in place in its forward, "
-                "which is run again (recompute=), or on copies of older weight versions; make it a "
-                "buffer"
+                f"stage {stage.index} changes one of its parameters in place in its forward, but "
+                "that runs again (recompute=), or on copies of older weight versions; make the "
+                "parameter a buffer"
             )
         if stage.index:
             reason = learned.aliases.forbid(n for n, there in enumerate(changes) if there)

@@ -155,7 +155,7 @@ def _check_same_call(
         raise OneLineError(
             f"{_where(own)} is at step {own.step} here, but {grid.name(speaker, pipeline)} is at "
             f"step {received.step}, so they would draw dropout of different steps; set "
-            "executor.steps alike on every rank",
+            "executor.steps to the same number on every rank",
             rank=grid.rank,
         )
 
@@ -167,8 +167,8 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
         raise OneLineError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
-            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; all whole "
-            "batches of a call are cut alike, so they must have the same rows",
+            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; whole "
+            "batches of a call must have the same rows: draw the same batches on every rank",
             rank=rank,
         )
     if own.inputs == received.inputs and own.target == received.target:
@@ -178,7 +178,7 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
             raise OneLineError(
                 f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
                 f"{speaker} at its step {received.step}, so inputs of one would go with the target "
-                "of the other; draw the same batches on every rank (seed alike, or read them by "
+                "of the other; draw the same batches on every rank (with the same seed, or by "
                 "schedir.training.Batches), or pass inputs only on the first stage's rank and "
                 "target only on the last one's",
                 rank=rank,

@@ -122,8 +122,8 @@ def _differs(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> Exe
     return ExecutionError(
         f"gradients of the stage's inputs: {_yes_no(expected)} in the first call of this input "
         f"shape, but {_yes_no(grads)} now; if that depends on data, declare the boundary, "
-        f"boundaries={{{stage - 1}: torch.empty(...)}}, and a mask says which there are; make "
-        "a new Executor if parameters have been frozen or thawed"
+        f"boundaries={{{stage - 1}: torch.empty(...)}}; if you have frozen or thawed parameters, "
+        "make a new Executor"
     )
 
 
