@@ -41,7 +41,7 @@ ONE = schedir.build("1f1b", ranks=1, microbatches=2)
         ({"ties": [(0, 1)]}, r"list of copies \(stage, name in its module\), not \(0, 1\)"),
         ({"ties": [[[0, "weight"]]]}, r"not \[\[0, 'weight'\]\]"),
         ({"seed": 1.5}, r"seed must be an integer, not 1\.5"),
-        ({"recompute": 1}, "true, false or a list of stages: 1"),
+        ({"recompute": 1}, "True, False or a list of stages, not 1"),
         ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
         ({"loss_fn": None}, "loss_fn must be a function .* not NoneType"),
         ({"loss_fn": nn.MSELoss(reduction="sum")}, 'use reduction="mean", and pass count='),
