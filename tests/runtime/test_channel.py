@@ -50,7 +50,7 @@ def test_a_transport_stands_for_its_model() -> None:
     for transport, name in ((NcclTransport, "nccl"), (GlooTransport, "gloo")):
         assert channel_for(transport, name, warns=True) == transport.channel == TRANSPORTS[name]
     assert channel_for(GlooTransport, "mpi", warns=True) == "host"
-    with pytest.raises(ExecutionError, match="the laxest model there is 'edge'"):
+    with pytest.raises(ExecutionError, match="the least strict model there is 'edge'"):
         channel_for(NcclTransport, "gloo", warns=True)
 
 

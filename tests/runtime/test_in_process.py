@@ -97,8 +97,8 @@ def test_wrong_batches_are_named() -> None:
     [
         (torch.ones(2), r"a number, or a tensor of one, not torch\.float32\[2\]"),
         (None, "a number, or a tensor of one, not NoneType"),
-        (float("nan"), "count says nan of a microbatch; it must be finite"),
-        (float("inf"), "count says inf of a microbatch; it must be finite"),
+        (float("nan"), "count returns nan for a microbatch; it must be finite"),
+        (float("inf"), "count returns inf for a microbatch; it must be finite"),
         (0, r"microbatches \[0, 1\] hold no samples at all"),
     ],
 )

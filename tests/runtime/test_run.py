@@ -341,7 +341,7 @@ def test_any_other_call_in_the_loop_is_refused() -> None:
         ("pipedream", {"segment": 0}, "not 0"),
         ("pipedream", {"batches": 3}, "must be an iterable of pairs"),
         ("pipedream", {"batches": [3]}, "each batch must be a pair"),
-        ("pipedream", {"batches": [{"input": 3}]}, "a batch has input, but can have inputs"),
+        ("pipedream", {"batches": [{"input": 3}]}, "a batch has input, but can have only inputs"),
         ("pipedream", {"schedule": lambda m: built("pipedream", 2, 8)}, "gave pipedream of 8"),
     ],
 )

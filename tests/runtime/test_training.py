@@ -279,7 +279,9 @@ def test_a_parameter_that_the_optimizer_leaves_out_is_said(
     ):
         executor.step(x, target=x)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "float32[4], that no optimizer of this executor steps; that of the last stage" in said
+    assert (
+        "float32[4], that no optimizer of this executor steps; the last stage's optimizer" in said
+    )
     assert "leaves it out: freeze it" in said
 
 
