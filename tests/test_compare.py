@@ -91,7 +91,9 @@ def test_it_fits_a_terminal(width: int) -> None:
         assert max(map(len, shown)) <= max(width, 70)
         assert all(sum(line.startswith(name) for line in shown) >= 2 for name in targets)
         assert sum("(s)" in line or "(ms)" in line for line in shown) >= 1
-        left_out = [line for line in shown if line.startswith("Left out because the table is too wide")]
+        left_out = [
+            line for line in shown if line.startswith("Left out because the table is too wide")
+        ]
         assert bool(left_out) == (width < enough)
 
 

@@ -136,6 +136,7 @@ class Command(_Parser):
         self.set_defaults(run=command.run, parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, which the command adds first."""
         self.fill()
         return super().parse_known_args(args, namespace)
 

@@ -256,8 +256,8 @@ def _said(comparison: Comparison) -> Iterator[str]:
     shares = {share for row in comparison.rows if (share := row.share) != 1}
     if shares:
         yield (
-            "All schedules train the same model. A schedule with more stages than ranks has smaller "
-            f"stages: an activation counts as {' or '.join(map(str, sorted(shares)))} of one."
+            "All schedules train the same model. A schedule with more stages than ranks has "
+            f"smaller stages: an activation counts as {' or '.join(map(str, sorted(shares)))} of one."
         )
     if comparison.memory_limit is not None:
         above = sum(row.fits is False for row in comparison.rows)
@@ -281,11 +281,19 @@ def _derived(comparison: Comparison) -> Iterator[str]:
             several.setdefault(row.unmeasured, {})[row.target] = None
     for costs, names in several.items():
         # Only a stage that was never measured lacks the cost of its forward.
-        why = "its stages are parts of the measured ones" if "forward" in costs else how_derived(costs)
+        why = (
+            "its stages are parts of the measured ones"
+            if "forward" in costs
+            else how_derived(costs)
+        )
         yield f"Derived, not measured, for {', '.join(names)}: {why}."
     best, measured = comparison.best, comparison.measured
     if best is not None and best.unmeasured:
-        other = "" if measured is None else f"; of the measured schedules, {measured.target} is the best"
+        other = (
+            ""
+            if measured is None
+            else f"; of the measured schedules, {measured.target} is the best"
+        )
         yield (
             f"{best.target} is the best only if its derived costs are right: measure a run of it, "
             f"and fit that too{other}."
