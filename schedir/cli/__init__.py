@@ -25,7 +25,7 @@ TASKS = {
         "show": "draw the timeline of a schedule, and say why ranks are idle",
     },
     "prove one right": {
-        "check": "prove a schedule complete and free of deadlocks, or list its faults",
+        "check": "prove a schedule free of deadlocks, or list its faults",
         "explain": "explain a code that check prints, such as S301",
     },
     "compare and predict": {
@@ -35,7 +35,7 @@ TASKS = {
         "search": "find a quick schedule for your costs and memory limit",
     },
     "write files": {
-        "export": "write a picture, a Perfetto trace, torch's CSV, or the list of actions",
+        "export": "write a picture, a trace, torch's CSV, or the list of actions",
     },
     "get help": {
         "docs": "open a page of the documentation",
@@ -136,6 +136,7 @@ class Command(_Parser):
         self.set_defaults(run=command.run, parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, which the command adds first."""
         self.fill()
         return super().parse_known_args(args, namespace)
 
