@@ -39,13 +39,14 @@ def zb(
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 F7 I5 W0 I6 W1 I7 W2 W3 W4 W5 W6 W7*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 F7 I7 W0 W1 W2 W3 W4 W5 W6 W7*
 
-    A rank runs as many forwards before its first I as it has time and memory for, then forwards and
-    I in turn, and W where it would wait or its memory is full. Of a few such lists that with the
-    shortest longest span is taken: steps without a flush follow each other at that distance.
+    A rank runs as many forwards before its first I as time and memory allow. Then it alternates F
+    and I, and runs a W when it would wait or when its memory is full. The schedule is the best of a
+    few such lists, the one whose longest span of a rank is shortest: without a flush, steps follow
+    each other at that interval.
 
-    `max_activations` is what a rank may hold, in activations of its stage, by default 2 * ranks. An
-    activation counts in full until its I, and then, until its W, by the costs' `deferred_bytes`, or
-    half where they know no bytes; with `held_until` "W" in full, with "I" not at all.
+    `max_activations` limits what a rank holds, in activations of its stage; the default is 2 *
+    ranks. Between its I and its W an activation counts by the costs' `deferred_bytes`, or as half
+    if the costs have no bytes. With `held_until` "W" it then counts in full, with "I" not at all.
     """
     limit = 2 * pipe.ranks if max_activations is None else max_activations
     return _listed(pipe, rank, limit, held_until, costs)
@@ -95,7 +96,7 @@ def _listed(
 def _lists(
     pipe: Pipeline, costs: CostModel, limit: int, held_until: str | None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, without their steps: made for the first rank that asks."""
+    """The lists of all ranks without updates, made once, for the first rank that asks."""
     shares = tuple(_share(costs, stage, held_until) for stage in range(pipe.stages))
     in_full = (1.0,) * pipe.stages  # holds less, and may be no slower
     drafts = [
@@ -117,8 +118,11 @@ def _share(costs: CostModel, stage: int, held_until: str | None) -> float:
 
 
 def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[int, ...]]:
-    """How many forwards each rank may run before its first I: those of ZB-H1 and of ZB-H2, those
-    that are done before its first gradient arrives, and one more."""
+    """How many forwards each rank may run before its first I, to be tried.
+
+    As many as in ZB-H1, as in ZB-H2, as are done before the first gradient arrives, and one
+    more.
+    """
     ranks, most = range(pipe.ranks), min(limit, pipe.microbatches)
     yield tuple(min(most, pipe.ranks - rank) for rank in ranks)
     yield tuple(min(most, 2 * (pipe.ranks - rank) - 1) for rank in ranks)
@@ -143,7 +147,7 @@ def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[in
 
 
 def _of(value: Any, key: int | tuple[int, int]) -> float:
-    """A cost of the stage, boundary or link `key`."""
+    """The cost of the stage, boundary or link `key`."""
     try:
         of_key: float = value if isinstance(value, int | float) else value[key]
     except LookupError:
@@ -152,7 +156,7 @@ def _of(value: Any, key: int | tuple[int, int]) -> float:
 
 
 def _link(costs: CostModel, rank: int, to: int) -> tuple[float, float]:
-    """How long what a rank sends occupies the channel, and how much later it arrives."""
+    """How long a transfer occupies the channel, and how much later it arrives."""
     occupied = _of(costs.boundary_bytes, min(rank, to)) / _of(costs.bandwidth, (rank, to))
     return occupied, _of(costs.latency, (rank, to))
 
@@ -195,12 +199,11 @@ class _Draft:
 
     @property
     def worth(self) -> tuple[float, float, int]:
-        """The less the better: longest span, makespan, most activations that wait for their W."""
+        """The sort key: longest span, makespan, most activations that wait for a W."""
         return max(self.span), max(self.clock), self.peak
 
     def run(self, forwards: tuple[int, ...]) -> None:
-        """Place everything: so many forwards of each rank, then an I and a forward of each at a
-        time, and Ws between."""
+        """Place the first forwards of each rank, then I and F in turn, and Ws between."""
         for rank in self.ranks:
             for _ in range(forwards[rank]):
                 self.add(rank, FORWARD)
@@ -217,8 +220,8 @@ class _Draft:
                 self.add(rank, WEIGHT)
 
     def fill(self, rank: int, kind: int) -> None:
-        """Run Ws as memory wants them, and while the rank would wait: also one that takes longer,
-        where waiting would make its span the longest."""
+        """Run Ws when memory is full and while the rank would wait, even one that takes longer than
+        the wait if waiting would make its span the longest."""
         ready = self.ready(rank, kind)
         if rank == 0 and self.done[rank][FORWARD] == self.microbatches:
             ready = inf  # nobody waits for its Is
@@ -231,16 +234,16 @@ class _Draft:
             self.add(rank, WEIGHT)
 
     def deferred(self, rank: int) -> bool:
-        """Whether a W could run."""
+        """True if a W could run."""
         return self.done[rank][WEIGHT] < self.done[rank][INPUT]
 
     def ready(self, rank: int, kind: int) -> float:
-        """When the next one of a kind has its input."""
+        """When the next action of a kind has its input."""
         arrivals = self.arrivals[kind][rank] if kind != WEIGHT else []
         return arrivals[self.done[rank][kind]] if arrivals else 0.0
 
     def add(self, rank: int, kind: int) -> None:
-        """Run the next one of a kind, and send what it makes."""
+        """Run the next action of a kind, and send its result."""
         waited = max(0.0, self.ready(rank, kind) - self.clock[rank])
         self.clock[rank] += waited
         if self.lists[rank]:
