@@ -14,6 +14,8 @@ from typing import Any
 class SchedirError(Exception):
     """The base of all errors that schedir raises on purpose.
 
+    `page` names the page of the docs to read: `schedir docs PAGE`. Empty: the page of the command.
+
     >>> import schedir
     >>> try:
     ...     schedir.build("1f1b", ranks=2, order="ascending")
@@ -21,6 +23,8 @@ class SchedirError(Exception):
     ...     print(error)
     1f1b has no parameter 'order'; it has: none
     """
+
+    page = ""
 
 
 class ParseError(SchedirError):
@@ -34,6 +38,8 @@ class ParseError(SchedirError):
     Traceback (most recent call last):
     schedir.errors.ParseError: mine.sched:1:9: format 2 is unknown; this is schedir's format 1
     """
+
+    page = "text-form"
 
     def __init__(
         self, message: str, file: str, line: int, column: int, binary: bool = False
@@ -55,6 +61,8 @@ class LoadError(SchedirError):
     schedir.errors.LoadError: ranks must be an int >= 1, not 0
     """
 
+    page = "authoring"
+
 
 class UnsoundError(SchedirError):
     """The structure of a schedule is too wrong for a pass, or to look up which action feeds which.
@@ -68,6 +76,8 @@ class UnsoundError(SchedirError):
     schedir.errors.UnsoundError: communication can't be inserted: rank 0 #0 0B0 never gets its input
     """
 
+    page = "read-a-diagnostic"
+
 
 class ScheduleError(SchedirError):
     """A schedule is wrong; `diagnostics` holds every finding, a `schedir.Diagnostic` each.
@@ -80,6 +90,8 @@ class ScheduleError(SchedirError):
     Traceback (most recent call last):
     schedir.errors.ScheduleError: S104 duplicate-action: 0B0 is listed twice at rank 0 #2 0B0
     """
+
+    page = "read-a-diagnostic"
 
     def __init__(self, message: str, diagnostics: Sequence[Any]) -> None:
         super().__init__(message)
@@ -101,6 +113,8 @@ class ExecutionError(SchedirError):
     >>> print(schedir.ExecutionError("no gradient", rank=1, index=3, action=action))
     rank 1 #3 1B0: no gradient
     """
+
+    page = "debug-a-hang"
 
     def __init__(
         self,

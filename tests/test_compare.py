@@ -421,7 +421,7 @@ def test_what_no_run_has_shown_is_marked_and_not_simply_the_best(run: Run) -> No
     assert "best, derived" in shown.splitlines()[1]
     assert "  derived  " in shown.splitlines()[2]
     half = "backward_input (half of the backward), backward_weight (half of the backward)"
-    assert f"Derived, as no run has shown it, for zb-h1: {half}." in shown
+    assert f"Derived, not measured, for zb-h1: {half}." in shown
     assert "for interleaved-1f1b: its stages are parts of those measured." in shown
     assert f"{comparison.best.target} is the best only if what was derived is right" in shown
     assert "of those measured, 1f1b is the best." in shown
@@ -457,7 +457,7 @@ def test_other_commands_and_bands_name_what_no_run_has_shown(run: Run) -> None:
     split = schedir.build("zb-h1", ranks=4, microbatches=8)
     band = schedir.forecast(split, fitted_on_1f1b())
     assert band.unmeasured == ("backward_input", "backward_weight")
-    note = "note: derived, as no run has shown it: backward_input (half of the backward), "
+    note = "note: derived, not measured: backward_input (half of the backward), "
     for argv in (("show", "zb-h1"), ("export", "zb-h1", "-o", "zb.svg")):
         code, _, err = run(*argv, "--costs", "costs.json")
         assert (code, note in err) == (0, True)

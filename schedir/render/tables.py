@@ -283,7 +283,7 @@ def _derived(comparison: Comparison) -> Iterator[str]:
     for costs, names in several.items():
         # A forward is measured wherever its stage is.
         why = "its stages are parts of those measured" if "forward" in costs else how_derived(costs)
-        yield f"Derived, as no run has shown it, for {', '.join(names)}: {why}."
+        yield f"Derived, not measured, for {', '.join(names)}: {why}."
     best, measured = comparison.best, comparison.measured
     if best is not None and best.unmeasured:
         other = "" if measured is None else f"; of those measured, {measured.target} is the best"

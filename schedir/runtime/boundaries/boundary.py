@@ -134,13 +134,13 @@ class Boundary:
             raise ExecutionError(
                 f"the stage returned {boundary_of(output)}, but {self} was agreed with the next "
                 "stage; declare the former with boundaries= if its shape depends on data, return "
-                "what varies as a tensor, keep the order of a dict's keys, and make a new Executor "
-                "if parameters have been frozen or thawed"
+                "values that vary as tensors, keep the order of a dict's keys, and make a new "
+                "Executor if you have frozen or thawed parameters"
             )
         if self.declared and len(found) > 1 and any_shared(found):
             raise ExecutionError(
-                "the stage returned tensors that share memory, which they would not after a "
-                "boundary that is declared; return a copy of one of them: clone()"
+                "the stage returned tensors that share memory, but after a declared boundary they "
+                "would not; return a copy of one of them: clone()"
             )
         return found
 

@@ -41,16 +41,15 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
         raise ExecutionError(f"channel: {error}") from None
     if CHANNELS.index(wanted) > CHANNELS.index(transport.laxest):
         raise ExecutionError(
-            f"channel={wanted!r}: on NCCL a receive that is posted is a kernel that holds up what "
-            f"its channel posts after it, so the laxest model there is {transport.laxest!r}"
+            f"channel={wanted!r}: on NCCL a posted receive is a kernel that holds up everything "
+            f"its channel posts after it, so the least strict model there is {transport.laxest!r}"
         )
     if CHANNELS.index(wanted) > CHANNELS.index(transport.channel) and warns:
         logger.warning(
-            "channel=%r: the list is proved for streams that progress each on its own, which "
-            "CUDA does not promise. It relies on CUDA_DEVICE_MAX_CONNECTIONS=32 and "
-            "CUDA_MODULE_LOADING=EAGER, set before the processes start, and on a warm-up: "
-            "run every kernel and shape once, under a list that is clean under %r, before the "
-            "first step. Else a step may hang",
+            "channel=%r: the list is proved for streams that progress independently, which CUDA "
+            "does not promise. Set CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER "
+            "before the processes start, and warm up: before the first step, run every kernel and "
+            "shape once, under a list that is clean under %r. Otherwise a step may hang",
             wanted,
             transport.channel,
         )
