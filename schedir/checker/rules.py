@@ -432,7 +432,7 @@ def _clean_under(finding: Diagnostic) -> Iterator[str]:
         yield f"under --channel {channel}; clean under {joined(clean)}"
         # Not where a model was asked for that no transport can be relied on for.
         if channel == DEFAULT_CHANNEL:
-            yield "it runs on gloo, which is async, but may hang on NCCL, which is rank"
+            yield "it runs on gloo (async), but it can hang on NCCL (rank)"
     elif finding.facts["complete"]:
         yield f"under --channel {channel}, and under every other"
     else:
