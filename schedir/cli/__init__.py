@@ -19,6 +19,8 @@ from schedir.cli.terminal import RefusedError, fail, refuse, say, see, tell
 from schedir.errors import SchedirError
 from schedir.render import legible
 
+_ABOUT = "schedir: write, prove and run pipeline-parallel training schedules."
+
 TASKS = {
     "see schedules": {
         "list": "list the schedules that have a name",
@@ -86,7 +88,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    whole = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
+    whole = _Parser(prog="schedir", description=_ABOUT, allow_abbrev=False)
     whole.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for task in TASKS.values():
