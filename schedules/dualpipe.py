@@ -28,8 +28,8 @@ Chunk: TypeAlias = tuple[int, range]  # a stage, and the microbatches that it ru
 def dualpipe(pipe: Pipeline, rank: int) -> Entries:
     """Two pipelines, down and up the ranks: forwards of one overlap backwards of the other.
 
-    8 microbatches on 4 ranks, a backward (B, or I and W apart) twice as long as a forward; what
-    is in both lanes of a rank at once runs as one:
+    8 microbatches on 4 ranks, a backward (B, or I and W apart) twice as long as a forward; two
+    actions in both lanes of a rank at once are an overlapped pair:
 
         rank 0 stage 0  F0 F1 F2             F3------    B0------          B1------       I2 ...
         rank 0 stage 3           F4 I4 W4 F5 B5------    F6------ B6---    F7------ B7---    ...
@@ -99,8 +99,9 @@ def dualpipev(pipe: Pipeline, rank: int) -> Entries:
 
 
 def _eight_steps(ranks: int, rank: int, near: Chunk, far: Chunk) -> Entries:
-    """The list of a rank of DualPipeV, or of half of DualPipe's: 0 is its chunk nearer to the
-    input, 1 the farther one."""
+    """The list of a rank of DualPipeV, or half of the list of a rank of DualPipe.
+
+    Chunk 0 is the one nearer to the input, chunk 1 the other one."""
     microbatches, later = len(near[1]), ranks - rank - 1
     forwards = [iter([forward(stage, m) for m in batch]) for stage, batch in (near, far)]
     backwards = [iter([(stage, m) for m in batch]) for stage, batch in (near, far)]
@@ -145,7 +146,7 @@ def _eight_steps(ranks: int, rank: int, near: Chunk, far: Chunk) -> Entries:
 
 
 def _without(microbatch: int, entries: Iterable[Action | Together]) -> Entries:
-    """The entries, one microbatch left out."""
+    """The entries without one microbatch."""
     for entry in entries:
         actions = entry.actions if isinstance(entry, Together) else (entry,)
         kept = [action for action in actions if action.microbatch != microbatch]

@@ -35,10 +35,10 @@ def hanayo(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=1)
 def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, before the updates, as if forward and backward took equally long."""
+    """The lists of all ranks without updates, made as if forward and backward took equally long."""
     last, room = 2 * pipe.stages - 1, pipe.ranks * pipe.chunks
     lists: list[list[Action]] = [[] for _ in range(pipe.ranks)]
-    # What a rank could run: each by its group, how many steps come after it, and its microbatch.
+    # What a rank could run, sorted by group, number of following steps, and microbatch.
     forwards: list[list[tuple[int, int, int]]] = [[] for _ in lists]
     backwards: list[list[tuple[int, int, int]]] = [[] for _ in lists]
     begun, live = [0] * pipe.ranks, [0] * pipe.ranks
@@ -54,7 +54,7 @@ def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
                 group, left, m = heappop(backwards[rank])
                 actions.append(backward(left, m))
                 live[rank] -= 1
-            # No group may begin before all of the one before it has: it could take its room.
+            # A group begins only when all of the one before has begun, whose room it could take.
             elif ahead and live[rank] < room and ahead[0][0] == begun[rank] // room:
                 group, left, m = heappop(ahead)
                 actions.append(forward(last - left, m))

@@ -96,13 +96,13 @@ def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Itera
 @lru_cache(maxsize=1, typed=True)
 def _order(pipe: Pipeline, group_size: int, small: bool) -> list[tuple[int, int, int]]:
     """The (slot, chunk, microbatch) of every forward, the same on all ranks."""
-    # Between the chunks of a microbatch there is half the way around the ranks at least, where
-    # groups are smaller than that.
+    # The chunks of a microbatch are at least half the way around the ranks apart, if groups are
+    # smaller than that.
     slot = slots_in_groups(pipe, group_size, apart=(pipe.ranks + 1) // 2 if small else 1)
     pairs = [(chunk, m) for m in range(pipe.microbatches) for chunk in range(pipe.chunks)]
     order = sorted((slot(chunk, m), chunk, m) for chunk, m in pairs)
     if small or 0 < pipe.microbatches % group_size < pipe.ranks:
         return order
     # As in Megatron's table, a short last group leaves no slot empty. One of fewer microbatches
-    # than ranks has to, for its chunks may wait for each other for ever; Megatron refuses it.
+    # than ranks must, because its chunks may wait for each other forever; Megatron refuses it.
     return [(at, chunk, m) for at, (_, chunk, m) in enumerate(order)]

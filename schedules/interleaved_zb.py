@@ -37,8 +37,8 @@ def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) 
     """
     ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
     group_size = equal_groups(pipe) if group_size is None else group_size
-    # Each F, I and W has a slot; between the chunks of a microbatch there is half the way around
-    # the ranks at least, but where one group holds all.
+    # Each F, I and W has a slot. The chunks of a microbatch are at least half the way around the
+    # ranks apart, unless one group holds all.
     whole = type(group_size) is int and group_size >= microbatches
     slot = slots_in_groups(pipe, group_size, apart=1 if whole else (ranks + 1) // 2)
     ahead = slot(len(chunks) - 1, 0) + ranks - rank - 1

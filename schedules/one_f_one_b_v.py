@@ -31,7 +31,7 @@ def one_f_one_b_v(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=1)
 def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, before the updates."""
+    """The lists of all ranks, without updates."""
     if pipe.chunks != 2:
         raise ValueError(f"1f1b-v takes 2 chunks, the two arms of its V, not {pipe.chunks}")
     stages, pause = pipe.stages, 0 if pipe.ranks % 3 else 3

@@ -9,8 +9,8 @@ from schedir import Action, Pipeline, backward, forward, optim_step, schedule
 def pipedream(pipe: Pipeline, rank: int, *, vertical_sync: bool = False) -> Iterator[Action]:
     """1F1B that updates after every backward: no flush, so no bubble once the pipeline is full.
 
-    The microbatches are PipeDream's minibatches: each gets an update of its own (`*`). 6 of them
-    on 4 ranks, a backward twice as long as a forward:
+    A microbatch is one of PipeDream's minibatches: each has an update (`*`). 6 microbatches on 4
+    ranks, a backward twice as long as a forward:
 
         rank 0  F0 F1 F2 F3                   B0---*F4 B1---*F5 B2---*   B3---*   B4---*   B5---*
         rank 1     F0 F1 F2             B0---*F3 B1---*F4 B2---*F5 B3---*   B4---*   B5---*

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def replicated(
     pipe: Pipeline, *, costs: CostModel, replicas: str | int | None = None
 ) -> Sequence[Sequence[int]]:
-    """Every stage on as many ranks as `replicas` says, or as PipeDream's planner finds best."""
+    """Every stage on `replicas` ranks, by default as PipeDream's planner finds best."""
     if pipe.chunks > 1:
         raise ValueError("1f1b-rr runs one stage on each rank: leave chunks out")
     if replicas is None:

@@ -41,7 +41,7 @@ def v_half(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=1)
 def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, before the updates."""
+    """The lists of all ranks, without updates."""
     if pipe.chunks != 2:
         raise ValueError(f"v-half takes 2 chunks, the two arms of its V, not {pipe.chunks}")
     ranks, last = pipe.ranks, pipe.stages - 1

@@ -42,7 +42,7 @@ def v_min(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=1)
 def _plan(pipe: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, before the updates."""
+    """The lists of all ranks, without updates."""
     if pipe.chunks != 2:
         raise ValueError(f"v-min takes 2 chunks, the two arms of its V, not {pipe.chunks}")
     turn = 2 * pipe.stages - 1

@@ -115,7 +115,7 @@ def _listed(
 def _lists(
     pipe: Pipeline, costs: CostModel, limit: int, held_until: str | None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, without their steps: made for the first rank that asks."""
+    """The lists of all ranks without updates, made once, for the first rank that asks."""
     shares = tuple(_share(costs, stage, held_until) for stage in range(pipe.stages))
     in_full = (1.0,) * pipe.stages  # holds less, and may be no slower
     drafts = [
@@ -137,8 +137,11 @@ def _share(costs: CostModel, stage: int, held_until: str | None) -> float:
 
 
 def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[int, ...]]:
-    """How many forwards each rank may run before its first I: those of ZB-H1 and of ZB-H2, those
-    that are done before its first gradient arrives, and one more."""
+    """How many forwards each rank may run before its first I, to be tried.
+
+    As many as in ZB-H1, as in ZB-H2, as are done before the first gradient arrives, and one
+    more.
+    """
     ranks, most = range(pipe.ranks), min(limit, pipe.microbatches)
     yield tuple(min(most, pipe.ranks - rank) for rank in ranks)
     yield tuple(min(most, 2 * (pipe.ranks - rank) - 1) for rank in ranks)
@@ -163,7 +166,7 @@ def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[in
 
 
 def _of(value: Any, key: int | tuple[int, int]) -> float:
-    """A cost of the stage, boundary or link `key`."""
+    """The cost of the stage, boundary or link `key`."""
     try:
         of_key: float = value if isinstance(value, int | float) else value[key]
     except LookupError:
@@ -172,7 +175,7 @@ def _of(value: Any, key: int | tuple[int, int]) -> float:
 
 
 def _link(costs: CostModel, rank: int, to: int) -> tuple[float, float]:
-    """How long what a rank sends occupies the channel, and how much later it arrives."""
+    """How long a transfer occupies the channel, and how much later it arrives."""
     occupied = _of(costs.boundary_bytes, min(rank, to)) / _of(costs.bandwidth, (rank, to))
     return occupied, _of(costs.latency, (rank, to))
 
@@ -215,12 +218,11 @@ class _Draft:
 
     @property
     def worth(self) -> tuple[float, float, int]:
-        """The less the better: longest span, makespan, most activations that wait for their W."""
+        """The sort key: longest span, makespan, most activations that wait for a W."""
         return max(self.span), max(self.clock), self.peak
 
     def run(self, forwards: tuple[int, ...]) -> None:
-        """Place everything: so many forwards of each rank, then an I and a forward of each at a
-        time, and Ws between."""
+        """Place the first forwards of each rank, then I and F in turn, and Ws between."""
         for rank in self.ranks:
             for _ in range(forwards[rank]):
                 self.add(rank, FORWARD)
@@ -237,8 +239,8 @@ class _Draft:
                 self.add(rank, WEIGHT)
 
     def fill(self, rank: int, kind: int) -> None:
-        """Run Ws as memory wants them, and while the rank would wait: also one that takes longer,
-        where waiting would make its span the longest."""
+        """Run Ws when memory is full and while the rank would wait, even one that takes longer than
+        the wait if waiting would make its span the longest."""
         ready = self.ready(rank, kind)
         if rank == 0 and self.done[rank][FORWARD] == self.microbatches:
             ready = inf  # nobody waits for its Is
@@ -251,16 +253,16 @@ class _Draft:
             self.add(rank, WEIGHT)
 
     def deferred(self, rank: int) -> bool:
-        """Whether a W could run."""
+        """True if a W could run."""
         return self.done[rank][WEIGHT] < self.done[rank][INPUT]
 
     def ready(self, rank: int, kind: int) -> float:
-        """When the next one of a kind has its input."""
+        """When the next action of a kind has its input."""
         arrivals = self.arrivals[kind][rank] if kind != WEIGHT else []
         return arrivals[self.done[rank][kind]] if arrivals else 0.0
 
     def add(self, rank: int, kind: int) -> None:
-        """Run the next one of a kind, and send what it makes."""
+        """Run the next action of a kind, and send its result."""
         waited = max(0.0, self.ready(rank, kind) - self.clock[rank])
         self.clock[rank] += waited
         if self.lists[rank]:

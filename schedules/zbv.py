@@ -52,7 +52,7 @@ def zbv(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
 
 @lru_cache(maxsize=1)
 def _plan(pipe: Pipeline, costs: CostModel) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, before the updates."""
+    """The lists of all ranks, without updates."""
     if pipe.chunks != 2:
         raise ValueError(f"zbv takes 2 chunks, the two arms of its V, not {pipe.chunks}")
     ranks, last = pipe.ranks, pipe.stages - 1

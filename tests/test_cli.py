@@ -794,7 +794,7 @@ def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_where_else_a_li
     code, out, _ = run("check", "dead.sched")
     assert code == 1
     assert "   = note: under --channel rank; clean under edge and async\n" in out
-    assert "   = note: it runs on gloo, which is async; NCCL can be relied on for rank " in out
+    assert "   = note: it runs on gloo (async), but it can hang on NCCL (rank)\n" in out
     assert out.endswith("\ndead.sched: 1 error under rank\n")
     # What runs on gloo can be drawn.
     assert run("show", "dead.sched", "--json")[0] == 0

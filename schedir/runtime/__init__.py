@@ -1,4 +1,7 @@
-"""Runs schedules under torchrun, each rank its own list. Only this part imports torch."""
+"""Runs schedules under torchrun: each rank runs its own list.
+
+Of schedir's packages only this one and `schedir.training` import torch.
+"""
 
 from schedir.runtime.executor import Executor
 from schedir.runtime.result import StepResult

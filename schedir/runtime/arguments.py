@@ -1,8 +1,8 @@
-"""What the executor is given, and whether it is what it must be: numbers, functions, modules.
+"""The executor's arguments, and their checks: numbers, functions, modules and their memory.
 
-Of the modules' memory too: a stage trains its own. A parameter, or running statistics, that several
-stages reach would be stepped by each of them, or get the gradients of one alone; on processes of
-their own they would part without a word.
+Each stage trains its own tensors. If several stages shared a parameter, or running statistics, each
+of them would step it, or it would get the gradients of one only; on separate processes the copies
+would silently differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Declared: TypeAlias = Any
 
 @attrs.frozen(eq=False)
 class Arguments:
-    """The arguments of the executor, as they were given; see there."""
+    """The arguments of `Executor`, as they were given."""
 
     schedule: Schedule
     stages: Mapping[int, nn.Module]
@@ -70,7 +70,7 @@ class Arguments:
 
 
 def check_arguments(given: Arguments) -> None:
-    """Raise ExecutionError for what would fail later, or train something that was not meant."""
+    """Raise ExecutionError for arguments that would fail later, or train the wrong thing."""
     try:
         expect_schedule(given.schedule)
     except TypeError as error:
@@ -112,7 +112,7 @@ def _check_functions(given: Arguments) -> None:
         )
     if given.optimizer is not None and not callable(given.optimizer):
         raise ExecutionError(
-            "optimizer must be a function that makes one of parameters, such as "
+            "optimizer must be a function of parameters that makes one, such as "
             f"lambda p: torch.optim.AdamW(p), not {type(given.optimizer).__name__}"
         )
 
@@ -120,12 +120,12 @@ def _check_functions(given: Arguments) -> None:
 def optimizer_of(
     make: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]], stage: int
 ) -> object:
-    """Call the user's function for a stage's parameters: of (named parameters, stage) where it
-    needs two arguments, else of the parameters alone."""
+    """Call the user's function for a stage: with (named parameters, stage) if it needs two
+    arguments, otherwise with the parameters."""
     make_of: Callable[..., object] = make
     try:
         parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # a builtin without a signature
         parameters = {}.values()
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     needed = [one for one in parameters if one.default is one.empty and one.kind in positional]
@@ -133,29 +133,29 @@ def optimizer_of(
 
 
 def whole_name(name: str) -> str:
-    """Name a tensor as the whole model does, without what torch.compile puts before its name, and
-    torch.export behind that of a module that is called again."""
+    """The name of a tensor in the whole model: without torch.compile's prefix, and without the
+    number that torch.export adds to a module that is called again."""
     return re.sub(r"@\d+(?=\.|$)", "", name.replace("_orig_mod.", ""))
 
 
 def enabled_scaler(scaler: object, nonfinite: str) -> GradScaler | None:
-    """The executor's scaler; None for one that is not enabled. Raises ExecutionError for what is
-    none, and where `nonfinite` has nothing looked at."""
+    """The executor's scaler; None for one that is not enabled. Raises ExecutionError for an object
+    that is no scaler, and with `nonfinite="ignore"`."""
     if scaler is None:
         return None
     if not isinstance(scaler, GradScaler):
         raise ExecutionError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
     if nonfinite == "ignore":
         raise ExecutionError(
-            'a scaler leaves out steps whose gradients are not finite, and nonfinite="ignore" '
-            "looks at none: leave one of them out"
+            'a scaler skips updates whose gradients are not finite, but nonfinite="ignore" checks '
+            "no gradients: leave one of the two out"
         )
     return scaler if scaler.is_enabled() else None
 
 
 def _check_numbers(given: Arguments) -> None:
     norm: object = given.clip_grad_norm
-    # Not a number, too, is not at least 0.
+    # NaN fails this test too.
     if norm is not None and not (isinstance(norm, (int, float)) and norm >= 0):
         raise ExecutionError(f"clip_grad_norm must be a number of at least 0, not {norm!r}")
     rules = "raise", "skip", "ignore"
@@ -190,7 +190,9 @@ def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Sequenc
     if isinstance(recompute, bool):
         return range(stages) if recompute else ()
     if not isinstance(recompute, Collection):
-        raise ExecutionError(f"recompute must be true, false or a list of stages: {recompute!r}")
+        raise ExecutionError(
+            f"recompute must be True, False or a list of stages, not {recompute!r}"
+        )
     unknown = [stage for stage in recompute if stage not in range(stages)]
     if unknown:
         raise ExecutionError(f"recompute: there is no stage {unknown[0]!r}, only 0..{stages - 1}")
@@ -198,11 +200,12 @@ def recomputed_stages(recompute: bool | Collection[int], stages: int) -> Sequenc
 
 
 def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: int | None) -> None:
-    """Exactly this rank's stages, or all where `rank` is None."""
+    """Raise ExecutionError unless `stages` has exactly this rank's modules; all if `rank` is
+    None."""
     if rank is None and set(stages) != set(local):
         raise ExecutionError(
             f"in one process all stages are needed, 0..{len(local) - 1}, but modules were given "
-            f"for {sorted(stages)}"
+            f"for {sorted(stages)}; to run one rank in each process, start with torchrun"
         )
     if set(stages) != set(local):
         raise ExecutionError(
@@ -211,39 +214,39 @@ def check_stages(stages: Mapping[int, nn.Module], local: tuple[int, ...], rank: 
         )
     for stage, module in sorted(stages.items()):
         if not isinstance(module, nn.Module):
-            raise ExecutionError(f"stage {stage} is no nn.Module but {type(module).__name__}")
+            raise ExecutionError(f"stage {stage} must be an nn.Module, not {type(module).__name__}")
 
 
 def check_modules(modules: Mapping[int, nn.Module]) -> None:
-    """Each can be run and trained by itself."""
+    """Raise ExecutionError unless each module can be run and trained by itself."""
     for stage, module in sorted(modules.items()):
         _check_tensors(stage, module, modules)
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 raise ExecutionError(
                     f"stage {stage}{f' ({name})' if name else ''} is compiled to TorchScript, "
-                    "whose weights can't be exchanged for older versions; pass the module that it "
+                    "whose weights can't be replaced by older versions; pass the module that it "
                     "was made from"
                 )
             if isinstance(part, (FSDPModule, DistributedDataParallel)):
                 wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__
                 raise ExecutionError(
                     f"stage {stage}{f' ({name})' if name else ''} is wrapped by {wrapper}, which "
-                    "talks to other processes at every forward and backward, by no schedule; "
-                    "pass the bare module and mesh= with a dimension dp, and REDUCE_GRAD sums "
-                    "the gradients"
+                    "talks to other processes in every forward and backward, outside of the "
+                    "schedule; pass the bare module, and mesh= with a dimension dp: REDUCE_GRAD "
+                    "sums the gradients then"
                 )
     if (shared := shared_memory(modules)) is not None:
         one, other = shared
         raise ExecutionError(
             f"stages {one.stage} and {other.stage} hold the same memory, {one.name} of the former "
-            f"and {other.name} of the latter, which only one of them can train; give each a copy "
-            "of its own (copy.deepcopy), and declare parameters that are to stay one with ties="
+            f"and {other.name} of the latter, but only one of them can train it; give each its own "
+            "copy (copy.deepcopy), and declare parameters that must stay equal with ties="
         )
 
 
 def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
-    """Where this process's stages are; those without tensors go where the others are."""
+    """The device of this process's stages; a stage without tensors is on the others' device."""
     found: dict[torch.device, int] = {}
     for stage, module in sorted(stages.items()):
         for tensor in (*module.parameters(), *module.buffers()):
@@ -253,18 +256,20 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
         raise ExecutionError(f"the stages of one process must be on one device, but {listed}")
     device = next(iter(found), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
-        raise ExecutionError(f"the stages are on {device}; the executor knows cpu and cuda")
+        raise ExecutionError(
+            f"the stages are on {device}, but the executor runs on cpu and cuda only; move them"
+        )
     return device
 
 
 def tied_copies(
     stages: Mapping[int, nn.Module], ties: Sequence[TieOf]
 ) -> list[tuple[TieOf, dict[int, nn.Parameter]]]:
-    """Each tie with the copies that are here, by stage."""
+    """Each tie with its copies on this process, by stage."""
     for (stage, name), times in Counter(copy for tie in ties for copy in tie).items():
-        if times > 1:  # it would get another sum from each
+        if times > 1:  # each tie would give it another sum
             raise ExecutionError(
-                f"ties: {stage}:{name} stands in two ties; list all copies of it in one"
+                f"ties: {stage}:{name} stands in two ties; list all its copies in one tie"
             )
     found = []
     for tie in ties:
@@ -283,12 +288,12 @@ def tied_copies(
 
 
 def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Module]) -> None:
-    """Parameters and buffers exist, and can be trained."""
+    """Raise ExecutionError unless parameters and buffers have values, and can be trained."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ExecutionError(
-                f"stage {stage}: {name} has no shape yet, as its module is lazy; run the module "
-                "once on an example of its input before you make the executor, on every rank"
+                f"stage {stage}: {name} has no shape yet, because its module is lazy; before you "
+                "make the executor, run the module once on an example input, on every rank"
             )
         if tensor.is_meta:
             raise ExecutionError(
@@ -303,7 +308,7 @@ def _check_tensors(stage: int, module: nn.Module, modules: Mapping[int, nn.Modul
 
 
 def _home(modules: Mapping[int, nn.Module]) -> torch.device:
-    """Where the stages of this process belong: where some of them are, else on its GPU, if any."""
+    """The device that this process's stages belong on: that of the others, or its GPU, if any."""
     for module in modules.values():
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
@@ -316,8 +321,8 @@ def _home(modules: Mapping[int, nn.Module]) -> torch.device:
 
 @attrs.frozen(eq=False)
 class Held:
-    """A tensor as one stage holds it; `trained` where that makes another one of it: a parameter, or
-    the running statistics of a normalisation."""
+    """A tensor that a stage holds. `trained` if training changes it: a parameter, or the running
+    statistics of a normalisation."""
 
     stage: int
     name: str
@@ -326,12 +331,12 @@ class Held:
 
     @property
     def first(self) -> int:
-        """The first byte that it takes in."""
+        """The address of its first byte."""
         return self.tensor.data_ptr()
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """The address behind its last byte."""
         steps = zip(self.tensor.shape, self.tensor.stride(), strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in steps)
         return self.first + extent * self.tensor.itemsize
@@ -340,10 +345,10 @@ class Held:
 def shared_memory(
     stages: Mapping[int, nn.Module], known: Collection[int] = ()
 ) -> tuple[Held, Held] | None:
-    """Two tensors of different stages, of which one is trained, in the same memory; None for none.
+    """Find two tensors of different stages that overlap in memory, one of them trained; or None.
 
-    Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are apart,
-    as those of a flat buffer of all weights.
+    Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are not
+    shared, such as the views of a flat buffer of all weights.
     """
     by_storage: dict[int, list[Held]] = defaultdict(list)
     for stage, module in sorted(stages.items()):
@@ -359,7 +364,7 @@ def shared_memory(
 
 
 def _held(stage: int, module: nn.Module) -> Iterator[Held]:
-    """What a stage holds: as parameters and buffers, and in other attributes of its modules."""
+    """The tensors of a stage: parameters, buffers, and those in other attributes of modules."""
     seen: set[tuple[int, bool]] = set()
     for path, part in module.named_modules():
         before = f"{path}." if path else ""
@@ -381,8 +386,8 @@ def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an attribute that torch does not know of: in lists, tuples and dicts too, and
-    those of modules in there."""
+    """The tensors in an attribute that torch does not register: also in lists, tuples, dicts, and
+    modules inside of these."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
@@ -395,7 +400,7 @@ def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Ten
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it lies in memory that can be compared: a lazy, sparse or meta tensor does not."""
+    """Whether a tensor's memory can be compared: not that of a lazy, sparse or meta tensor."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return False
     try:
@@ -410,7 +415,7 @@ def _overlap(one: Held, other: Held) -> bool:
         return False
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
-    # Columns of one matrix lie between each other: mark the bytes of the one, and look for them.
+    # The columns of a matrix interleave: mark the bytes of one tensor, and look for the marks.
     first, end = min(one.first, other.first), max(one.end, other.end)
     marks = torch.zeros(end - first, dtype=torch.bool, device="cpu")
     _bytes(marks, one, first).fill_(True)
@@ -418,7 +423,7 @@ def _overlap(one: Held, other: Held) -> bool:
 
 
 def _bytes(marks: Tensor, held: Held, first: int) -> Tensor:
-    """The marks of the bytes that a tensor takes in; `first` is the byte of the first mark."""
+    """The marks of a tensor's bytes; `first` is the address of the first mark."""
     tensor, size = held.tensor, held.tensor.itemsize
     strides = [stride * size for stride in tensor.stride()]
     return marks.as_strided([*tensor.shape, size], [*strides, 1], held.first - first)

@@ -1,4 +1,4 @@
-"""From a plan to the parts that carry it out in this process."""
+"""Makes the parts that run a plan in this process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from schedir.runtime.transports.transport import Transport, Work
 
 @attrs.frozen(eq=False)
 class Parts:
-    """What carries out the calls of one executor, on the stages of this process.
+    """The parts that run the calls of one executor, on the stages of this process.
 
-    `replicas` are of the stages that several ranks here hold.
-    `under_way` are the sends that may not have arrived by the end of a call.
+    `replicas` are those of the stages that several ranks here hold. `under_way` are the sends that
+    may not have arrived by the end of a call.
     """
 
     plan: Plan
@@ -73,8 +73,8 @@ class Parts:
         return self.plan.accelerator.queues
 
     def programs(self, trains: bool, batch: int | None) -> Programs:
-        """The programs of the plan's list, or of its forwards alone; a call that trains has several
-        batches where `batch` says of how many microbatches each is."""
+        """The programs of the plan's list, or of its forwards only. With `batch`, a call that
+        trains has several batches, of `batch` microbatches each."""
         plan = self.plan
         schedule = plan.schedule if trains else forward_only(plan.schedule)
         trace = self.trace if trains else None
@@ -105,7 +105,7 @@ class Parts:
         )
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
-        """How each rank here sends what first calls describe."""
+        """The messenger of each rank here, for the payloads of first calls."""
         plan = self.plan
         if plan.grid.alone:
             sent: dict[Any, Sent] = {}
@@ -113,7 +113,7 @@ class Parts:
         return {plan.grid.rank: Posted(self.control.described(trains), plan.device)}
 
     def _stepped(self) -> list[Tensor] | None:
-        """The parameters that the optimisers step; None where the caller does."""
+        """The parameters that the optimisers step; None if the caller steps."""
         if not self.plan.updates:
             return None
         groups = (group for made in self.optimizers.values() for group in made.param_groups)
@@ -123,8 +123,8 @@ class Parts:
 def assemble(plan: Plan, session: Session) -> Parts:
     """Compare with the other processes, connect to them, and make the parts.
 
-    In one order on all, since both sides make a connection. Raises ExecutionError where processes
-    differ, WaitError where they don't come in time.
+    The order is the same on all processes, because both sides make a connection. Raises
+    ExecutionError if processes differ, WaitError if they don't come in time.
     """
     optimizers = plan.optimizers()
     nonfinite = NonFinite(plan, session.control, optimizers)
@@ -201,7 +201,7 @@ def _stages(
 
 
 def _on_several_streams(plan: Plan) -> set[int]:
-    """The stages here that more than one stream computes: those of several ranks, or in pairs."""
+    """The stages here that several streams compute: those of several ranks, or of pairs."""
     held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
     return held.union(*(on_two_streams(plan.schedule.actions[rank]) for rank in plan.local_ranks))
 

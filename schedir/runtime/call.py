@@ -1,4 +1,4 @@
-"""What a caller asks of the executor, and what holds all through one call."""
+"""The kinds of calls of the executor, and the state of one call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import attrs
 import torch
 
 
-@attrs.frozen(eq=False)  # each is one object: compared at every step
+@attrs.frozen(eq=False)  # compared by identity, at every step
 class Request:
-    """One kind of call, as every rank has to make it.
+    """One kind of call; every rank must make the same one.
 
-    `name` is what the caller wrote. `trains` where gradients are computed, `updates` where
-    OPTIM_STEPs are carried out, `has_loss` where there is a target to compare with.
+    `name` is the call as the user wrote it. `trains`: it computes gradients. `updates`: it runs the
+    OPTIM_STEPs. `has_loss`: it has a target.
     """
 
     name: str
@@ -36,12 +36,12 @@ REQUESTS = (STEP, RUN, ACCUMULATE, EVALUATE, INFER, CLOSE, GATHER, COLLECT)
 
 
 Keep: TypeAlias = Callable[[Any, Any], Any]
-"""(output, target) → what is to be kept of a microbatch."""
+"""(output, target) → the value to keep for a microbatch."""
 
 
 @lru_cache
 def autocast_kinds(device: torch.device) -> Collection[str]:
-    """The types of device on which what runs there may be computed in lower precision."""
+    """The device types whose autocast may matter to stages on this device."""
     return frozenset(filter(torch.amp.is_autocast_available, {"cpu", device.type}))
 
 
@@ -49,11 +49,11 @@ def autocast_kinds(device: torch.device) -> Collection[str]:
 class Call:
     """One call of the executor.
 
-    `number` counts the calls before this one, `step` the calls of `step`; with the executor's seed
-    that seeds the forwards. `keeps` makes of the last stage's output and the target what the result
-    holds of a microbatch, None for nothing. `autocast` are the types of device on which the caller
-    computes in lower precision, which forwards alone do; `precision` is the type that it computes
-    in on the stages' device, None for no autocast.
+    `number` counts the calls before this one, `step` the calls of `step`, which with the executor's
+    seed seeds the forwards. `keeps` maps the last stage's output and the target to the value that
+    the result keeps; None keeps nothing. `autocast` are the device types on which the caller has
+    autocast on; only forwards run under it. `precision` is the autocast dtype on the stages'
+    device, None without autocast.
     """
 
     request: Request
@@ -69,6 +69,6 @@ class Call:
 
 @attrs.define(eq=False)
 class Now:
-    """The call that a program is run for: bound calls that depend on it read it here."""
+    """The current call of a program; bound calls that depend on it read it here."""
 
     call: Call = attrs.field(factory=lambda: Call(STEP, 0))

@@ -1,5 +1,6 @@
-"""Chunk specs: along which dim each tensor of a call is cut, or that it goes whole to every
-microbatch. They are those of torch.distributed.pipelining, whose own objects are taken as well.
+"""Chunk specs: the dim along which a tensor is cut into microbatches, or "replicate".
+
+They are those of torch.distributed.pipelining; its own objects work too.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 
 ChunkSpec: TypeAlias = Any
-"""A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, structured as what
-it is for, or as the outer part of that."""
+"""A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, with the structure
+of the argument, or of its outer part."""
 
 REPLICATE = "replicate"
-"""Not cut: each microbatch gets the whole tensor."""
+"""Every microbatch gets the whole tensor."""
 
 Dim: TypeAlias = int | None
-"""What a tensor is cut along; None where it goes whole to every microbatch, as constants do."""
+"""The dim that a tensor is cut along; None if every microbatch gets all of it, as constants."""
 
 
 def checked(spec: ChunkSpec, what: str) -> ChunkSpec:
-    """The spec, with dims and REPLICATE in the place of torch's own objects.
+    """The spec, with dims and REPLICATE in place of torch's own objects.
 
-    Raises ExecutionError for what is neither; `what` names the argument.
+    Raises ExecutionError for anything else; `what` names the argument.
     """
     return pytree.tree_map(lambda leaf: _checked_leaf(leaf, what), spec)
 
@@ -35,7 +36,7 @@ def checked(spec: ChunkSpec, what: str) -> ChunkSpec:
 def _checked_leaf(leaf: object, what: str) -> Dim | str:
     if leaf is None or leaf == REPLICATE or (isinstance(leaf, int) and not isinstance(leaf, bool)):
         return leaf
-    # Late: it takes long to import, and who gives its objects has done so.
+    # Imported here because it takes long; a user who passes its objects has imported it already.
     from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
     if isinstance(leaf, TensorChunkSpec):
@@ -47,8 +48,8 @@ def _checked_leaf(leaf: object, what: str) -> Dim | str:
 
 @attrs.frozen(eq=False)
 class Whole:
-    """A whole batch, taken apart: its leaves, and the structure they stand in, None for a single
-    tensor; `what` names the argument."""
+    """A whole batch as its leaves and their structure, None for a single tensor; `what` names the
+    argument."""
 
     what: str
     batch: Any
@@ -57,13 +58,13 @@ class Whole:
 
     @property
     def numbered(self) -> Any:
-        """The structure, with numbers in the place of the leaves."""
+        """The structure, with numbers in place of the leaves."""
         if self.structure is None:
             return 0
         return pytree.tree_unflatten(range(len(self.leaves)), self.structure)
 
     def name(self, number: int) -> str | None:
-        """The keyword that a leaf is given by, or is in; None for none."""
+        """The keyword of a leaf, or of the argument that the leaf is in; None without one."""
         if isinstance(self.batch, Mapping):
             for name, part in self.numbered.items():
                 if number in pytree.tree_leaves(part):
@@ -73,8 +74,8 @@ class Whole:
 
 @attrs.frozen(eq=False)
 class ChunkSpecs:
-    """How whole batches are cut: `args` are the specs of `inputs` by position, `kwargs` of keywords
-    by name; without one, inputs and target are cut along `batch_dim`."""
+    """How to cut whole batches: `args` are the specs of `inputs` by position, `kwargs` those of
+    keywords by name. Without a spec, inputs and target are cut along `batch_dim`."""
 
     batch_dim: int
     args: ChunkSpec
@@ -82,7 +83,7 @@ class ChunkSpecs:
 
     @property
     def is_plain(self) -> bool:
-        """Whether inputs and target are cut along `batch_dim`."""
+        """Whether there are no specs, so that inputs and target are cut along `batch_dim`."""
         return self.args is None and not self.kwargs
 
     def of_inputs(self, whole: Whole) -> list[Dim]:
@@ -92,12 +93,12 @@ class ChunkSpecs:
         return [self._dim(leaf, spec) for leaf, spec in self._specified(whole, self.args)]
 
     def of_target(self, whole: Whole) -> list[Dim]:
-        """Those of `target`."""
+        """The dims of the leaves of `target`."""
         return [self.batch_dim if isinstance(leaf, Tensor) else None for leaf in whole.leaves]
 
     def beside(self, whole: Whole, rows: int | None) -> list[Dim]:
-        """Those of what stages and the loss get beside these; `rows` are the batch's, None where
-        this rank can't tell.
+        """The dims of the leaves of `stage_inputs` or `loss_kwargs`; `rows` are the batch's, None
+        if this rank does not know them.
 
         Raises ExecutionError for a tensor without a spec that may hold one entry for each row.
         """
@@ -135,7 +136,7 @@ class ChunkSpecs:
 
 
 def _positional(whole: Whole, spec: ChunkSpec) -> Iterator[tuple[Any, ChunkSpec]]:
-    """The parts of inputs that go by position, numbered, each with its spec."""
+    """The positional parts of the inputs, numbered, each with its spec."""
     if not isinstance(spec, (tuple, list)):
         yield whole.numbered, spec
         return
@@ -147,17 +148,17 @@ def _positional(whole: Whole, spec: ChunkSpec) -> Iterator[tuple[Any, ChunkSpec]
 
 def _unlike(whole: Whole, spec: ChunkSpec) -> ExecutionError:
     return ExecutionError(
-        f"{whole.what}: its chunk spec is {spec!r}, which has another structure than what it is "
-        f'for; give one dim or "{REPLICATE}" for each tensor, or one for all'
+        f"{whole.what}: its chunk spec {spec!r} has another structure than the batch; pass one dim "
+        f'or "{REPLICATE}" for each tensor, or one for all'
     )
 
 
 def _ambiguous(whole: Whole, number: int, rows: int | None) -> ExecutionError:
     name = whole.name(number)
-    has = f"as that has {rows} rows"
+    has = f"because the batch has {rows} rows"
     if rows is None:
-        has = "and this rank is given no whole batch to compare with"
-    given = "" if name is not None else 'give it by keyword, {"name": …}, and '
+        has = "and this rank has no whole batch to compare with"
+    given = "" if name is not None else 'pass it by keyword, {"name": …}, and '
     spec = f'{{"{name or "name"}": 0}}'
     return ExecutionError(
         f"{whole.what}: {f'{name!r}, ' if name is not None else ''}a tensor of shape "

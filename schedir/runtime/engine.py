@@ -1,4 +1,4 @@
-"""Makes one call after the other: feeds it, opens it, runs it, and leaves nothing of it behind."""
+"""Runs one call after the other: cuts its batch, announces it, runs its list, and cleans up."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Carries out a plan, call by call, together with the other processes.
+    """Runs a plan, call by call, together with the other processes.
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
-    processes a failure breaks it for good. A call that trains has several batches where `batch`
-    says of how many microbatches each is; they are carried out by `stream`.
+    processes a failure breaks the engine for good. With `batch`, a call that trains has several
+    batches, of `batch` microbatches each; `stream` runs it.
 
-    Raises ExecutionError where processes differ, or the others don't come in time.
+    Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
     def __init__(self, plan: Plan, batch: int | None = None) -> None:
@@ -78,7 +78,7 @@ class Engine:
             ]
             self.training = parts.programs(trains=True, batch=batch)
             self.evaluation = parts.programs(trains=False, batch=None)
-        # What a plan has none of is not looked at in its steps.
+        # Decided once, so that a step does not look at features that the plan does not use.
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
@@ -107,10 +107,10 @@ class Engine:
             *([parts.accumulated.restore] if parts.accumulated.active else []),
         ]
         self._applies = trained.active and (plan.updates or self._queues)
-        # At what earlier calls have left on the device.
+        # Checks of what earlier calls have left on the device.
         earlier = [self._feeder.look, parts.scaling.look, trained.look_at_earlier]
         self._look_at_earlier = earlier if self._queues else []
-        # Without a close, too, the process must not end before its last sends have arrived.
+        # Even without a close, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
             self,
             _arrive,
@@ -123,35 +123,35 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """The list that the latest step has carried out, or the first one would."""
+        """The list that the latest step has run, or that the first one would run."""
         return self.training.schedule
 
     def check_usable(self) -> None:
-        """Raise ExecutionError where there can be no call now."""
+        """Raise ExecutionError if no call can be made now."""
         self._session.check_usable()
 
     @property
     def is_broken(self) -> bool:
-        """Whether a failure has ended it for good."""
+        """Whether a failure has broken the engine for good."""
         return self._session.broken is not None
 
     def pause(self, reason: str | None) -> None:
-        """Refuse calls for that reason, until there is none."""
+        """Refuse calls for this reason; None allows them again."""
         self._session.paused = reason
 
     def break_off(self, reason: str) -> None:
-        """There can be no further call, as a stream of this executor has failed."""
+        """Refuse all further calls: a stream of this executor has failed."""
         self._session.break_off(reason)
 
     def cut(self, given: CallArguments) -> Feed:
-        """The microbatches of a step. Raises ExecutionError for arguments that don't fit."""
+        """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
         with self._plan.accelerator.chosen():
             return self._feeder.cut(given, STEP)
 
     def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        """Make a call, as every rank does.
+        """Make a call; every rank makes the same one.
 
-        Raises ExecutionError, which names the action that failed, or what the ranks differ in.
+        Raises ExecutionError, which names the action that failed, or how the ranks differ.
         """
         if self._queues:
             with self._plan.accelerator.chosen():
@@ -159,14 +159,14 @@ class Engine:
         return self._in_mode(request, given, keeps)
 
     def _in_mode(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        """Make a call with gradients on or off, as it trains or not."""
+        """Make a call, with gradients on if it trains, otherwise off."""
         if not request.trains:
             with evaluating(self._stages):
                 return self._call(request, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
-                "step trains, which torch.inference_mode() rules out; leave it, or call evaluate "
-                "or infer"
+                "step can't train under torch.inference_mode(); call it outside of that, or call "
+                "evaluate or infer"
             )
         if torch.is_grad_enabled():
             result = self._call(request, given, keeps)
@@ -177,11 +177,13 @@ class Engine:
         return result
 
     def stream(self, given: CallArguments) -> Iterator[StepResult]:
-        """Make a call that trains on several batches, and give the result of each as soon as its
-        last OPTIM_STEP here is over. Between them modules, random states and autocast are the
-        caller's."""
+        """Make a call that trains on several batches; yield the result of each as soon as its last
+        OPTIM_STEP here is over. Between two results the modules, generators and autocast are as the
+        caller left them."""
         if torch.is_inference_mode_enabled():
-            raise ExecutionError("run trains, which torch.inference_mode() rules out; leave it")
+            raise ExecutionError(
+                "run can't train under torch.inference_mode(); call it outside of that"
+            )
         under_way = self._carry_out(RUN, given, None)
         while True:
             with self._plan.accelerator.chosen(), torch.enable_grad():
@@ -199,8 +201,8 @@ class Engine:
     def _carry_out(
         self, request: Request, given: CallArguments, keeps: Keep | None
     ) -> Iterator[StepResult]:
-        """Make a call; gives the result of each of its batches when that is over, of the last one
-        when all is."""
+        """Make a call; yield the result of each of its batches when the batch is over, and the last
+        one when the call is over."""
         session, parts = self._session, self.parts
         if session.closed or session.broken is not None or session.paused is not None:
             session.check_usable()
@@ -218,7 +220,7 @@ class Engine:
         told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
         try:
-            # What is refused here has moved nothing.
+            # A call that is refused here has changed nothing.
             feed = self._feeder.cut(given, request)
             if request.trains:
                 for check in self._checks:
@@ -266,7 +268,7 @@ class Engine:
         yield StepResult(found, norm, outputs, skipped, busy, self._since(began, started), read)
 
     def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The OPTIM_STEPs that were left out, without those that were told of before."""
+        """The OPTIM_STEPs that were left out, without those that earlier results have listed."""
         skipped = self.parts.nonfinite.skipped
         if not skipped:
             return ()
@@ -275,12 +277,12 @@ class Engine:
         return found
 
     def _moment(self) -> tuple[Mark | None, float]:
-        """Now, on the device where its time is taken, and on the host."""
+        """The current time: a mark on the device if one is needed, and the host's clock."""
         mark = self._plan.accelerator.mark(timed=True) if self._marks else None
         return mark, perf_counter()
 
     def _since(self, began: Mark | None, started: float) -> float | Callable[[], float]:
-        """The seconds since a moment, by the device's time where it queues."""
+        """The seconds since a moment, by the device's clock if it queues its work."""
         if began is not None and self._queues:
             return partial(_between, began, self._plan.accelerator.mark(timed=True))
         return perf_counter() - started
@@ -293,13 +295,13 @@ class Engine:
         began: Mark | None,
         started: float,
     ) -> StepResult:
-        """The result of a batch that is over, in a call that goes on."""
+        """The result of a finished batch in a call that goes on."""
         parts = self.parts
         ended = self._plan.accelerator.mark().query if self._follows else _at_once
         busy: float | Callable[[], float] = math.nan
         if self._clock is None:
             busy, self._busy[0] = self._busy[0], 0.0
-        elif parts.trace is None:  # else the times are of the whole call
+        elif parts.trace is None:  # with a trace, times are those of the whole call
             busy = self._clock.take()
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
@@ -307,8 +309,8 @@ class Engine:
     def _open(
         self, programs: Programs, call: Call, given: CallArguments, feed: Feed
     ) -> tuple[Opened, Sequence[Exchange]]:
-        """Announce a call, and get all ready for its list; gives what is to be run, and where the
-        losses of its batches go."""
+        """Announce a call, and prepare its list; returns the program to run, and the exchanges for
+        the losses of its batches."""
         request, parts = call.request, self.parts
         if self._follows:
             parts.progress.begin()
@@ -343,15 +345,15 @@ class Engine:
         exchanges: Sequence[Exchange],
         feed: Feed,
     ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None]:
-        """The list has been run: leave nothing of it behind; gives how to get the losses of the
-        last batch, and the outputs, where they are wanted."""
+        """Clean up after the list; returns a function that gets the losses of the last batch, and
+        the outputs if they are wanted."""
         self._session.control.settle()
         if call.request.trains:
             for end in self._ends:
                 end()
         cells = opened.program.cells
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
-        # Of a short batch the last microbatches were copies.
+        # In a short batch the last microbatches are copies.
         outputs = cells.results(opened.rows) if call.keeps is not None else None
         cells.clear(feed)
         if opened.learns:
@@ -361,19 +363,19 @@ class Engine:
     def _report(
         self, batch: int, exchanges: Sequence[Exchange], feed: Feed, cells: Cells
     ) -> Callable[[], CallLosses]:
-        """Send the losses of a batch on their way; gives how to get those of all ranks."""
+        """Send the losses of a batch; returns a function that gets those of all ranks."""
         ran = cells.losses() if feed.counts else ()
         return self._losses[batch].report(exchanges[batch], feed.counts, ran)
 
     def _sum_ties(self) -> None:
-        """Where the caller steps, take the sums of tied copies."""
+        """Sum the gradients of tied copies, for a caller who steps."""
         for replicas in self.parts.replicas.values():
             replicas.restore()
         for tie in self.parts.ties:
             tie.sum()
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
-        """Read what a call has left, once it has `ended`: `what` may be waited for in vain."""
+        """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
         try:
             self.parts.progress.reach(ended)
             return fetch()
@@ -381,7 +383,8 @@ class Engine:
             raise self._failed(stalled, f"the {what} of {call}") from None
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
-        """A call has failed, and with several processes the executor; returns what to raise."""
+        """Clean up after a call that failed; returns the error to raise. With several processes the
+        executor is broken."""
         for programs in (self.training, self.evaluation):
             programs.reset()
         self.parts.barriers.reset()
@@ -397,7 +400,7 @@ class Engine:
 
     @contextmanager
     def _message(self, what: str) -> Iterator[Control]:
-        """Beside the pipeline's traffic. Where it fails here, nobody else waits for it."""
+        """Send messages beside the pipeline's traffic. If it fails here, no other rank waits."""
         self._session.check_usable()
         try:
             yield self._session.control
@@ -409,23 +412,23 @@ class Engine:
             raise self._session.failure(named, what) from error
 
     def gather(self, value: Any, request: Request = GATHER) -> list[Any]:
-        """What all processes give, by number, on each of them; all make the same request."""
+        """The values of all processes, by number, on each of them; all make the same request."""
         with self._message(request.name) as control:
             self._announce(request)
             return control.gather(value)
 
     def collect(self, value: Any) -> list[Any] | None:
-        """What all processes give, by number, on the first one alone."""
+        """The values of all processes, by number, on the first one; None on the others."""
         with self._message("collect") as control:
             self._announce(COLLECT)
             return control.collect(value)
 
     def _announce(self, request: Request) -> None:
-        """Raise OneLineError where another rank makes a call meanwhile."""
+        """Raise OneLineError if another rank makes another call now."""
         self.parts.handshake.exchange(Announcement(request, self._session.calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
-        """This rank's of the values of the first stage's rank; see `Executor.hand_out`."""
+        """This rank's value from the first stage's rank; see `Executor.hand_out`."""
         grid = self._plan.grid
         speaker = self._plan.schedule.placement[0][0]
         number = grid.number(speaker)
@@ -434,8 +437,8 @@ class Engine:
                 return control.receive(speaker)
             if values is None or len(values) != grid.ranks:
                 raise ExecutionError(
-                    f"rank {speaker}, which runs the first stage, gives one value for each of the "
-                    f"{grid.ranks} ranks"
+                    f"hand_out: rank {speaker}, which runs the first stage, must pass a value for "
+                    f"each of the {grid.ranks} ranks"
                 )
             for rank in range(grid.ranks):
                 if grid.number(rank) != number:
@@ -443,7 +446,7 @@ class Engine:
             return values[speaker]
 
     def timelines(self) -> list[Timeline]:
-        """Those of the steps since this was asked last, on rank 0; see there."""
+        """The timelines of the steps since the last call, on rank 0; see `Executor.timelines`."""
         self._session.check_usable()
         if not self._plan.arguments.trace:
             raise ExecutionError(
@@ -457,17 +460,17 @@ class Engine:
             return trace.timelines()
 
     def close(self) -> None:
-        """Give back the process groups that were made for this; safe to call twice."""
+        """Release the process groups that were made for this; safe to call twice."""
         with self._plan.accelerator.chosen(), self._session.closing() as still_works:
             if still_works:
-                # End what is under way, and say that there is no other call.
+                # Finish what is under way, and announce that there is no other call.
                 self._leave.detach()
-                self.parts.progress.settle()  # it names the place where that is in vain
+                self.parts.progress.settle()  # on failure it names the place
                 wait_for(self.parts.under_way)
                 self.parts.shared.settle()
                 self._session.control.courier.finish()
                 self.parts.handshake.last(Call(CLOSE, self._session.calls))
-                for _ in range(2):  # what the step before the last one has posted, and what it has
+                for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
                 self.parts.replica_check.compare()
                 self._session.leave()
@@ -476,7 +479,7 @@ class Engine:
 
 
 def _at_once() -> bool:
-    """Whether the device has come to the end of a call: the CPU always has."""
+    """Whether the device has come to the end of a call: always true on the CPU."""
     return True
 
 
@@ -489,7 +492,7 @@ def _between(began: Mark, ended: Mark) -> float:
 def _arrive(
     works: list[Work], progress: Progress, courier: Courier, accelerator: Accelerator
 ) -> None:
-    with suppress(WaitError):  # the other side may be gone, and the device wait for it for ever
+    with suppress(WaitError):  # the other side may be gone: the device would wait for ever
         progress.settle()
         wait_for(works)
         accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""The executor: interprets one rank's list, exactly as it is printed."""
+"""The executor: runs one rank's list exactly as it is printed."""
 
 from __future__ import annotations
 
@@ -38,123 +38,154 @@ from schedir.simulator import Timeline
 
 
 class Executor:
-    """Runs a schedule on this rank; every rank makes one, under torchrun.
+    """Runs a schedule on this rank. Every rank makes an executor of its own, under torchrun.
 
-    `stages` maps exactly this rank's stages to their modules. `loss_fn(output, target)` returns
-    the mean loss over a microbatch, a scalar; if it is a module, its parameters are trained with
-    the last stage. `optimizer(parameters)`, or a function that needs two arguments,
-    `optimizer(named_parameters, stage)`, is called once per local stage: the latter gets a list of
-    (name in the whole model, parameter), so that it can make param groups by name. None leaves
-    `.grad` to the caller. `boundaries` declares, by example tensors, the output of stages whose
-    shape depends on data, the same for every microbatch. `recompute` names the stages, or says that
-    all, keep only the input of a forward and run it again before the backward (activation
-    checkpointing): the pass `schedir.recompute` lists an R for each of their microbatches that has
-    none yet. `count` says of a microbatch's target how many samples the mean loss is over, where
-    that is not its rows: tokens that are not padding, or `weight[target].sum()` for a loss weighed
-    by class; microbatches are weighed by it. A loss that is seen to sum, or to be the mean over
-    something else than what is counted, is refused.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> schedule = build("1f1b", ranks=2, microbatches=4)
+    >>> stages = {0: nn.Linear(8, 8), 1: nn.Linear(8, 2)}
+    >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    >>> with Executor(schedule, stages, nn.MSELoss(), sgd, in_process=True) as executor:
+    ...     executor.step(torch.ones(8, 8), target=torch.zeros(8, 2)).samples
+    8.0
 
-    `clip_grad_norm` scales the gradients before every update so that their norm over all stages is
-    at most that. `nonfinite` says what becomes of NaN and infinity, see below. `ties` names copies
-    of one parameter that stages share, each as (stage, name in the stage's module): they get the
-    sum of their gradients and step together, so their optimisers must treat them alike. Where the
-    caller steps, every call of `step` adds the sum of its own gradients to each copy's `.grad`, and
-    the caller steps all copies alike. `mesh`, with dimensions named dp and pp, runs the schedule
-    once for each index of dp, on data of its own, as one training: sums are over all.
+    The model and its training:
 
-    `seed` seeds every forward, with the number of the step; see `schedir.runtime.rng`. `step` is
-    that of the first call of `step`: where a resumed training goes on. `timeout`, in seconds or a
-    timedelta, is how long a rank waits for another; by default as long as the default process
-    group does. `channel` is the channel model that the list is proved and posted under, where that
-    is not to be the transport's own: gloo's is "async", NCCL's "rank". A stricter one is always
-    right; on NCCL "pair" and "edge" are at your own risk, which a warning states.
+    - `schedule`: a `Schedule`. It is proved before anything is initialised.
+    - `stages`: a mapping from each stage of this rank to its module. It has exactly the stages of
+      `schedule.stages_of(rank)`; in one process, all stages.
+    - `loss_fn`: `loss_fn(output, target)` returns the mean loss over a microbatch, a scalar tensor.
+      If `loss_fn` is a module, its parameters are trained with the last stage.
+    - `optimizer`: a function that makes the optimiser of a stage, called once for each stage here.
+      It is `optimizer(parameters)` or, if it needs two arguments, `optimizer(named_parameters,
+      stage)` with a list of (name in the whole model, parameter), for param groups by name.
+      None leaves the gradients in `.grad`, and you step.
+    - `count`: `count(target)` returns how many samples the mean loss of a microbatch is over. By
+      default these are the target's rows. Pass a function if the loss is the mean over something
+      else: tokens that are not padding, or `weight[target].sum()` for class weights. Microbatches
+      are weighted by it. A loss that evidently sums, or averages over something else than what is
+      counted, is refused.
+    - `boundaries`: a mapping from a stage to example tensors of its output, for stages whose output
+      shape depends on data. The shape is the same for every microbatch.
+    - `recompute`: True for all stages, or a collection of stages. Their forwards keep only their
+      input, and run again before the backward (activation checkpointing). The pass
+      `schedir.recompute` lists an R for each of their microbatches that has none yet.
+    - `ties`: the parameters that several stages share. Each is a list of its copies, as (stage,
+      name in the stage's module). The copies get the sum of their gradients and step together, so
+      their optimisers must treat them in the same way. If you step yourself, every call of `step`
+      adds the sum of that call's gradients to each copy's `.grad`, and you must step all copies in
+      the same way.
+    - `mesh`: a DeviceMesh with dimensions named dp and pp. Each index of dp is one pipeline with
+      data of its own; all pipelines together are one training, and sums are over all of them.
 
-    Of these a rank needs `loss_fn`, `count`, `boundaries` and the chunk specs for its own stages
-    only; `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`, `nonfinite`, `scaler`,
-    `ties`, `mesh`, `channel`, `trace`, and whether there is an optimizer, are compared.
+    The gradients:
 
-    What the executor is of can be read: `stages`, `loss_fn`, `ties`, `nonfinite`, `scaler` as
-    given, the `device` of the stages, the optimiser of each stage here in `optimizers`; and which
-    process this is, `rank` of the schedule in the `pipeline` of that number.
+    - `clip_grad_norm`: before every update, scales the gradients so that their norm over all stages
+      is at most this number.
+    - `nonfinite`: what to do with NaN and infinity: "raise", "skip" or "ignore"; see below.
+    - `scaler`: a torch.amp.GradScaler, for steps under autocast to float16; see below.
 
-    With `trace` every rank records when each entry of its list runs in each call of `step`; see
-    `timelines`. That costs about a microsecond an action. Of several pipelines the first one's
-    ranks do.
+    The data:
 
-    What a stage returns goes into the next one's forward, of any structure: a tuple's entries by
-    position and a dict's by keyword if forward takes them so, all else as one argument. Tensors
-    travel; None, numbers and strings must stay what they were in the first step of an input shape.
-    That step learns the shapes: it runs every stage as often as the list says, on real values, and
-    is slower than those after it.
+    - `batch_dim`: the dim along which inputs and target are cut into microbatches; 1 for sequences
+      first.
+    - `args_chunk_spec` and `kwargs_chunk_spec`: other dims for single tensors; see below.
 
-    A step equals gradient accumulation in one process bit for bit, in the order of the loss
-    stage's backwards; a stage that lists its backwards in another order adds the same gradients
-    up in that one, which may round differently, and so do sums over processes: each adds up its own
-    first, and of three or more the transport chooses the order. What requires grad must not change
-    after the first step: make a new Executor to freeze or thaw a stage.
+    The run:
 
-    Each update is by the mean over its own microbatches. Gradients are accumulated with the weights
-    of the loss stage, the share that each microbatch has in the samples of that stage's update; a
-    stage that updates after other microbatches (1F1B-RR's replicated ones, once a round) scales
-    what it has, summed over its replicas, by one over the sum of those weights. There gradients
-    from before a call are refused, as they would be scaled with the rest.
+    - `seed`: seeds every forward, together with the number of the step; see `schedir.runtime.rng`.
+    - `step`: the number of the first call of `step`, for a training that is resumed.
+    - `timeout`: how long a rank waits for another, in seconds or as a timedelta. By default it is
+      the timeout of the default process group.
+    - `channel`: the channel model under which the list is proved and posted. By default it is the
+      transport's: "async" for gloo, "rank" for NCCL. A stricter one is always right. On NCCL "pair"
+      and "edge" are at your own risk, and schedir warns of them.
+    - `in_process`: run all ranks in this process, in turn, without torchrun. It is for tests and to
+      look inside, not for speed.
+    - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the
+      first pipeline; see `timelines`. It costs about a microsecond an action.
 
-    What is not finite is never applied. By `nonfinite="raise"` the rank that finds it raises
-    ExecutionError before it steps: at a loss, with its microbatch, or at the gradients that its
-    OPTIM_STEPs would apply, after all sums and before clipping, with stage and parameter. Losses
-    are looked at without updates as well; on a GPU that is said by the next call, or `close`.
+    All ranks must pass the same `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`,
+    `nonfinite`, `scaler`, `ties`, `mesh`, `channel` and `trace`, and either all or none must pass
+    an `optimizer`: the executor compares them. A rank needs `loss_fn`, `count`, `boundaries` and
+    chunk specs only for its own stages.
 
-    By `nonfinite="skip"` such OPTIM_STEPs are left out: their gradients are cleared, and weights
-    and optimizer stay what they are. A list that has its OPTIM_STEPs last leaves out all of them
-    or none, on all ranks; in another one each goes by its own gradients. Those of a microbatch
-    whose loss is not finite are made NaN. `result.skipped` tells which were left out. There must
-    be an optimizer, and no `update=False`; ties need a list with its OPTIM_STEPs last. By
-    `"ignore"` nothing is looked at.
+    You can read `stages`, `loss_fn`, `ties`, `nonfinite` and `scaler` as they were given, the
+    `device` of the stages, the optimiser of each stage here in `optimizers`, and the `rank` of this
+    process in the schedule and the number of its `pipeline`.
 
-    `scaler` is a torch.amp.GradScaler, for steps under autocast to float16: backwards start from
-    the loss times its scale, gradients are divided by that before they are clipped and looked at,
-    and the steps of all stages are left out together, as by "skip", where one is not finite. Then
-    the scale shrinks, else it grows, on all ranks alike; the caller calls nothing of it. All ranks
-    make it alike. Between calls with `update=False` gradients stay scaled. It needs an optimizer, a
-    list with its OPTIM_STEPs last, and parameters that are not float16.
+    **Batches.** `step`, `evaluate` and `infer` take the same data. `inputs` and `target` are each a
+    whole batch, which is cut (a tensor, or a tuple or mapping of tensors), or a list or iterator of
+    ready microbatches. An iterator must yield as many as the schedule has. The rank of the first
+    stage uses `inputs`, the rank of the last stage `target`. Other ranks may pass them too: they
+    are ignored there, but if one of the first and the last rank passes what the other one uses,
+    both must pass the same data. The rule is the same for `stage_inputs`, what stages get beside
+    their input (tensors and tuples by position, mappings by keyword), and for `loss_kwargs`, the
+    keyword arguments of `loss_fn`. All whole batches of a call have the same rows. If shapes in
+    `stage_inputs` can change while those of the inputs do not, pass it on the first stage's rank
+    too. If the last stage takes its labels from `stage_inputs` and returns the loss, no target is
+    needed: `loss_fn` gets None for it, and `count` gets those inputs. On a GPU, tensors on the CPU
+    are copied to the GPU of the stages, without waiting if they are in pinned memory. Tensors on
+    another GPU are refused.
 
-    Uses the default process group, and initialises one where nobody has. With one rank it runs
-    without any, and with `in_process` all ranks run in this process, in turn: `stages` are all
-    stages then, and nothing of torchrun is needed; for tests and to look inside, not for speed.
-    Replicas of a stage then share its module, its optimiser and its buffers (BatchNorm's statistics
-    are those of all their microbatches, which on processes each replica takes for itself); each
-    adds up gradients of its own until REDUCE_GRAD, and reads the weight versions of its own list.
-    A context manager: leaving it calls `close`.
+    **Chunk specs.** `torch.tensor_split` cuts whole batches, inputs and target along `batch_dim`. A
+    chunk spec names another dim, as in torch.distributed.pipelining: a dim, "replicate" to give the
+    whole tensor to every microbatch, or torch's TensorChunkSpec or _Replicate. None is the default.
+    `args_chunk_spec` is for `inputs` that are a tensor or a tuple: one spec for all entries, or one
+    for each. `kwargs_chunk_spec` maps names to specs, for `inputs` that are a mapping, and for the
+    keywords of `stage_inputs` and `loss_kwargs`. Without a spec, a tensor in those two goes whole
+    to every microbatch if neither its dim 0 nor its `batch_dim` has as many entries as the batch
+    has rows; otherwise it is refused, as it is if this rank does not know the rows. Values that are
+    not tensors go to every microbatch. Ready microbatches are taken as they are.
 
-    What `step`, `evaluate` and `infer` are given: `inputs` and `target` are a whole batch (a
-    tensor, or a tuple or mapping of tensors, that is cut), or a list or iterator of ready
-    microbatches, of which an iterator gives as many as the schedule has. The rank of the first
-    stage uses `inputs`, that of the last `target`; elsewhere they are ignored, but where one of
-    these two has what the other uses as well, it must be the same. So are `stage_inputs`, what
-    stages get beside their input (tensors and tuples by position, mappings by keyword), and
-    `loss_kwargs`, what `loss_fn` takes by keyword. All whole batches have the same rows. A last
-    stage that has its labels among its `stage_inputs`, and returns the loss itself, needs no
-    target: `loss_fn` is given None for it, and `count` those inputs. On a GPU, tensors on the CPU
-    are copied to that of the stages, without waiting where they are in pinned memory; those on
-    another GPU are refused. Pass `stage_inputs` on the first stage's rank as well where their
-    shapes may change though the input's do not.
+    **Between stages.** The output of a stage goes into the forward of the next one: a tuple by
+    position and a dict by keyword if forward takes them so, anything else as one argument. Tensors
+    travel. None, numbers and strings must stay what they were in the first step of an input shape.
+    That step learns the shapes. It runs every stage as often as the list says, on real values, and
+    is slower than the steps after it. Which tensors require grad must not change after the first
+    step: make a new Executor to freeze or thaw a stage.
 
-    Whole batches are cut by `torch.tensor_split`, inputs and target along `batch_dim` (1 for
-    sequences first). Other dims are said by chunk specs, as in torch.distributed.pipelining: for
-    each tensor a dim, "replicate" to give all of it to every microbatch, or torch's own
-    TensorChunkSpec or _Replicate; None is the default. `args_chunk_spec` is for `inputs` that are a
-    tensor or a tuple, one for all or one for each entry; `kwargs_chunk_spec`, by name, for the
-    keywords of `inputs` that are a mapping, of `stage_inputs` and of `loss_kwargs`. Without a spec
-    a tensor in the latter two goes whole to every microbatch where it can't have one entry for each
-    row: its dim 0, and its `batch_dim`, differ from the batch's rows. One that may have is refused,
-    and so is any where this rank knows no rows. What is no tensor goes to every microbatch, and
-    ready microbatches are taken as they are.
+    **Gradients.** A step equals gradient accumulation in one process bit for bit, in the order of
+    the loss stage's backwards. A stage that lists its backwards in another order adds the same
+    gradients in that order, which may round differently. Sums over processes may round differently
+    too: each process adds up its gradients first, and from three processes on the transport chooses
+    the order. Each update is by the mean over its own microbatches. A microbatch's gradient is
+    weighted by its share of the samples of the loss stage's update. A stage that updates after
+    other microbatches than the loss stage does (a replicated stage of 1F1B-RR updates once a round)
+    sums its gradients over its replicas, and divides them by the sum of those shares; it refuses
+    gradients from before a call, because they would be scaled with the rest.
 
-    Every rank makes the same calls, in the same order. With several processes the executor is of no
-    use any more once a call has failed.
+    **NaN and infinity.** schedir never applies an update that is NaN or infinite, unless you ask
+    for "ignore", which checks nothing. With `nonfinite="raise"` the rank that finds one raises
+    ExecutionError before it steps, with the microbatch of the loss, or with the stage and parameter
+    of the gradient. Gradients are checked after all sums and before clipping. Losses are checked
+    without updates too; on a GPU the next call, or `close`, raises the error. With
+    `nonfinite="skip"` such an OPTIM_STEP is left out: its gradients are cleared, and the weights
+    and the optimiser stay as they are. If the list has its OPTIM_STEPs last, either all or none of
+    them are left out, on all ranks; in another list each depends on its own gradients. The
+    gradients of a microbatch whose loss is not finite become NaN. `result.skipped` lists what was
+    left out. "skip" needs an optimizer and no `update=False`; with ties it needs a list with its
+    OPTIM_STEPs last.
 
-    Raises ScheduleError where the schedule is wrong, before anything is initialised, and
-    ExecutionError where it does not fit the arguments, the other ranks or the process group.
+    **Loss scaling.** With a `scaler`, backwards start from the loss times its scale, and gradients
+    are divided by the scale before they are checked and clipped. If any gradient is not finite, all
+    stages leave out the update, as with "skip", and the scale shrinks; otherwise it grows. It
+    changes in the same way on all ranks, which must make equal scalers. Do not call the scaler
+    yourself. Between calls with `update=False` gradients stay scaled. It needs an optimizer, a list
+    with its OPTIM_STEPs last, and parameters that are not float16.
+
+    **Processes.** The executor uses the default process group, and initialises one if there is
+    none. A schedule of one rank runs without a group. With `in_process`, replicas of a stage share
+    its module, optimiser and buffers. (Then BatchNorm's statistics are over the microbatches of all
+    replicas; on separate processes each replica has its own.) Each replica still adds up its own
+    gradients until REDUCE_GRAD, and reads the weight versions of its own list. Every rank makes the
+    same calls in the same order. With several processes, an executor cannot be used again after a
+    call has failed. It is a context manager: leaving it calls `close`.
+
+    Raises ScheduleError if the schedule is wrong, before anything is initialised, and
+    ExecutionError if the schedule does not fit the arguments, the other ranks or the process group.
     """
 
     def __init__(
@@ -225,30 +256,34 @@ class Executor:
 
     @property
     def schedule(self) -> Schedule:
-        """The very list that is carried out: complete, with what is recomputed, and its receives
-        listed as far ahead as the channel model and the buffers allow, under which it is proved.
-        How large those are is known after the first step of an input shape; small ones go further
-        ahead."""
+        """The list that runs: complete, with its recomputations, and proved.
+
+        Receives are listed as far ahead as the channel model and the buffers allow. The first step
+        of an input shape learns how large the buffers are; small ones are posted further ahead.
+        """
         return self._engine.schedule
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimisers of this process's stages as one, for learning-rate schedulers: a view.
+        """The optimisers of this process's stages as one optimiser, for learning-rate schedulers.
 
-        Its i-th param group stands for the i-th of every stage's optimiser: what is written to it
-        goes to all, and what is read is the same in all. Every rank makes its scheduler of it, and
-        steps that after `step`, whether its stages have parameters or not. `zero_grad` and
-        `state_dict` are of this process's stages; `step` is the schedule's.
+        Its i-th param group is a view of the i-th group of every stage's optimiser: a value written
+        to it goes to all of them. Every rank makes its scheduler from this optimiser, and steps the
+        scheduler after each `step`, even if its stages have no parameters. `zero_grad` and
+        `state_dict` cover this process's stages. Do not call its `step`: the schedule steps.
 
-        Raises ExecutionError where there is none, as the caller steps, or where stages have unlike
-        numbers of groups.
+        Raises ExecutionError if you step yourself, so that there is no optimiser, or if the stages'
+        optimisers have different numbers of param groups.
         """
         return as_one(self.optimizers, self._make_optimizer, min(self.stages))
 
     @property
     def steps(self) -> int:
-        """The number of the next call of `step`, which seeds its forwards. Set it, on every rank,
-        where a resumed training goes on; `step=` of the executor does the same."""
+        """The number of the next call of `step`, which seeds its forwards.
+
+        Set it on every rank when you resume a training. The executor's argument `step=` does the
+        same.
+        """
         return self._engine.steps
 
     @steps.setter
@@ -267,23 +302,37 @@ class Executor:
         update: bool = True,
         outputs: bool | Keep = False,
     ) -> StepResult:
-        """Run the list once, from beginning to end.
+        """Run the list once, from beginning to end: forwards, backwards and updates.
 
-        What the batches are is said of the executor. With `update=False` its OPTIM_STEPs are left
-        out, so that gradients accumulate until a call with True: weights stay what they are, and
-        each call adds its mean over the batch. With `outputs=True` the result has what the last
-        stage returned, on its rank; with a function of (output, target), what that makes of each
-        microbatch there, so that no more need be kept: how many it got right, say. Both are copies,
-        to be changed freely; the function is called after the loss, in the order of the forwards.
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> schedule = build("1f1b", ranks=2, microbatches=2)
+        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
+        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
+        >>> result = executor.step(torch.ones(6, 4), target=torch.ones(6, 1), outputs=True)
+        >>> [list(output.shape) for output in result.outputs]
+        [[3, 1], [3, 1]]
 
-        Raises ExecutionError, which names the action that failed, or what the ranks differ in.
-        Gradients of a step that failed, and the updates of its OPTIM_STEPs before that, stay: go on
-        from a checkpoint.
+        `Executor` says what `inputs`, `target`, `stage_inputs` and `loss_kwargs` may be.
+
+        - `update`: with False the OPTIM_STEPs are left out. The weights stay, and each call adds
+          its mean gradient over the batch, until a call with True applies the sum.
+        - `outputs`: with True the result has what the last stage returned for each microbatch, on
+          the rank of the last stage. With a function of (output, target), the result has what that
+          function returns for each microbatch, so that less is kept: the number of right answers,
+          say. The function is called after the loss, in the order of the forwards. Outputs and
+          target are copies, which you may change.
+
+        Raises ExecutionError, which names the action that failed, or how the ranks differ. After
+        a failed step its gradients, and the updates that it had made, remain: go on from a
+        checkpoint.
         """
         if not update and self.nonfinite == "skip" and self.scaler is None:
             raise ExecutionError(
-                'update=False accumulates gradients, of which nonfinite="skip" could leave out '
-                'only all: take "raise", a scaler, or more microbatches'
+                'update=False accumulates gradients, and nonfinite="skip" could only drop all of '
+                'them: pass nonfinite="raise" or a scaler, or take more microbatches a step'
             )
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         keeps = _kept(outputs) if outputs else None
@@ -295,29 +344,45 @@ class Executor:
         schedule: Callable[[int], Schedule] | None = None,
         segment: int = 256,
     ) -> Iterator[StepResult]:
-        """Train on a stream of batches while the pipeline stays full; yields the result of each.
+        """Train on a stream of batches while the pipeline stays full; yield the result of each.
 
-        For lists that step between backwards, such as pipedream. Each batch is what one `step` is
-        given, of as many microbatches: a pair (inputs, target), or a dict of `step`'s arguments
-        without `update` and `outputs`. The stream is cut into segments of `segment` microbatches,
-        a multiple of a batch's, of which the last may be shorter. A segment is one call: its list
-        runs once from beginning to end, weight versions begin at 0, and at its end the pipeline is
-        drained; `steps` counts it as one, and its random numbers are of that step. Its batches are
-        drawn before it begins. `schedule` makes its list for a number of microbatches; by default
-        it is made as the executor's own was, by `schedir.build`. Lists and connections are kept
-        for each length.
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> schedule = build("pipedream", ranks=2, microbatches=2)
+        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
+        >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
+        >>> batches = [(torch.ones(6, 4), torch.ones(6, 1)) for _ in range(4)]
+        >>> with Executor(schedule, stages, nn.MSELoss(), sgd, in_process=True) as executor:
+        ...     print([result.samples for result in executor.run(batches)])
+        [6.0, 6.0, 6.0, 6.0]
 
-        A batch's result comes once its last OPTIM_STEP on this rank is done: a learning-rate
-        scheduler that is stepped then changes the rate of the next batch, on every stage. Its loss
-        is the mean over that batch; it has no gradient norm and no outputs. In between the
-        module's parameters are the newest ones, but the pipeline is full: any other call of this
-        executor is refused. Whoever leaves the loop early has the segment finished first, so that
-        the weights are those of a drained pipeline; all ranks leave after the same result. So does
-        Ctrl-C, which is raised then; a second one at once.
+        It is for lists that step between backwards, such as pipedream.
+
+        - `batches`: each batch is what one `step` takes, with the same number of microbatches: a
+          pair (inputs, target), or a dict of the arguments of `step` without `update` and
+          `outputs`.
+        - `segment`: the stream is cut into segments of this many microbatches, a multiple of a
+          batch's. The last segment may be shorter. A segment is one call: its list runs once from
+          beginning to end, weight versions begin at 0, and at its end the pipeline is drained.
+          `steps` counts a segment as one step, which seeds its random numbers. The batches of a
+          segment are drawn before it begins.
+        - `schedule`: `schedule(microbatches)` returns the list of a segment of that length. By
+          default it is built as the executor's own list was, by `schedir.build`. Lists and
+          connections are kept for each length.
+
+        The result of a batch comes once its last OPTIM_STEP on this rank is done. If you step a
+        learning-rate scheduler then, the next batch has the new rate, on every stage. The loss is
+        the mean over that batch; there is no gradient norm and there are no outputs. Between two
+        results the module's parameters are the newest ones, but the pipeline is full: other calls
+        of this executor are refused. If you leave the loop early, the segment is finished first, so
+        the weights are those of a drained pipeline. All ranks must leave after the same result. The
+        first Ctrl-C finishes the segment too, and is raised then; a second one is raised at once.
 
         Raises ExecutionError for a list that drains after each batch, for batches that differ
-        between ranks in number or content, and what `step` raises; what drawing a batch raises is
-        raised between two segments, with how many batches were applied.
+        between ranks in number or content, and whatever `step` raises. An error from `batches` is
+        raised between two segments, with the number of batches that were applied.
         """
         return self._segments.run(batches, schedule, segment)
 
@@ -330,11 +395,21 @@ class Executor:
         loss_kwargs: Batch | None = None,
         outputs: bool | Keep = False,
     ) -> StepResult:
-        """The loss of a batch at the present weights: the list's forwards, and nothing else.
+        """Compute the loss of a batch with the current weights: run only the list's forwards.
 
-        The modules are in eval mode meanwhile. No gradient, statistic or weight changes, and no
-        step is counted. The batch may have fewer rows than there are microbatches. Arguments,
-        result and errors are those of `step`.
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> schedule = build("1f1b", ranks=2, microbatches=2)
+        >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
+        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
+        >>> executor.evaluate(torch.full((4, 1), 3.0), target=torch.ones(4, 1)).loss
+        4.0
+
+        Modules are in eval mode during the call. No gradient, statistic or weight changes, and the
+        call does not count as a step. The batch may have fewer rows than the schedule has
+        microbatches. Arguments, result and errors are those of `step`.
         """
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         return self._engine.call(EVALUATE, given, _kept(outputs))
@@ -345,70 +420,93 @@ class Executor:
         *,
         stage_inputs: Mapping[int, Batch | None] | None = None,
     ) -> list[Any] | None:
-        """What the last stage returns, microbatch by microbatch, as `evaluate` but without a loss.
+        """Return the outputs of the last stage, a list by microbatch; None on ranks without it.
 
-        On the rank of the last stage; None elsewhere.
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> schedule = build("1f1b", ranks=2, microbatches=2)
+        >>> stages = {0: nn.Flatten(), 1: nn.ReLU()}
+        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
+        >>> executor.infer(torch.tensor([[-1.0], [2.0]]))
+        [tensor([[0.]]), tensor([[2.]])]
+
+        It runs as `evaluate` does, but without a target and a loss.
         """
         given = CallArguments(inputs, None, stage_inputs or {})
         return self._engine.call(INFER, given, _kept(True)).outputs
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process gives, on all of them: a message beside the pipeline's traffic.
+        """Return the values that all processes pass, in the order of their ranks, on each process.
 
-        In the order of their ranks in the default process group. Every rank has to call it, between
-        two other calls; values are pickled.
+        The ranks are those of the default process group. Every rank calls it, between two other
+        calls. Values are pickled, and sent beside the pipeline's traffic.
 
-        Raises ExecutionError where other ranks make another call, or do not call it in time.
+        Raises ExecutionError if other ranks make another call, or do not call it in time.
         """
         return self._engine.gather(value)
 
     def collect(self, value: Any) -> list[Any] | None:
-        """What each process gives, as `gather`, on the first process alone; None elsewhere. For
-        what is large: nobody but the first has all values at once."""
+        """Return the values that all processes pass, on the first process; None on the others.
+
+        It is `gather` for large values: only the first process holds all of them at once.
+        """
         return self._engine.collect(value)
 
     def hand_out(self, values: Sequence[Any] | None = None) -> Any:
-        """Give every rank of a pipeline an object that only the first stage's rank knows.
+        """Send each rank of a pipeline a value from the first stage's rank; return this rank's.
 
-        There `values` has one for each rank, which can be pickled; elsewhere it is None. Returns
-        this rank's own. All ranks call it, between the same two calls. Raises ExecutionError where
-        others fail, or don't come in time.
+        On the first stage's rank `values` has one value for each rank, which can be pickled; on
+        other ranks it is None. All ranks call it, between the same two calls.
+
+        Raises ExecutionError if other ranks fail, or do not call it in time.
         """
         return self._engine.hand_out(values)
 
     def timelines(self) -> list[Timeline]:
-        """When each entry ran in every call of `step` since this was called last: a measured
-        `Timeline` for each, on rank 0; an empty list elsewhere, and on other pipelines.
+        """Return a measured `Timeline` of each call of `step` since the last call of this method.
 
-        Every rank has to call it, between two steps, of an executor that was made with `trace=True`
-        and is not closed. What it returns is forgotten here. Of many steps the latest are kept:
-        those of some 260,000 actions (on a GPU 32,000) over all ranks, but 8 at least. A step that
-        has failed has no timeline.
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> schedule = build("1f1b", ranks=2, microbatches=2)
+        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
+        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True, trace=True)
+        >>> result = executor.step(torch.ones(6, 4), target=torch.ones(6, 1))
+        >>> [timeline.measured.step for timeline in executor.timelines()]
+        [0]
 
-        Times are in seconds from the beginning of the step, when the first entry of any rank
-        starts. Compute starts when what it waits for is there; the parts of an overlapped pair have
-        the same times. A transfer starts when both its ends are posted, and ends when the rank that
-        waits for it finds it there. Where nobody had to wait, nobody saw it arrive, and its end is
-        NaN; so is all of what a step leaves out, as OPTIM_STEPs with `update=False`. Sums of
-        gradients start and end likewise; with several pipelines they also last as long as this one
-        waits for others, which are not recorded. On a GPU the times are those of the device.
+        Rank 0 of the first pipeline gets the timelines of all its ranks; other ranks get an empty
+        list. Every rank calls it, between two steps. The executor must have `trace=True` and must
+        not be closed. Each timeline is returned once. Of many steps the latest are kept: those of
+        some 260,000 actions (32,000 on a GPU) over all ranks, but at least 8. A step that has
+        failed has no timeline.
 
-        The clocks of different ranks are read beside each other when the executor is made and
-        whenever this is called, and are taken to drift evenly meanwhile; `measured.clock_error`
-        says by how much, in seconds, two of them may still be apart. `sizes` are the bytes that the
-        first step of its input shape was found to keep, per stage.
+        Times are in seconds from the start of the step, when the first entry of any rank starts.
+        Compute starts when its input is there. The parts of an overlapped pair have the same times.
+        A transfer starts when both its ends are posted, and ends when the rank that waits for it
+        finds it there. If no rank had to wait, nobody saw it arrive, and its end is NaN. Entries
+        that a step leaves out are NaN too, such as OPTIM_STEPs with `update=False`. Sums of
+        gradients start and end as transfers do; with several pipelines they include the wait for
+        the other pipelines, which are not recorded. On a GPU the times are those of the device.
 
-        With `in_process` all ranks take turns on one thread: compute takes as long as it does, but
-        when it starts tells of the turns rather than of the schedule, and no transfer is waited
-        for.
+        The clocks of the ranks are compared when the executor is made and at each call of this
+        method; between the two their drift is taken to be even. `measured.clock_error` is the error
+        that may remain between two clocks, in seconds. `sizes` has the bytes that each stage kept
+        in the first step of its input shape.
 
-        Raises ExecutionError where nothing is recorded, or other ranks do not call it in time.
+        With `in_process` all ranks take turns on one thread. Durations of compute are real, but
+        their starts show the turns and not the schedule, and no transfer is waited for.
+
+        Raises ExecutionError if nothing is recorded, or if other ranks do not call it in time.
         """
         engines = (self._engine, *self._segments.engines)
         return sorted((t for engine in engines for t in engine.timelines()), key=_step_of)
 
     def close(self) -> None:
-        """Give back the process groups that this executor made; safe to call twice."""
+        """Release the process groups that this executor made; safe to call twice."""
         self._segments.close()
         self._engine.close()
 

@@ -39,13 +39,12 @@ from schedir.runtime.transports.choice import Choice, channel_for, check_streams
 
 @attrs.frozen(eq=False)
 class Plan:
-    """The proved list, and what runs it in this process, which runs the ranks `local_ranks`.
+    """The proved list, and all that this process needs to run its ranks, `local_ranks`.
 
-    `schedule` is the list as it was given, complete and with what is to be recomputed, and clean
-    under the channel model `channel`: that of the `transport`, unless the user wants another.
-    `posted` is the one that is carried out.
-    `trained` are the stages' modules with all that is trained with them: the last one's holds the
-    loss as well, where that is a module. `tied` are the ties with the copies that are here.
+    `schedule` is the given list, made complete and with its recomputations, and proved under the
+    channel model `channel`, the transport's unless the user wants another. `posted` gives the list
+    that runs. `trained` are the stages' modules; the last one holds the loss too, if that is a
+    module. `tied` are the ties with their copies on this process.
     """
 
     arguments: Arguments
@@ -61,16 +60,16 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages here are."""
+        """The device of the stages here."""
         return self.accelerator.device
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Those that the forwards here may draw from; other devices' are left alone."""
+        """The generators that the forwards here may draw from: the CPU's and the device's."""
         return (torch.default_generator, *self.accelerator.generators())
 
     def posted(self, schedule: Schedule, room: int | None = None) -> Schedule:
-        """A list with its receives as far ahead as `channel` allows, and `room` for buffers."""
+        """A list with its receives as far ahead as `channel`, and `room` for buffers, allow."""
         return posted(schedule, self.channel, _stages_of(self.arguments.ties), room)
 
     @property
@@ -89,17 +88,17 @@ class Plan:
 
     @property
     def updates(self) -> bool:
-        """Whether OPTIM_STEPs are carried out, rather than by the caller."""
+        """Whether OPTIM_STEPs run here, and not the caller's own steps."""
         return self.arguments.optimizer is not None
 
     @property
     def steps_last(self) -> bool:
-        """Whether OPTIM_STEPs stand after all else on each rank."""
+        """Whether the OPTIM_STEPs are the last entries on each rank."""
         return steps_last(self.schedule)
 
     @property
     def compared(self) -> dict[str, object]:
-        """The arguments that all processes must be given alike, by name."""
+        """The arguments that must be equal on all processes, by name."""
         given = self.arguments
         return {
             "optimizer": "given" if self.updates else "None",
@@ -118,11 +117,11 @@ class Plan:
 
     @property
     def traced(self) -> bool:
-        """Whether the times of this pipeline's steps are recorded: of several only the first's."""
+        """Whether this pipeline's steps are recorded: only the first pipeline's are."""
         return self.arguments.trace and self.grid.pipeline == 0
 
     def optimizers(self) -> dict[int, torch.optim.Optimizer]:
-        """New optimisers, of the stages here that have parameters."""
+        """Make the optimisers of the stages here that have parameters."""
         make = self.arguments.optimizer
         if make is None:
             return {}
@@ -134,8 +133,8 @@ class Plan:
         }
 
     def named_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """What is trained with a stage here, by its name in the whole model; a parameter of the
-        loss is `loss_fn.…`."""
+        """The parameters that are trained with a stage here, by their names in the whole model; a
+        parameter of the loss is `loss_fn.…`."""
         own = {p: whole_name(n) for n, p in self.arguments.stages[stage].named_parameters()}
         for name, parameter in self.trained[stage].named_parameters():
             own.setdefault(parameter, f"loss_fn.{name.removeprefix('loss.')}")
@@ -143,9 +142,9 @@ class Plan:
 
 
 def plan_of(given: Arguments) -> Plan:
-    """Prove the schedule and see whether all fits; no process group is touched.
+    """Prove the schedule and check the arguments; no process group is touched.
 
-    Raises ScheduleError where the schedule is wrong, ExecutionError where something does not fit.
+    Raises ScheduleError if the schedule is wrong, ExecutionError if an argument does not fit.
     """
     check_arguments(given)
     timeout = timeout_of(given.timeout)
@@ -193,7 +192,7 @@ def _stages_of(ties: Sequence[TieOf]) -> list[list[int]]:
 
 
 def _check_steps(given: Arguments, schedule: Schedule) -> None:
-    """The optimiser, the schedule's OPTIM_STEPs and what comes before them must go together."""
+    """Raise ExecutionError unless the optimiser, the OPTIM_STEPs and what comes before them fit."""
     columns, has_optimizer = schedule.columns, given.optimizer is not None
     places = columns.where(Kind.OPTIM_STEP)
     steps = Counter(zip(columns.stage[places].tolist(), columns.rank[places].tolist(), strict=True))
@@ -212,7 +211,7 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
         for place in np.flatnonzero(columns.version >= 0).tolist():
             rank, index = columns.position(place)
             raise ExecutionError(
-                "a named weight version needs an optimizer",
+                "an action that names a weight version needs an optimizer; pass optimizer=",
                 rank=rank,
                 index=index,
                 action=columns.action(place),
@@ -222,7 +221,9 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
     if given.nonfinite == "skip":
         by = 'nonfinite="skip"' if given.scaler is None else "a scaler"
         if not has_optimizer:
-            raise ExecutionError(f"{by} leaves OPTIM_STEPs out, so it needs an optimizer")
+            raise ExecutionError(
+                f"{by} leaves OPTIM_STEPs out, so it needs an optimizer; pass optimizer="
+            )
         if given.scaler is not None:
             _check_steps_last(schedule, "a scaler")
             _check_no_halves(given.stages)
@@ -232,17 +233,18 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
         if not any(set(tie) <= set(others) for others in given.ties):
             copies = ", ".join(f"{name} of stage {stage}" for stage, name in tie)
             raise ExecutionError(
-                f"{copies} are one parameter, and without ties= each copy would be trained by "
-                "itself; pass ties=stages.ties"
+                f"{copies} are one parameter, and without ties= each copy would be trained on its "
+                "own; pass ties=stages.ties"
             )
     if not has_optimizer and given.clip_grad_norm is not None:
         raise ExecutionError(
-            "clip_grad_norm= acts between the gradients and the step, so it needs an optimizer"
+            "clip_grad_norm= acts between the gradients and the step, so it needs an optimizer; "
+            "pass optimizer=, or clip the gradients yourself"
         )
 
 
 def _check_no_halves(stages: Mapping[int, nn.Module]) -> None:
-    """Raise ExecutionError where parameters, and so gradients, are float16, as GradScaler does."""
+    """Raise ExecutionError for float16 parameters, and so gradients, as GradScaler does."""
     for stage, module in stages.items():
         for name, parameter in module.named_parameters():
             if parameter.dtype is torch.float16 and parameter.requires_grad:
@@ -253,14 +255,14 @@ def _check_no_halves(stages: Mapping[int, nn.Module]) -> None:
 
 
 def _check_steps_last(schedule: Schedule, what: str) -> None:
-    """Raise ExecutionError where a rank goes on after its first OPTIM_STEP: `what` needs all
-    gradients before that."""
+    """Raise ExecutionError if a rank goes on after its first OPTIM_STEP: `what` needs all gradients
+    before the first update."""
     for rank, index in _after_steps(schedule):
         actions = schedule.flat[rank]
         at, step = next((i, a) for i, a in enumerate(actions) if a.kind is Kind.OPTIM_STEP)
         raise ExecutionError(
             f"{what} needs all gradients before any rank steps, but {schedule.name} goes on after "
-            f"rank {rank} #{at} {step}; list the OPTIM_STEPs last, or do without",
+            f"rank {rank} #{at} {step}; list the OPTIM_STEPs last, or leave {what} out",
             rank=rank,
             index=index,
             action=actions[index],
@@ -268,12 +270,12 @@ def _check_steps_last(schedule: Schedule, what: str) -> None:
 
 
 def steps_last(schedule: Schedule) -> bool:
-    """Whether the OPTIM_STEPs stand after all else on each rank."""
+    """Whether the OPTIM_STEPs are the last entries on each rank."""
     return not any(_after_steps(schedule))
 
 
 def _after_steps(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """The rank and index of each action that is listed after an OPTIM_STEP, and is none."""
+    """The rank and index of each action after an OPTIM_STEP that is not an OPTIM_STEP."""
     for rank, actions in enumerate(schedule.flat):
         after = dropwhile(lambda at: at[1].kind is not Kind.OPTIM_STEP, enumerate(actions))
         yield from ((rank, index) for index, a in after if a.kind is not Kind.OPTIM_STEP)
@@ -282,15 +284,18 @@ def _after_steps(schedule: Schedule) -> Iterator[tuple[int, int]]:
 def _check_optimizer(
     made: object, stage: int, given: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """What the user's function has made for a stage, of the parameters that it was given."""
+    """Check the optimiser that the user's function made of a stage's parameters.
+
+    Raises ExecutionError if it is none, needs a closure, or steps other parameters.
+    """
     if not hasattr(made, "step"):
         raise ExecutionError(f"optimizer must return an optimizer, not {type(made).__name__}")
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ExecutionError(
-            f"optimizer: {type(made).__name__}, of stage {stage}, evaluates the loss several times "
-            "a step, by a closure; a schedule computes each gradient once, so take one that needs "
-            "no closure"
+            f"optimizer: {type(made).__name__}, of stage {stage}, needs a closure that evaluates "
+            "the loss several times a step, but a schedule computes each gradient once; take an "
+            "optimizer without a closure"
         )
     own = set(map(id, given))
     groups: Sequence[Mapping[str, Iterable[Tensor]]] = getattr(made, "param_groups", ())
@@ -299,9 +304,9 @@ def _check_optimizer(
         kind = f"{str(foreign[0].dtype).removeprefix('torch.')}{list(foreign[0].shape)}"
         raise ExecutionError(
             f"optimizer: {type(made).__name__}, of stage {stage}, steps {len(foreign)} parameters "
-            f"that are not the stage's, the first of them {kind}; make it of those that the "
-            f"function is given: lambda parameters: {type(made).__name__}(parameters, …). What is "
-            "trained beside the stages belongs into a module: the last stage, or loss_fn"
+            f"that are not the stage's, the first of them {kind}; make it of the function's "
+            f"argument: lambda parameters: {type(made).__name__}(parameters, …). To train other "
+            "parameters, put them into a module: the last stage, or loss_fn"
         )
     return cast(torch.optim.Optimizer, made)
 
@@ -309,9 +314,9 @@ def _check_optimizer(
 def proved(
     schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], laxest: str | None = None
 ) -> Schedule:
-    """The complete schedule, proved under a channel model; no process group is touched before.
+    """The complete schedule, proved under a channel model; no process group is touched.
 
-    `laxest` is the model that the user may ask for instead.
+    `laxest` is the least strict model that the user may ask for instead.
     """
     try:
         report = prove(schedule, channel, ties=ties)
@@ -320,7 +325,7 @@ def proved(
     if report.schedule is not None:
         return report.schedule
     if os.environ.get("RANK", "0") != "0":
-        # Rank 0 says what is wrong; the others need not repeat it.
+        # Only rank 0 shows the diagnostics.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
     try:
         return report.proved()
@@ -329,7 +334,7 @@ def proved(
             raise
         raise ScheduleError(
             f"{error}. That is under {channel}; the list is clean under {laxest}, and "
-            f'Executor(channel="{laxest}") has it run so all the same, at your own risk',
+            f'Executor(channel="{laxest}") runs it under that model, at your own risk',
             error.diagnostics,
         ) from None
 
@@ -337,10 +342,10 @@ def proved(
 def posted(
     schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], room: int | None
 ) -> Schedule:
-    """The list as it is carried out: its receives ahead, and proved to run so.
+    """The list that runs: its receives moved ahead, and proved again.
 
-    As far ahead as the channel model allows, and `room` for buffers; see `advance_receives`. Raises
-    ExecutionError where a list that runs as it is listed does not run so, which would be a fault
+    They go as far ahead as the channel model, and `room` for buffers, allow; see
+    `advance_receives`. Raises ExecutionError if the list is no longer clean, which would be a fault
     of the pass.
     """
     tied = ties_of(schedule, ties)
@@ -348,6 +353,6 @@ def posted(
     if channel not in clean_channels(ahead, tied):
         raise ExecutionError(
             f"{schedule.name} runs under {channel} as it is listed, but not with its receives "
-            "ahead; this is a fault of schedir, please report it"
+            "moved ahead; this is a fault of schedir, please report it"
         )
     return ahead

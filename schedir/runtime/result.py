@@ -1,4 +1,4 @@
-"""What a step returns."""
+"""The result of a step: its loss, its outputs and its times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Read(Protocol):
-    """Waits for something that a call has left, which is called `what`."""
+    """Waits for a value that a call has left on its way; `what` names the value in messages."""
 
     def __call__(self, fetch: Callable[[], T], what: str, /) -> T:
         """Fetch it."""
@@ -23,8 +23,8 @@ class Read(Protocol):
 
 @attrs.frozen
 class CallLosses:
-    """The losses of a call: the mean over its samples, how many these are, and how to list them
-    by microbatch, which takes longer."""
+    """The losses of a call: their mean over its samples, the number of samples, and a function that
+    lists the losses by microbatch, which takes longer."""
 
     mean: float
     samples: float
@@ -35,12 +35,25 @@ class CallLosses:
 class StepResult(Displayed):
     """The result of one step, on every rank.
 
-    `outputs` is what the last stage returned, by microbatch, without its graph, or what was made of
-    that: where it was asked for, on the rank of the last stage, None for a microbatch that another
-    replica of it ran; else None. `skipped` are the OPTIM_STEPs of the stages here that were left
-    out by `nonfinite="skip"`: of each its stage, and its number among those of the stage in the
-    call, from 0. On a device that queues its work all other is known when that has
-    come to it: it is waited for where it is read.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
+    >>> result = executor.evaluate(torch.tensor([[1.0], [3.0]]), target=torch.zeros(2, 1))
+    >>> result.loss, result.losses, result.samples
+    (5.0, (1.0, 9.0), 2.0)
+
+    `outputs` is a list by microbatch of what the last stage returned, without its graph, or of what
+    the function `outputs=` returned. It is there on the rank of the last stage, if you asked for
+    it; otherwise None. An entry is None if another replica of the stage ran that microbatch.
+
+    `skipped` has the OPTIM_STEPs of the stages here that `nonfinite="skip"` left out, each as
+    (stage, number of the OPTIM_STEP among the stage's in this call, from 0).
+
+    On a GPU the other values are known only when the GPU has come to them: reading one waits.
     """
 
     _losses: Callable[[], CallLosses] | None
@@ -52,7 +65,7 @@ class StepResult(Displayed):
     _read: Read
 
     def __repr__(self) -> str:
-        # What is not known yet is not waited for.
+        # To show a result does not wait for the loss.
         found: CallLosses | None = vars(self).get("_found")
         loss = "its loss is not read yet" if found is None else f"loss {found.mean:.6g}"
         return f"<StepResult {'without a loss' if self._losses is None else loss}>"
@@ -65,24 +78,24 @@ class StepResult(Displayed):
 
     @property
     def loss(self) -> float:
-        """The mean loss over the samples of the step; reading it waits for it to arrive."""
+        """The mean loss over the samples of the step. Reading it waits for it to arrive."""
         return self._found.mean
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """The mean loss of each microbatch; NaN for one without samples. Of several pipelines the
+        """The mean loss of each microbatch; NaN for one without samples. With several pipelines the
         first one's microbatches come first."""
         return self._found.by_microbatch()
 
     @property
     def samples(self) -> float:
-        """How many samples the loss is the mean over, as the executor's `count` says."""
+        """The number of samples that the loss is the mean over, by the executor's `count`."""
         return self._found.samples
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients before they were clipped, on every rank with a stage; None
-        where they were not."""
+        """The norm of all gradients before clipping, on every rank with a stage; None if the
+        executor does not clip."""
         return None if self._grad_norm is None else self._read(self._grad_norm, "norm")
 
     @cached_property

@@ -1,12 +1,12 @@
-"""A stream of batches as segments, each of which is one call that keeps the pipeline full.
+"""A stream of batches, cut into segments; a segment is one call that keeps the pipeline full.
 
     batches    0 1 2 3 4 5 6 7 │ 8 9 …            of 8 microbatches
     segment    one call of 64  │ the next one     versions from 0, drained at its end
     results     0 1 2 … 7      │
 
-The batches of a segment are drawn before it begins. Then all processes say how many each has, so
-that none begins what another one can't. A list is built, proved and compared once for each length
-of segments, and has an engine of its own, whose connections are kept.
+The batches of a segment are drawn before it begins. Then all processes tell each other how many
+they have, so that none begins a segment which another can't run. For each length of segments a list
+is built, proved and compared once; its engine and its connections are kept.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from schedir.runtime.result import StepResult
 logger = logging.getLogger("schedir")
 
 Build: TypeAlias = Callable[[int], Schedule]
-"""From a number of microbatches to the list of a segment of so many."""
+"""Makes the list of a segment, from its number of microbatches."""
 
 
 @attrs.frozen
 class _Said:
-    """What a process says before each segment: how many results it has given out, how many batches
-    it has drawn, and their fingerprints where it reads them.
+    """What a process tells the others before each segment.
 
-    Or that it has left the loop, was interrupted, or could draw none as that has failed.
+    `given` counts the results that it has handed out, and `drawn` the batches that it has drawn;
+    `prints` are their fingerprints, if it reads them. Or it has `left` the loop, was `interrupted`,
+    or `failed` to draw, for that reason.
     """
 
     given: int
@@ -57,8 +58,8 @@ class _Said:
 
 
 class Segments:
-    """The streams of an executor, whose own `engine` has the plan of one batch; that of a segment
-    has another one, of the same list for more microbatches."""
+    """The streams of an executor. Its `engine` has the plan of one batch; a segment has another
+    engine, for the same list with more microbatches."""
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self._engine, self._plan = engine, plan
@@ -69,11 +70,15 @@ class Segments:
     def run(
         self, batches: Iterable[Any], schedule: Build | None, segment: int
     ) -> Iterator[StepResult]:
-        """See `Executor.run`. What can be refused at once is refused here."""
+        """Begin a stream; see `Executor.run`. Raises ExecutionError for wrong arguments, at
+        once."""
         plan, size = self._plan, self._plan.schedule.microbatches
         self._engine.check_usable()
         if not plan.updates:
-            raise ExecutionError("run steps while the pipeline is full, so it needs an optimizer")
+            raise ExecutionError(
+                "run steps while the pipeline is full, so it needs an optimizer: make the executor "
+                "with optimizer="
+            )
         if type(segment) is not int or segment < size or segment % size:
             raise ExecutionError(
                 f"segment must be a multiple of the {size} microbatches of a batch, not {segment!r}"
@@ -84,21 +89,21 @@ class Segments:
                 f"arguments, not {type(batches).__name__}"
             )
         build = schedule or self._rebuild()
-        self._made(2 * size, build)  # whether one batch follows the other
+        self._made(2 * size, build)  # refuses a list that drains between two batches
         stream = self._results(iter(batches), build, segment // size)
         self._stream = ref(stream)
         return stream
 
     def _rebuild(self) -> Build:
-        """How the executor's own list was made. Raises ExecutionError where that is not known."""
+        """The function that makes the executor's list. Raises ExecutionError if it is unknown."""
         own = self._plan.arguments.schedule
         if own.rebuild is not None:
             again = own.rebuild(own.microbatches)
             if proved(again, "async", self._ties) == proved(own, "async", self._ties):
                 return own.rebuild
         raise ExecutionError(
-            f"how {own.name} was made is not known, or it was changed after that: pass "
-            "schedule=lambda microbatches: …, which makes the same list for more microbatches"
+            f"run can't build {own.name} for more microbatches: it was not made by schedir.build, "
+            "or was changed after that; pass schedule=lambda microbatches: …, which makes it"
         )
 
     @property
@@ -108,7 +113,7 @@ class Segments:
     def _results(
         self, batches: Iterator[Any], build: Build, most: int
     ) -> Generator[StepResult, None, None]:
-        """The result of each batch, segment by segment, of at most so many batches each."""
+        """Yield the result of each batch, from segments of at most `most` batches."""
         given, left = 0, None
         with _interrupts() as interrupted:
             while True:
@@ -146,8 +151,8 @@ class Segments:
     def _draw(
         self, batches: Iterator[Any], most: int
     ) -> tuple[list[tuple[CallArguments, Feed]], Exception | None]:
-        """The batches of a segment, as they are given and cut; none, and the error, where that has
-        failed."""
+        """Draw the batches of a segment, and cut them. If that fails, returns none, and the
+        error."""
         try:
             given = map(_arguments, islice(batches, most))
             return [(batch, self._engine.cut(batch)) for batch in given], None
@@ -157,8 +162,8 @@ class Segments:
     def _agree(self, own: _Said, applied: int, error: Exception | None) -> None:
         """Compare with the other processes before a segment.
 
-        Raises what has ended the stream here, or ExecutionError for what has in another process, or
-        where processes go on apart.
+        Raises the error that ended the stream here, or ExecutionError if another process has ended
+        it, or if the processes differ.
         """
         said: list[_Said] = self._engine.gather(own, RUN)
         done = f"{applied} batches were applied; the pipeline is drained"
@@ -183,19 +188,19 @@ class Segments:
                     f"{', but '.join(stands)}; all ranks must leave the loop after the same result"
                 )
                 self._engine.break_off(parted)
-                if own.left:  # nobody would catch it: the loop is over here
+                if own.left:  # the loop is over here, and nobody would catch an exception
                     logger.error("%s", parted)
                     return
                 raise _line(parted)
             if other.drawn != first.drawn:
                 raise _line(
                     f"process 0 has {first.drawn} batches for its next segment, process {number} "
-                    f"{other.drawn}; give every rank as many. {done}"
+                    f"{other.drawn}; give every rank the same number. {done}"
                 )
             self._compare(number, other, said)
 
     def _compare(self, number: int, other: _Said, said: Sequence[_Said]) -> None:
-        """Raise ExecutionError where a process holds other batches than the first stage's."""
+        """Raise ExecutionError if a process holds other batches than the first stage's process."""
         grid = self._plan.grid
         speaker = grid.number(self._plan.schedule.placement[0][0])
         mine = [grid.number(rank) for rank in range(grid.ranks)]
@@ -205,8 +210,8 @@ class Segments:
             if any(differ(one, another) for one, another in zip(*pair, strict=True)):
                 raise _line(
                     f"batch {other.given + batch} of process {number} is another one than that of "
-                    f"process {speaker}, so inputs of one would go with the target of the other; "
-                    "draw the same batches on every rank"
+                    f"process {speaker}, so the inputs of one would be paired with the target of "
+                    "the other; draw the same batches on every rank"
                 )
 
     def _segment(self, feeds: Sequence[Feed], build: Build) -> Iterator[StepResult]:
@@ -222,7 +227,7 @@ class Segments:
         self._engine.steps = engine.steps
 
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
-        """That of the segments of a length, which all processes make at the same time."""
+        """The engine for segments of this length, which all processes make at the same time."""
         if microbatches not in self._engines:
             schedule = self._made(microbatches, build)
             optimizers = iter(self._engine.parts.optimizers.values())
@@ -234,8 +239,11 @@ class Segments:
         return self._engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:
-        """The list of a segment. Raises ExecutionError where it is none, of the executor's shape,
-        that applies its batches one after the other, and goes on between them."""
+        """Make the list of a segment.
+
+        Raises ExecutionError if it has another shape than the executor's, drains between batches,
+        or does not apply its batches one after the other.
+        """
         schedule, own = build(microbatches), self._plan.schedule
         if (schedule.microbatches, schedule.placement) != (microbatches, own.placement):
             raise ExecutionError(
@@ -246,19 +254,19 @@ class Segments:
         if microbatches > own.microbatches and not schedule.is_asynchronous:
             raise ExecutionError(
                 f"{schedule.name} computes nothing after the OPTIM_STEPs of its stages, so the "
-                "pipeline drains there whatever follows: call step, or take a list that steps "
-                "between backwards, such as pipedream"
+                "pipeline always drains there: call step, or take a list that steps between "
+                "backwards, such as pipedream"
             )
         check_batches(schedule, own.microbatches)
         return schedule
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """Those of all lengths that there have been."""
+        """The engines of all lengths so far."""
         return [*self._engines.values()]
 
     def close(self) -> None:
-        """End a stream that has not ended, and let all connections go."""
+        """End a stream that has not ended, and close all connections."""
         stream = None if self._stream is None else self._stream()
         if stream is not None:
             stream.close()
@@ -267,7 +275,7 @@ class Segments:
 
 
 def _line(text: str) -> ExecutionError:
-    """An error that its message says all of, whichever rank prints it."""
+    """An error whose message says everything; every rank prints only that line."""
     error = OneLineError(text)
     end_in_one_line(error)
     return error
@@ -280,13 +288,13 @@ def _stand(said: _Said) -> str:
 
 
 def _arguments(batch: Any) -> CallArguments:
-    """What one step would be given. Raises ExecutionError for what it can't be."""
+    """The arguments of a step from one batch. Raises ExecutionError for another object."""
     if isinstance(batch, Mapping):
         known = {field.name for field in attrs.fields(CallArguments)}
         if unknown := sorted(set(batch) - known):
             raise ExecutionError(
-                f"run: a batch has {', '.join(map(str, unknown))}, but can have "
-                f"{', '.join(sorted(known))} only"
+                f"run: a batch has {', '.join(map(str, unknown))}, but can have only "
+                f"{', '.join(sorted(known))}"
             )
         return CallArguments(**{"inputs": None, **batch})
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -298,7 +306,7 @@ def _arguments(batch: Any) -> CallArguments:
 
 
 def _joined(feeds: Sequence[Feed]) -> CallArguments:
-    """The microbatches of several batches as those of one call."""
+    """Join the microbatches of several batches into the arguments of one call."""
     stages = {stage for feed in feeds for stage in feed.extras}
     return CallArguments(
         [m for feed in feeds for m in feed.inputs] or None,
@@ -310,15 +318,15 @@ def _joined(feeds: Sequence[Feed]) -> CallArguments:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Inside, Ctrl-C is noted: the pipeline is drained before it ends anything. A second one is
-    raised at once."""
+    """Inside, the first Ctrl-C is noted, so that the pipeline can drain. A second one is raised at
+    once."""
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if noted:
             signal.default_int_handler(number, frame)
         noted.append(number)
-        logger.warning("interrupted: the segment is finished first; again to end at once")
+        logger.warning("interrupted: finishing the segment first; press Ctrl-C again to end now")
 
     if current_thread() is not main_thread():
         yield noted

@@ -1,8 +1,8 @@
-"""The session: the processes that train together, made by torchrun, or this one alone.
+"""The session: the processes that train together, started by torchrun, or a single process.
 
 They compare what they hold before anything runs, connect, and end together: in order, or by the
 first failure. A session of one process, which runs all ranks, has the same parts: its `control`
-answers itself, and nothing is waited for.
+answers itself, and nothing waits.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ logger = logging.getLogger("schedir")
 
 
 class Session:
-    """The processes of one executor, of which this one runs the plan's ranks.
+    """The processes of one executor; this one runs the plan's ranks.
 
-    Hands out the transports between ranks, the groups for sums, and `control`, the messages beside
-    the pipeline's traffic. With several processes a failure of any ends their connections, and the
-    session is broken for good. `calls` are those that were made.
+    It provides the transports between ranks, the groups for sums, and `control`, the messages
+    beside the pipeline's traffic. With several processes, a failure of any of them ends their
+    connections, and the session is broken for good. `calls` counts the calls so far.
 
-    Raises ExecutionError where the others do not come in time.
+    Raises ExecutionError if the other processes do not come in time.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.grid = grid = plan.grid
         self.broken: str | None = None
-        self.paused: str | None = None  # why no call can be made just now
+        self.paused: str | None = None  # the reason why no call can be made now
         self.closed = False
         self.calls = 0
         self._made_group = not grid.alone and not dist.is_initialized()
@@ -71,7 +71,7 @@ class Session:
             self.control.connect(self.groups)
 
     def transports(self) -> Mapping[int, Transport]:
-        """How each rank here sends to others and receives, once all are connected."""
+        """The transport of each rank here, connected to all others."""
         plan, choice, rank = self._plan, self._plan.transport, self.grid.rank
         if choice is Endpoint:
             return {rank: self._hub.of(rank) for rank in plan.local_ranks}
@@ -84,21 +84,21 @@ class Session:
         return {rank: NcclTransport(processes, rank, found, plan.device, self.groups)}
 
     def connect(self, processors: int) -> None:
-        """Make the communicators on GPUs that transfers and sums need; the smallest GPU has so many
-        `processors`."""
+        """Make NCCL's communicators for transfers and sums; `processors` are the multiprocessors of
+        the smallest GPU."""
         if self._plan.transport is NcclTransport:
             connect(self.groups, self.control, processors)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What this process waits for others in, said if that ends in vain."""
+        """Name the work inside, in the error if a wait for other processes fails there."""
         try:
             yield
         except WaitError as stalled:
             raise self.failure(stalled, what) from None
 
     def check_usable(self) -> None:
-        """Raise ExecutionError where there can be no further call."""
+        """Raise ExecutionError if no call can be made now."""
         if self.closed:
             raise ExecutionError("this executor is closed; make another one to go on")
         if self.broken is not None:
@@ -111,16 +111,16 @@ class Session:
             raise ExecutionError(f"this executor is {self.paused}")
 
     def break_off(self, reason: str) -> None:
-        """End for good, and let all who wait for this process know by their connections."""
+        """End for good. The other processes notice, because their connections end."""
         if self.broken is None:
             self.broken = reason
             self._let_go(abort=True)
 
     def failure(self, error: BaseException, what: str) -> BaseException:
-        """Something has failed that processes do together; returns what to raise.
+        """End the session after a failure; returns the error to raise.
 
-        Nobody may be left to take what is under way, so the connections end, and with them the
-        waits of all others. One process alone just drops what was sent.
+        Transfers under way may find no receiver, so the connections end, and with them the waits
+        of all other processes. A session of one process only drops the transfers.
         """
         self._hub.clear()
         if self.grid.alone:
@@ -134,14 +134,14 @@ class Session:
             record(found)
         if isinstance(found, OneLineError):
             end_in_one_line(found)
-        if self.groups.asked:  # an abort may not return: it is said before
+        if self.groups.asked:  # an abort may not return: log the failure before it
             said = found if isinstance(found, ExecutionError) else describe(found)
-            logger.error("%s; now NCCL's communicators are aborted, in at most %g s", said, ABORT)
+            logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
         self._let_go(abort=True)
         return found
 
     def _explained(self, stalled: WaitError, what: str) -> ExecutionError:
-        """Where this rank stands, what it waits for, and why that doesn't come."""
+        """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
         reason = self._board.reason()
         fewest = None if reason or self.closed else self._board.fewest_calls(self.grid.everyone)
@@ -149,11 +149,11 @@ class Session:
             calls, process = fewest
             said = (
                 f"process {process} has closed its executor, or ended, after {calls} calls, but "
-                f"every rank must make the same; waited for {awaited}"
+                f"every rank must make the same calls; waited for {awaited}"
             )
         elif stalled.timed_out:
             said = f"waited {self.groups.timeout.total_seconds():g} s in vain for {awaited}"
-        elif isinstance(stalled.cause, dist.DistBackendError):  # NCCL says more than that
+        elif isinstance(stalled.cause, dist.DistBackendError):  # NCCL's own message says more
             said = f"waited for {awaited}, but {describe(stalled.cause)}"
         else:
             said = f"waited for {awaited}, but the connection has ended"
@@ -171,15 +171,15 @@ class Session:
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
-        """Tell the others inside, if it says that they are still there to be told."""
+        """Close the session. The context's value says whether the others can still be told."""
         first, self.closed = not self.closed, True
         try:
             with self.together("close"):
                 yield first and self.broken is None
                 if first and self._made_group and self.broken is None:
                     # The ranks leave together: none loses a peer that still talks to it, and
-                    # gloo's threads have let go of the last collective (while Python shuts down
-                    # they would abort).
+                    # gloo's threads are done with the last collective. (While Python shuts down
+                    # they would abort the process.)
                     with waiting("the other ranks to close"):
                         dist.barrier()
         finally:
@@ -187,12 +187,12 @@ class Session:
                 dist.destroy_process_group()
 
     def leave(self) -> None:
-        """Say that this process makes no other call, and end its connections."""
+        """Tell the others that this process makes no more calls, and end its connections."""
         self.say_calls()
         self._let_go(abort=False)
 
     def say_calls(self) -> None:
-        """Write down for others that this process has made its last call."""
+        """Leave a note for the others that this process has made its last call."""
         self._board.leave(self.grid.number(self.grid.rank), self.calls)
 
     def _let_go(self, abort: bool) -> None:
@@ -203,14 +203,13 @@ class Session:
 
 @attrs.frozen
 class Claim:
-    """What a process holds, for all to compare.
+    """What a process tells the others before the first call, for all to compare.
 
-    `arguments` are those that every process must be given alike, by name. `copies` are digests of
-    what must be equal wherever it is held, by what it is called; `sizes` says how many gradients
-    each stage here has, `doubles` whether any is of double precision. `cut` says where the stages
-    were cut from a whole model, if that is known. `gpu` is what no other GPU is
-    called, and the host that it is in; empty where it doesn't matter. `processors` are how many
-    kernels run there at once.
+    `arguments` are those that must be equal on all processes, by name. `copies` are digests of the
+    tensors that must be equal on all processes that hold them, by label. `sizes` is the number of
+    gradients of each stage here, and `doubles` says whether any is in double precision. `cut` says
+    where the model was cut into stages, None if unknown. `gpu` identifies the GPU and its host;
+    empty if it doesn't matter. `processors` is the number of kernels that run there at once.
     """
 
     schedule: str
@@ -225,10 +224,10 @@ class Claim:
 
 
 def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
-    """The claims of all processes, by number.
+    """Exchange the claims of all processes; returns them by number.
 
-    Raises ExecutionError where they were given different arguments or schedules, or differ in what
-    they should share.
+    Raises ExecutionError if processes have different arguments or schedules, or different copies of
+    what they share.
     """
     claims: list[Claim] = control.gather(own)
     for name, value in claims[0].arguments.items():
@@ -244,15 +243,15 @@ def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
             if other != first:
                 raise ExecutionError(
                     "the ranks hold different schedules: "
-                    f"{_difference(first, other, process)}; build it from the same target with the "
-                    "same parameters on every rank"
+                    f"{_difference(first, other, process)}; build the schedule from the same "
+                    "target with the same parameters on every rank"
                 )
     compare(claims)
     return claims
 
 
 def compare(claims: Sequence[Claim]) -> None:
-    """Raise ExecutionError where processes are cut apart, or hold copies that are not equal."""
+    """Raise ExecutionError if processes have different devices, cuts or copies, or share a GPU."""
     if any(found.device != claims[0].device for found in claims):
         listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
         raise ExecutionError(
@@ -271,9 +270,9 @@ def compare(claims: Sequence[Claim]) -> None:
         if gpu and (other := gpus.index(gpu)) != process:
             raise ExecutionError(
                 f"processes {other} and {process} have their stages on one GPU, {gpu}, which NCCL "
-                'takes for a mistake; move those of each to torch.device("cuda", '
-                'int(os.environ["LOCAL_RANK"])), or, if it is meant, set NCCL_HOSTID to another '
-                "value for each process"
+                "takes for a mistake; move each process's stages to its own GPU, "
+                'torch.device("cuda", int(os.environ["LOCAL_RANK"])), or, if you mean it, set '
+                "NCCL_HOSTID to another value for each process"
             )
     first: dict[str, int] = {}
     for process, found in enumerate(claims):
@@ -282,7 +281,7 @@ def compare(claims: Sequence[Claim]) -> None:
             if claims[other].copies[label] != digests:
                 raise ExecutionError(
                     f"{label} differs between processes {other} and {process}; load the same "
-                    "values, or seed alike, before the executor is made"
+                    "values, or seed equally, before you make the executor"
                 )
 
 
@@ -305,6 +304,6 @@ def _difference(one: Schedule, other: Schedule, process: int) -> str:
 
 
 def digest(tensor: Tensor) -> int:
-    """A number that no other value shares: a hash of its bytes."""
+    """A hash of a tensor's bytes."""
     content = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -1,6 +1,6 @@
 """Cut a model into stages, feed it batches, train it, and keep checkpoints.
 
-All of it can be done without it: the executor takes any modules and any batches.
+You can do all of this without it: the executor takes any modules and any batches.
 """
 
 from schedir.training.callbacks import Callback, Logger

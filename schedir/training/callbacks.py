@@ -1,9 +1,9 @@
-"""Callbacks of a training: the user's, and the one by which the first process shows progress.
+"""Callbacks of a training: the user's, and the one that shows progress on the first process.
 
 before_training ─▶ after_step … after_step ─▶ figures, after_log        every `log_every` steps
                                           └─▶ after_record              an entry of the history
                                           └─▶ after_epoch ─▶ …          an epoch's end
-… ─▶ after_training                                                     whatever has ended it
+… ─▶ after_training                                                     also after an error
 """
 
 from __future__ import annotations
@@ -22,41 +22,63 @@ from schedir.training.history import History
 
 
 class Callback:
-    """Called in a training, on every rank; one overrides what it needs.
+    """A Trainer calls its methods on every rank; override the ones that you need.
 
-    But for `after_step`, they may call the executor: the pipeline is drained. What is due is saved
-    after all callbacks, with what they have changed of `others`.
+    >>> from schedir.training import Callback, History, Record
+    >>> class Best(Callback):
+    ...     def after_record(self, history):
+    ...         print("best so far:", history.best.epoch)
+    >>> first = Record(epoch=1, step=100, loss=0.9, lr=0.1, evaluation_loss=0.8)
+    >>> Best().after_record(History((first,)))
+    best so far: 1
+
+    All methods except `after_step` may call the executor: the pipeline is drained then. If a
+    checkpoint is due, it is saved after all callbacks, with the changes that they make to `others`.
     """
 
     def before_training(self, step: int) -> None:
-        """The training begins, or goes on, after so many steps."""
+        """The training begins; `step` is the number of steps made so far, 0 for a new training."""
 
     def after_step(self, result: StepResult) -> None:
-        """A step has been made, and the scheduler's. To read `result.loss` waits for it."""
+        """A step was made, and the scheduler was stepped. Reading `result.loss` waits for it."""
 
     def figures(self) -> Mapping[str, float]:
-        """What else to log, by name: asked for before every log."""
+        """Return more figures to log, by name. The Trainer asks before every log."""
         return {}
 
     def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        """`log_every` steps were made since the last log. The `figures` are their mean "loss", the
-        last one's "lr", "samples_per_second" or another unit, over several processes the last
-        step's "bubble", and those of all callbacks."""
+        """`log_every` steps were made since the last log.
+
+        The `figures` are the mean "loss" of these steps, the last step's "lr",
+        "samples_per_second" (or the Trainer's `unit`), over several processes the last step's
+        "bubble", and the figures of all callbacks.
+        """
 
     def after_record(self, history: History) -> None:
-        """The history has a new entry, `history[-1]`: an epoch's end, or every `eval_every` steps,
-        and the end of all. It has been evaluated."""
+        """The history has a new entry, `history[-1]`, with its evaluation.
+
+        It comes at each epoch's end, or every `eval_every` steps, and at the end of the training.
+        """
 
     def after_epoch(self, history: History) -> None:
-        """An epoch is over, and entered as `history[-1]` unless `eval_every` says when to."""
+        """An epoch is over. Its entry is `history[-1]`, unless `eval_every` is set."""
 
     def after_training(self, history: History) -> None:
-        """The training has ended, whatever it was that ended it."""
+        """The training has ended, also by an error."""
 
 
 class Logger(Callback):
-    """A callback of the first process alone, whose `after_log` is told of each entry of the history
-    as well: "record/loss", "record/lr", "evaluation/loss", and "evaluation/" with a metric's name.
+    """A callback on the first process only, whose `after_log` gets the history's entries too.
+
+    >>> from schedir.training import History, Logger, Record
+    >>> class Printed(Logger):
+    ...     def after_log(self, step, figures):
+    ...         print(step, figures)
+    >>> Printed().after_record(History((Record(epoch=1, step=100, loss=0.9, lr=0.1),)))
+    100 {'record/loss': 0.9, 'record/lr': 0.1}
+
+    The names for an entry are "record/loss", "record/lr", "evaluation/loss", and "evaluation/"
+    with a metric's name.
     """
 
     def after_record(self, history: History) -> None:
@@ -70,7 +92,7 @@ class Logger(Callback):
 
 
 AfterRecord: TypeAlias = Callable[[History], object]
-"""A function in place of a Callback: what is called after each new entry of the history."""
+"""A function in place of a Callback, called after each new entry of the history."""
 
 
 class _Function(Callback):
@@ -82,9 +104,9 @@ class _Function(Callback):
 
 
 def callbacks_of(given: object) -> list[Callback]:
-    """Make callbacks of what was given, without those of another process.
+    """Make callbacks from the Trainer's argument; loggers stay on the first process only.
 
-    Raises ExecutionError for what is none.
+    Raises ExecutionError for an object that is no callback.
     """
     if not isinstance(given, (list, tuple)):
         raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
@@ -103,11 +125,13 @@ def _is_first() -> bool:
 
 
 class _Shown(Callback):
-    """Prints a line for each log and each entry of the history; on a terminal it shows a bar of the
-    steps, of which there are `total` if that is known, and the log beside it."""
+    """Prints a line for each log and each entry of the history.
+
+    On a terminal it shows a bar of the steps, of `total` if that is known, and the log beside it.
+    """
 
     def __init__(self, total: int | None) -> None:
-        # Wherever stdout is at present, and in any locale.
+        # The stdout of this moment, in any locale.
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._bar = Progress(
             BarColumn(),
@@ -122,7 +146,7 @@ class _Shown(Callback):
 
     def before_training(self, step: int) -> None:
         if step:
-            self._console.print(f"goes on after step {step}")
+            self._console.print(f"resumes after step {step}")
         self._bar.update(self._task, completed=step)
         self._bar.start()
 
@@ -147,8 +171,10 @@ class _Shown(Callback):
 
 
 def shown(total: int | None, wanted: bool) -> list[Callback]:
-    """What shows a training of so many steps, if that is known, on the first process and where
-    `wanted`."""
+    """The callback that shows progress, on the first process and if `wanted`.
+
+    `total` is the number of steps, None if unknown.
+    """
     return [_Shown(total)] if wanted and _is_first() else []
 
 

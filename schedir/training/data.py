@@ -1,4 +1,4 @@
-"""Batches of a training, the same on every rank, epoch after epoch, and again when resumed.
+"""Batches of a training: the same on every rank, in every epoch, and after resuming.
 
 rank of the first stage      between             rank of the last stage
 ───────────────────────      ───────             ──────────────────────
@@ -6,8 +6,8 @@ reads inputs and target ──▶  None and None  ──▶  None and target    
 comes to the end        ──▶  is told        ──▶  is told
 fails                   ──▶  fails as well  ──▶  fails as well
 
-That is `reader="first"`; otherwise every rank reads the loader. Either way the loader draws by
-seeds of its own, and what the training around it draws stays as it was.
+That is `reader="first"`; otherwise every rank reads the loader. Either way the loader has seeds of
+its own, so it does not change the random numbers of the training around it.
 """
 
 from __future__ import annotations
@@ -33,48 +33,55 @@ Pair: TypeAlias = tuple[Any, Any]
 """The inputs and the target of one step."""
 
 Split: TypeAlias = Callable[[Any], Pair]
-"""Takes apart what a loader yields."""
+"""Makes a pair (inputs, target) of a batch that the loader yields."""
 
-_OF_NUMPY = np.random.MT19937()  # put in the place of its global one: copying that takes 50 µs
+_OF_NUMPY = np.random.MT19937()  # replaces numpy's global one for a while: a copy takes 50 µs
 _32_BITS = (1 << 32) - 1
 
 
 class Batches:
-    """Gives what `step(inputs, target=target)` takes: `for inputs, target in batches`.
+    """Yields pairs (inputs, target) for `Executor.step`, the same on every rank.
 
-    `loader` is a DataLoader or any other iterable. Every `iter()` is one epoch; with `repeat` it
-    goes on with the next epoch for ever. `split(batch)` gives (inputs, target) of what the loader
-    yields. By default that is a pair, or a mapping whose "labels" are the target and whose rest is
-    the inputs. All are whole batches: a list, as DataLoader makes of a sample's tuple, is a tuple
-    then.
+    >>> import torch
+    >>> from schedir.training import Batches
+    >>> batches = Batches([{"input_ids": torch.ones(2, 8), "labels": torch.zeros(2, 8)}])
+    >>> for inputs, target in batches:
+    ...     print([*inputs], target.shape)
+    ['input_ids'] torch.Size([2, 8])
+    >>> batches.state_dict()["epoch"]
+    1
 
-    With `reader="all"` every rank reads the loader, so each has to make it of the same data. The
-    executor compares what the ranks hold at every step. With `reader="first"` and the `executor`
-    that takes the batches, the rank of the first stage alone reads it, and sends the rank of the
-    last one its target; other ranks may pass None for the loader, and get None for what they don't
-    use. All ranks then make it, load its state and iterate together, as they call the executor, and
-    fail together where reading fails.
+    - `loader`: a DataLoader or another iterable. Each `iter()` of the Batches reads it once, which
+      is an epoch; with `repeat` one epoch follows the other for ever.
+    - `split`: `split(batch)` returns (inputs, target) for a batch that the loader yields. By
+      default a batch is a pair, or a mapping: "labels" is the target, and the rest are the inputs.
+      They are whole batches. (A list, which DataLoader makes of tuples, becomes a tuple.)
+    - `reader`: with "all" every rank reads the loader, so every rank must make it from the same
+      data; the executor compares the ranks' data at every step. With "first" only the rank of the
+      first stage reads it, and sends the target to the rank of the last stage. Pass the `executor`
+      that takes the batches too. Other ranks may pass None for the loader, and get None for what
+      they do not use. All ranks make the Batches, load its state and iterate together. If reading
+      fails, all ranks raise.
+    - `seed`: while the loader is read, the generators of torch, numpy and random are seeded by
+      (seed, epoch, batch), so the order is the same on every rank. Then their state is put back. If
+      the loader or its sampler has its own generator, seed it equally on every rank.
 
-    The order is the same on every rank by itself: while the loader is read, the generators of
-    torch, numpy and random are seeded by (seed, epoch, batch), and the caller's state is put back
-    after. A generator that the loader or its sampler has of its own must be seeded alike on every
-    rank. `set_epoch` is called where the loader, its sampler or its data set has one, as
-    DistributedSampler: with several pipelines each one reads its part by such a sampler, with the
-    mesh's dimension dp for its replicas.
+    `set_epoch` is called if the loader, its sampler or its data set has it, as DistributedSampler
+    does. With several pipelines, let each read its part by such a sampler, with the mesh's
+    dimension dp for the replicas.
 
-    `epoch` and `batch` say where it is: the number of the epoch, and how many of its batches have
-    been handed out. `state_dict()` keeps that, and the state of the loader's generators when the
-    epoch began; after `load_state_dict` the next `iter()` reads the epoch again without handing
-    these out, and goes on with the batch after them. (What persistent workers draw goes on from
-    epoch to epoch, and is not kept.)
+    `epoch` and `batch` say where it is: the number of the epoch from 0, and how many of its batches
+    were handed out. `state_dict()` has them, and the state that the loader's generators had when
+    the epoch began. After `load_state_dict` the next `iter()` reads the epoch again, skips the
+    batches that were handed out, and goes on with the next one. (The random numbers of persistent
+    workers run on from epoch to epoch, and are not kept.)
 
-    A stream need not be read again: where the loader has `state_dict` and `load_state_dict`, or the
-    IterableDataset of a DataLoader without workers has, that state is kept as well, and `iter()` of
-    a loader that was given it goes on from there. (With workers the data set's state is in those,
-    so the stream is read again; it is too where several ranks hold the first stage and
-    `reader="first"`.)
+    A stream is not read again if the loader has `state_dict` and `load_state_dict`, or if the
+    IterableDataset of a DataLoader without workers has them. That state is kept too, and `iter()`
+    goes on from it. A stream is read again if the DataLoader has workers, because they hold the
+    data set's state, or if several ranks hold the first stage and `reader` is "first".
 
-    Raises ExecutionError where the loader yields no batch at all, or none that can be split.
+    Raises ExecutionError if the loader yields no batch, or one that can't be split.
     """
 
     def __init__(
@@ -91,10 +98,10 @@ class Batches:
             raise ExecutionError(f'reader must be "all" or "first", not {reader!r}')
         if reader == "first" and executor is None:
             raise ExecutionError(
-                'reader="first" needs the executor that takes the batches: executor='
+                'reader="first" needs the executor that takes the batches: pass executor='
             )
         self._source: _Reader | _HandedOut
-        # Where one process runs all ranks, there is nobody to hand batches out to.
+        # If one process runs all ranks, there is no other one to hand batches to.
         if (
             reader == "all"
             or executor is None
@@ -111,17 +118,18 @@ class Batches:
 
     @property
     def endless(self) -> bool:
-        """Whether one epoch follows the other, so that iterating it never ends."""
+        """Whether it repeats, so that iterating never ends."""
         return self._repeat
 
     def __len__(self) -> int:
-        """The batches of an epoch. Raises TypeError where the loader has no length, or repeats."""
+        """The number of batches in an epoch. Raises TypeError if the loader has no length, or with
+        `repeat`."""
         if self._repeat:
-            raise TypeError("batches that repeat have no end, and so no length")
+            raise TypeError("batches that repeat have no end, so they have no length")
         return len(self._source)
 
     def __iter__(self) -> Iterator[Pair]:
-        if self.batch and not self._resumed:  # the epoch before has been left early
+        if self.batch and not self._resumed:  # the last epoch was left early
             self.epoch, self.batch = self.epoch + 1, 0
         self._resumed = False
         while True:
@@ -134,7 +142,7 @@ class Batches:
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data, for `load_state_dict`: the next batch follows those handed out."""
+        """The place in the data, for `load_state_dict`: after the batches handed out so far."""
         drawn = self._began if self.batch else self._source.drawn()
         return {
             "epoch": self.epoch,
@@ -145,12 +153,12 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where a state was taken. Raises ExecutionError where the loader is another."""
+        """Go on from a state. Raises ExecutionError if it was saved with another loader."""
         generators = list(state["generators"])
         if len(generators) != len(self._began):
             raise ExecutionError(
-                f"the loader has {len(self._began)} generators of its own, but the state that is "
-                f"loaded is of one with {len(generators)}"
+                f"the loader has {len(self._began)} generators of its own, but the state was saved "
+                f"with a loader that has {len(generators)}; make the same loader"
             )
         self._source.restore(generators, state.get("loader"))
         self.epoch, self.batch, self._seed = state["epoch"], state["batch"], state["seed"]
@@ -158,7 +166,7 @@ class Batches:
 
 
 class _Reader:
-    """Reads a loader in this process. Raises ExecutionError for what is none."""
+    """Reads a loader in this process. Raises ExecutionError for an object that is no loader."""
 
     def __init__(self, loader: Iterable[Any] | None, split: Split | None) -> None:
         if isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
@@ -182,14 +190,14 @@ class _Reader:
         return [generator.get_state() for generator in self._generators]
 
     begin = drawn
-    """The same, as an epoch begins."""
+    """The same, when an epoch begins."""
 
     def position(self) -> dict[str, Any] | None:
         """The loader's own state, if it has one."""
         return None if self._stateful is None else self._stateful.state_dict()
 
     def restore(self, drawn: Sequence[Tensor], position: Mapping[str, Any] | None) -> None:
-        """Put the loader's own generators, and the loader itself if it can, to where they were."""
+        """Restore the state of the loader's own generators, and of the loader if it has one."""
         for generator, state in zip(self._generators, drawn, strict=True):
             generator.set_state(state)
         if position is not None and self._stateful is not None:
@@ -197,10 +205,10 @@ class _Reader:
             self._restored = True
 
     def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
-        """Yield the pairs of an epoch but for the first ones, of which `after` are only read; a
-        loader whose state was restored begins after them.
+        """Yield the pairs of an epoch, without the first `after`, which are only read. A loader
+        whose state was restored begins after them.
 
-        Raises ExecutionError where the loader yields nothing, or has no such number.
+        Raises ExecutionError if the loader yields nothing, or fewer than `after`.
         """
         for part in self._of_epochs:
             part.set_epoch(epoch)
@@ -215,7 +223,7 @@ class _Reader:
                     )
                 inputs, target = (tuple(part) if isinstance(part, list) else part for part in pair)
                 yield inputs, target
-        if restored and not number:  # the state was that of an end, which `iter()` leaves behind
+        if restored and not number:  # the restored state was the end of an epoch: begin the next
             yield from self.epoch(seed, epoch, 0)
         elif not number:
             raise ExecutionError(
@@ -224,14 +232,14 @@ class _Reader:
         if number < after:
             raise ExecutionError(
                 f"the loader ends after batch {number} of epoch {epoch}, but the state that was "
-                f"loaded has come to batch {after}: it is of other data"
+                f"loaded is at batch {after}: it was saved with other data"
             )
 
 
 class _HandedOut:
     """A loader that the first stage's rank reads for all ranks of a pipeline.
 
-    All of them call it together, and all raise ExecutionError where that one fails.
+    All ranks call it together, and all raise ExecutionError if that rank fails.
     """
 
     def __init__(
@@ -241,7 +249,7 @@ class _HandedOut:
         placement = executor.schedule.placement
         self._takers = placement[0], placement[-1]  # of the inputs, and of the target
         self._speaker = placement[0][0]
-        # None elsewhere.
+        # None on other ranks.
         self._reader: _Reader | None = self._told(lambda: _Reader(loader, split), lambda *_: None)
         self._length: int | None
         self._drawn: list[Tensor]
@@ -262,26 +270,26 @@ class _HandedOut:
         return self._drawn
 
     def position(self) -> dict[str, Any] | None:
-        """The loader's own state, if it has one, where nobody else would save another."""
+        """The loader's own state, if it has one and only one rank holds the first stage."""
         if self._reader is None or len(self._takers[0]) > 1:
             return None
         return self._reader.position()
 
     def restore(self, drawn: Sequence[Tensor], position: Mapping[str, Any] | None) -> None:
-        """Put the loader's own generators, and the loader itself if it can, to where they were."""
+        """Restore the state of the loader's own generators, and of the loader if it has one."""
         self._drawn = list(drawn)
         if self._reader is not None:
             self._reader.restore(drawn, position)
 
     def epoch(self, seed: int, epoch: int, after: int) -> Iterator[Pair]:
-        """Yield the pairs of an epoch but for the first ones, of which `after` are only read."""
+        """Yield the pairs of an epoch, without the first `after`, which are only read."""
         pairs = iter(()) if self._reader is None else self._reader.epoch(seed, epoch, after)
         while (found := self._told(lambda: next(pairs, None), self._share)) is not None:
             yield found
         self.begin()
 
     def _facts(self) -> tuple[int | None, list[Tensor]]:
-        assert self._reader is not None  # called where it reads
+        assert self._reader is not None  # only the rank that reads calls it
         try:
             length = len(self._reader)
         except TypeError:
@@ -289,7 +297,7 @@ class _HandedOut:
         return length, self._reader.drawn()
 
     def _share(self, pair: Pair | None, rank: int) -> Pair | None:
-        """A rank's share of a pair; None is the end."""
+        """The parts of a pair that a rank uses; None at the end of the epoch."""
         if pair is None:
             return None
         inputs, target = (
@@ -301,7 +309,7 @@ class _HandedOut:
     def _told(
         self, make: Callable[[], Any], share: Callable[[Any, int], Any] = lambda found, _: found
     ) -> Any:
-        """Return what `make` gives on the rank that reads; elsewhere, the share of it."""
+        """Return the result of `make` on the rank that reads, and each other rank's share of it."""
         if self._executor.rank != self._speaker:
             found = self._executor.hand_out()
             if isinstance(found, ExecutionError):
@@ -313,7 +321,7 @@ class _HandedOut:
             shares = [share(found, rank) for rank in ranks]
         except Exception as error:
             failure = ExecutionError(
-                f"rank {self._speaker}, which reads the batches, has failed: {describe(error)}"
+                f"rank {self._speaker}, which reads the batches, failed: {describe(error)}"
             )
             self._executor.hand_out([failure for _ in ranks])
             raise
@@ -322,7 +330,7 @@ class _HandedOut:
 
 
 def _compact(batch: Any) -> Any:
-    """A batch as it is sent: on the CPU, and without what else its storage holds."""
+    """A batch as it is sent: on the CPU, and without the rest of its storage."""
 
     def compact(tensor: Tensor) -> Tensor:
         held = tensor.detach().cpu()
@@ -333,12 +341,11 @@ def _compact(batch: Any) -> Any:
 
 
 def _read(loader: Iterable[Any], seed: int, epoch: int, first: int) -> Iterator[Any]:
-    """Yield what a loader does in an epoch, from batch number `first` on; it draws from torch,
-    numpy and random as seeded.
+    """Yield a loader's batches in an epoch, from number `first` on, each under its seed.
 
-    It begins and gives batch 0 under one seed, and begins under that one wherever it goes on: a
-    sampler is asked in the one if DataLoader has workers, in the other if it has none, and draws
-    the same order.
+    `iter(loader)` and batch 0 run under the same seed, also when the epoch is resumed. DataLoader
+    asks its sampler in the former if it has workers, and in the latter if not: the order is the
+    same.
     """
     for number in chain(range(min(first, 1)), count(first)):
         with _drawing(seed, epoch, number):
@@ -372,7 +379,7 @@ def _drawing(seed: int, epoch: int, number: int) -> Iterator[None]:
 
 
 def _drawing_parts(loader: object) -> list[object]:
-    """The loader and those of its parts that may draw or know of epochs, each once."""
+    """The loader and its parts that may draw random numbers or have `set_epoch`, each once."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     parts = (
         loader,
@@ -384,7 +391,8 @@ def _drawing_parts(loader: object) -> list[object]:
 
 
 def _stateful(loader: Any) -> Any:
-    """What knows how far a loader has been read: itself, or its stream of samples; else None."""
+    """The object that knows how far a loader was read: the loader, or its stream of samples, or
+    None."""
     own = None if getattr(loader, "num_workers", 0) else getattr(loader, "dataset", None)
     for one in (loader, own if isinstance(own, IterableDataset) else None):
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
@@ -393,14 +401,14 @@ def _stateful(loader: Any) -> Any:
 
 
 def _parts(batch: Any) -> Pair:
-    """Take a batch apart that is a pair, or has labels and the rest."""
+    """Split a batch that is a pair, or a mapping with labels."""
     if isinstance(batch, Mapping) and "labels" in batch:
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise ExecutionError(
         f"the loader yields {_described(batch)}, which is no pair (inputs, target) nor a mapping "
-        "with labels; say how to take it apart: Batches(loader, split=lambda batch: (…, …))"
+        "with labels; say how to split it: Batches(loader, split=lambda batch: (…, …))"
     )
 
 
@@ -414,12 +422,10 @@ def _described(batch: object) -> str:
 
 def _why_empty(loader: Any) -> str:
     if iter(loader) is loader:
-        return (
-            "an iterator can be read once only: give what makes one, such as a list or DataLoader"
-        )
+        return "an iterator can be read only once: pass an iterable, such as a list or a DataLoader"
     if getattr(loader, "drop_last", False) and hasattr(loader.dataset, "__len__"):
         return (
             f"its data set has {len(loader.dataset)} samples, fewer than the {loader.batch_size} "
-            "of a batch, and drop_last=True leaves them out; give smaller batches"
+            "of a batch, and drop_last=True leaves them out; make the batches smaller"
         )
     return "its data set is empty"

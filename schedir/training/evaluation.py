@@ -1,4 +1,4 @@
-"""Evaluate a model on a whole data set, the same on every rank; losses and metrics for that."""
+"""Evaluate a model on a whole data set, with the same result on every rank; losses and metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from schedir.runtime import Executor, StepResult
 from schedir.training.history import Evaluation
 
 Number: TypeAlias = float | Tensor
-"""One number; a tensor of one where it may be on a device."""
+"""One number, or a tensor of one, which may be on a GPU."""
 
 _IGNORED = -100  # as torch's cross-entropy does
 
 Metric: TypeAlias = Callable[[Any, Any], tuple[Number, Number]]
-"""(output, target) of a microbatch → a sum over it, and what that is to be divided by."""
+"""(output, target) of a microbatch → (sum, count): the metric is all sums over all counts."""
 
 
 def evaluate(
@@ -29,15 +29,28 @@ def evaluate(
     batches: Iterable[tuple[Any, Any]],
     metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """Find the present weights' loss and metrics over all of `batches`, on every rank.
+    """Compute the loss and metrics of the current weights over all of `batches`, on every rank.
 
-    Every rank calls it, with as many batches of (inputs, target). The last one may be short: the
-    loss is weighed by the executor's `count`. A metric sees what the last stage returns for each
-    microbatch, on its rank and its device, with the target, and gives (sum, count); sums and counts
-    are added up over all microbatches, replicas and pipelines, and the one divided by the other.
-    Metrics cost one message for the whole set.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import accuracy, evaluate
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
+    >>> executor = Executor(schedule, stages, nn.CrossEntropyLoss(), in_process=True)
+    >>> batches = [(torch.eye(4), torch.tensor([0, 1, 2, 0]))]
+    >>> evaluate(executor, batches, {"accuracy": accuracy}).metrics
+    {'accuracy': 0.75}
 
-    Raises ExecutionError where there is no batch, or a metric gives no pair of numbers.
+    Every rank calls it, with the same number of batches (inputs, target). The last batch may be
+    short: the loss is weighted by the executor's `count`. A metric is a function of (output,
+    target), called for each microbatch on the rank and the device of the last stage. It returns
+    (sum, count), each a number or a tensor of one. Sums and counts are added up over all
+    microbatches, replicas and pipelines, and the metric is sum / count. All metrics together cost
+    one message for the whole set.
+
+    Raises ExecutionError if there is no batch, or if a metric returns no pair of numbers.
     """
     known = measures(metrics)
     loss = MeanLoss()
@@ -63,7 +76,7 @@ def evaluate(
 
 
 def measures(metrics: object) -> Mapping[str, Metric]:
-    """Check metrics, by name. Raises ExecutionError for what is none."""
+    """Check metrics, by name. Raises ExecutionError for a value that is no metric."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
     for name, metric in (metrics or {}).items():
@@ -88,9 +101,15 @@ def _takes_two(function: Callable[..., object]) -> bool:
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """A metric: the share of targets whose class has the largest output.
 
-    `output` has shape [..., classes], `target` holds classes and has the shape [...]; negative
-    ones, as the -100 that torch's cross-entropy ignores, do not count. Raises ExecutionError for
-    other shapes.
+    >>> import torch
+    >>> from schedir.training import accuracy
+    >>> right, counted = accuracy(torch.eye(3), torch.tensor([0, 2, -100]))
+    >>> int(right), int(counted)
+    (1, 2)
+
+    `output` has the shape [..., classes]. `target` holds classes and has the shape [...]; negative
+    ones do not count, such as the -100 that torch's cross-entropy ignores. Raises ExecutionError
+    for other shapes.
     """
     if output.shape[:-1] != target.shape:
         raise ExecutionError(
@@ -102,7 +121,12 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def perplexity(loss: float) -> float:
-    """e to a mean cross-entropy in nats; infinite where that is too large for a float."""
+    """The exponential of a mean cross-entropy in nats; infinity if a float can't hold it.
+
+    >>> from schedir.training import perplexity
+    >>> perplexity(0.0), round(perplexity(2.0), 2)
+    (1.0, 7.39)
+    """
     try:
         return math.exp(loss)
     except OverflowError:
@@ -110,12 +134,19 @@ def perplexity(loss: float) -> float:
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of logits, (rows, tokens, vocabulary), that foretell the token after each.
+    """The mean cross-entropy, in nats, of logits that predict the next token.
 
-    `labels`, (rows, tokens), are the very tokens, -100 where none is to be foretold (padding); they
-    are shifted here. The mean over those counted, in nats, as a model of transformers gives; with
-    `count=causal_lm_tokens` of the executor also over a batch whose microbatches have different
-    numbers of them. 0 where there are none.
+    >>> import torch
+    >>> from schedir.training import causal_lm_loss
+    >>> labels = torch.tensor([[1, 2, -100]])
+    >>> round(causal_lm_loss(torch.zeros(1, 3, 4), labels).item(), 4)  # the log of 4
+    1.3863
+
+    `logits` have the shape (rows, tokens, vocabulary). `labels` have the shape (rows, tokens): the
+    input tokens themselves, not shifted, and -100 for tokens that do not count, such as padding.
+    The result is the loss that a model of transformers computes; 0 if no token counts. Pass
+    `count=causal_lm_tokens` to the executor, so that it is right over a batch whose microbatches
+    count different numbers of tokens.
     """
     following = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten()
     total = functional.cross_entropy(
@@ -125,17 +156,22 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def causal_lm_tokens(labels: Tensor) -> Tensor:
-    """The number of tokens that `causal_lm_loss` is the mean over: `count=` of the
-    executor."""
+    """The number of tokens that `causal_lm_loss` is the mean over: the executor's `count=`.
+
+    >>> import torch
+    >>> from schedir.training import causal_lm_tokens
+    >>> int(causal_lm_tokens(torch.tensor([[1, 2, -100]])))
+    1
+    """
     return (labels[:, 1:] != _IGNORED).sum()
 
 
 class MeanLoss:
-    """Sums up the mean loss of many calls, each weighed by its samples.
+    """The mean loss of many calls, each weighted by its samples.
 
-    A call's loss is read when the next one is added: no rank waits for that of a call that it has
-    just made, and none piles up. With `skips`, one that is not finite does not count. `totals`, of
-    another one, are what it goes on from.
+    A call's loss is read when the next call is added, so no rank waits for the loss of the call
+    that it has just made. With `skips`, a loss that is not finite does not count. `totals` are
+    those of another MeanLoss, to go on from.
     """
 
     def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
@@ -156,7 +192,7 @@ class MeanLoss:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """The losses of all samples so far, added up, and how many these are."""
+        """The sum of the losses of all samples so far, and the number of samples."""
         self._read()
         return self._sum, self._samples
 
@@ -169,20 +205,20 @@ class MeanLoss:
 
 
 def pairs(batches: Iterable[Any], what: str, after: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or for none, unless
-    some were given out before, `after` so many."""
+    """Yield pairs (inputs, target). Raises ExecutionError for another batch, or if there is none
+    and none was handed out before (`after` is 0)."""
     number = 0
     for number, batch in enumerate(batches, 1):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ExecutionError(
                 f"{what}: batch {number} is no pair (inputs, target) but {type(batch).__name__}; "
-                "Batches(loader, split=…) makes pairs of it"
+                "make pairs with Batches(loader, split=…)"
             )
         yield batch[0], batch[1]
     if not number and not after:
         raise ExecutionError(
-            f"{what}: there is no batch; a data set smaller than a batch gives none with "
-            "drop_last=True, and a generator gives its batches once: make a list, or a DataLoader"
+            f"{what}: there is no batch. With drop_last=True a data set smaller than a batch has "
+            "none; a generator yields its batches only once: make a list of it, or a DataLoader"
         )
 
 

@@ -1,4 +1,4 @@
-"""The losses and metrics of a training, entry by entry."""
+"""The history of a training: its losses and metrics, entry by entry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Literal, TypeAlias, overload
 import attrs
 
 Mode: TypeAlias = Literal["min", "max"]
-"""Whether less of a measure is better, or more."""
+"""Whether a lower measure is better, or a higher one."""
 
 
 @attrs.frozen
 class Evaluation:
-    """The mean loss over a data set's samples, and metrics by name."""
+    """The mean loss over a data set's samples, and metrics by name.
+
+    >>> from schedir.training import Evaluation
+    >>> found = Evaluation(loss=0.25, metrics={"accuracy": 0.9})
+    >>> found.metrics["accuracy"]
+    0.9
+    """
 
     loss: float
     metrics: Mapping[str, float] = attrs.field(factory=dict)
@@ -22,14 +28,19 @@ class Evaluation:
 
 @attrs.frozen
 class Record:
-    """An entry of the history, the same on every rank: of an epoch's end, or of a step.
+    """An entry of the history, at an epoch's end or at a step; the same on every rank.
 
-    `epoch` is the number of the epoch, from 1, that was over then; None in the midst of one. `step`
-    is how many steps were made. `loss` is the mean over all samples that were trained on since the
-    entry before, each at the weights of its step, without calls that were skipped for a loss that
-    is not finite; `lr` the learning rate of the last step, that of the first param group.
-    `evaluation_loss` and `metrics`, by name, are those of the whole evaluation set at this step;
-    None and empty without one.
+    >>> from schedir.training import Record
+    >>> print(Record(epoch=2, step=200, loss=0.5, lr=0.01, evaluation_loss=0.625))
+    epoch 2  loss 0.5000  evaluation 0.6250  lr 0.01
+
+    - `epoch`: the number of the epoch, from 1, that has just ended; None within an epoch.
+    - `step`: the number of steps made so far.
+    - `loss`: the mean over all samples trained on since the entry before, each with the weights of
+      its step, without calls that were skipped because their loss is not finite.
+    - `lr`: the learning rate of the last step, in the first param group.
+    - `evaluation_loss` and `metrics`, by name: those of the whole evaluation set at this step; None
+      and empty without an evaluation set.
     """
 
     epoch: int | None
@@ -40,7 +51,8 @@ class Record:
     metrics: Mapping[str, float] = attrs.field(factory=dict)
 
     def measured(self, by: str) -> float:
-        """The evaluation loss, by "loss", or a metric; NaN where it was not evaluated."""
+        """The evaluation loss, if `by` is "loss", or the metric of that name; NaN if there is
+        none."""
         found = self.evaluation_loss if by == "loss" else self.metrics.get(by)
         return math.nan if found is None else found
 
@@ -55,9 +67,18 @@ class Record:
 
 @attrs.frozen
 class History(Sequence[Record]):
-    """The entries of a training, the first one first; printed, a line for each.
+    """The entries of a training, in order. Printed, it is a line for each.
 
-    `measure`, "loss" for the evaluation loss or a metric's name, and `mode` say which is the best.
+    >>> from schedir.training import History, Record
+    >>> history = History((Record(1, 100, 0.9, 0.1, 0.7), Record(2, 200, 0.8, 0.1, 0.9)))
+    >>> history.best.epoch, history.stale
+    (1, 1)
+    >>> print(history)
+    epoch 1  loss 0.9000  evaluation 0.7000  lr 0.1
+    epoch 2  loss 0.8000  evaluation 0.9000  lr 0.1
+
+    The best entry has the lowest `measure`, or with `mode="max"` the highest. `measure` is "loss"
+    for the evaluation loss, or a metric's name.
     """
 
     records: tuple[Record, ...] = ()
@@ -81,7 +102,8 @@ class History(Sequence[Record]):
 
     @property
     def best(self) -> Record | None:
-        """The first entry whose measure is the best; None where none has one."""
+        """The entry with the best measure, the first of equals; None if no entry has the
+        measure."""
         sign = 1 if self.mode == "min" else -1
         found = [(sign * one.measured(self.measure), at) for at, one in enumerate(self)]
         known = [one for one in found if not math.isnan(one[0])]
@@ -89,7 +111,7 @@ class History(Sequence[Record]):
 
     @property
     def stale(self) -> int:
-        """How many entries there are since the best one."""
+        """The number of entries since the best one."""
         return len(self) - (self.index(self.best) + 1 if self.best else 0)
 
     def __str__(self) -> str:

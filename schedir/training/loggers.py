@@ -1,7 +1,7 @@
-"""Loggers: callbacks that hand the figures of a training to a file or a service, and a monitor.
+"""Loggers, which write the figures of a training to a file or a service, and a memory monitor.
 
-They write at once, so that a training that is killed loses none of it. Each is a few lines over its
-library; another service's would be as well.
+They write at once, so a training that is killed loses nothing. A logger for another service takes
+the same few lines as `WandB`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from schedir.training.history import History
 
 
 class _File(Logger):
-    """A file of rows, which a training that goes on goes on with."""
+    """A file of rows. A resumed training appends to it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
 
     def before_training(self, step: int) -> None:
-        """Drop what is of later steps, and a line that was cut off."""
+        """Drop the rows of later steps, and a last line that was cut off."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._replace([row for row in self._rows() if int(row["step"]) <= step])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ExecutionError(
-                f"{type(self).__name__} can't go on with {self._path}: {describe(error)}"
+                f"{type(self).__name__} can't continue the file {self._path}: {describe(error)}; "
+                "give another path, or move the file away"
             ) from error
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -55,9 +56,19 @@ class _File(Logger):
 
 
 class JSONLines(_File):
-    """Writes a line of JSON with the step and the figures, null for what is not finite.
+    """Writes each log as a line of JSON: the step and the figures, null for NaN and infinity.
 
-    A file that is there is gone on with: of it the lines of later steps are dropped.
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir.training import JSONLines
+    >>> with TemporaryDirectory() as folder:
+    ...     log = JSONLines(Path(folder, "log.jsonl"))
+    ...     log.after_log(10, {"loss": 0.5})
+    ...     Path(folder, "log.jsonl").read_text()
+    '{"step": 10, "loss": 0.5}\\n'
+
+    Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,
+    and drops the lines of later steps.
     """
 
     def after_log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -68,9 +79,19 @@ class JSONLines(_File):
 
 
 class CSV(_File):
-    """Writes a row with the step and the figures, under a header, which grows as figures come.
+    """Writes each log as a row with the step and the figures. New figures extend the header.
 
-    A file that is there is gone on with: of it the rows of later steps are dropped.
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from schedir.training import CSV
+    >>> with TemporaryDirectory() as folder:
+    ...     log = CSV(Path(folder, "log.csv"))
+    ...     log.after_log(10, {"loss": 0.5})
+    ...     Path(folder, "log.csv").read_text().splitlines()
+    ['step,loss', '10,0.5']
+
+    Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,
+    and drops the rows of later steps.
     """
 
     _names: Sequence[str] = ("step",)
@@ -95,8 +116,14 @@ class CSV(_File):
 
 
 class TensorBoard(Logger):
-    """Writes scalars for TensorBoard into a folder: a step's own, which those of later steps that
-    are there already give way to (`purge_step`)."""
+    """Writes each log as scalars for TensorBoard into a folder.
+
+    >>> from schedir.training import TensorBoard
+    >>> log = TensorBoard("runs/digits")  # Trainer(…, log_every=10, callbacks=[log])
+
+    If the folder has scalars of later steps, TensorBoard drops them (`purge_step`). Raises
+    ExecutionError if tensorboard is not installed.
+    """
 
     _writer: Any
 
@@ -122,11 +149,14 @@ class TensorBoard(Logger):
 
 
 class WandB(Logger):
-    """Logs to Weights & Biases: a run of what `wandb.init` is given here, the `project` and so on.
+    """Logs to Weights & Biases. Its arguments are those of `wandb.init`: `project` and so on.
 
-    With `mode="offline"` it is a folder, to be synced later. A training that goes on is another
-    run, unless it is given the `id` of the first one, with `resume="allow"`; of steps that this one
-    has already, wandb keeps what it has.
+    >>> from schedir.training import WandB
+    >>> log = WandB(project="digits", mode="offline")  # Trainer(…, log_every=10, callbacks=[log])
+
+    With `mode="offline"` the run is a folder, which you sync later. A resumed training is a new
+    run, unless you pass the `id` of the first one, with `resume="allow"`; then wandb keeps the
+    figures that it has already. Raises ExecutionError if wandb is not installed.
     """
 
     _run: Any
@@ -151,10 +181,19 @@ class WandB(Logger):
 
 
 class Monitor(Callback):
-    """Adds "peak_memory_gib" to the figures of every log: of the process that has used most.
+    """Adds "peak_memory_gib" to the figures of every log: the largest peak of all processes.
 
-    It is what tensors on the executor's device took at once, or the memory of a process where that
-    is the CPU. Processes tell each other at every log.
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import Monitor
+    >>> schedule = build("1f1b", ranks=1, microbatches=1)
+    >>> executor = Executor(schedule, {0: nn.Linear(4, 1)}, nn.MSELoss())
+    >>> [*Monitor(executor).figures()]
+    ['peak_memory_gib']
+
+    On a GPU a peak counts the tensors there; on the CPU it is the memory of the process. The
+    processes exchange their peaks at every log.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -171,6 +210,6 @@ class Monitor(Callback):
 
 
 def _needs(library: str) -> None:
-    """Raise ExecutionError, with what helps, where a library is not installed."""
+    """Raise ExecutionError, with the command to run, if a library is not installed."""
     if find_spec(library) is None:
         raise ExecutionError(f"{library} is not installed: pip install 'schedir[{library}]'")

@@ -1,4 +1,4 @@
-"""Where a training stands: what its checkpoints have of the loop itself."""
+"""Where a training stands: the part of a checkpoint that belongs to the training loop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from schedir.training.history import Evaluation, History, Record
 
 
 class Progress:
-    """What a training has come to, with the state that a checkpoint keeps of it.
+    """The progress of a training, with a state for checkpoints.
 
-    `step` steps were made and `epoch` epochs are over; `in_epoch` steps are of the present one, and
-    `lr` was the rate of the last one. `loss` is the mean since the last entry of the `history`, and
-    `logged` that since the last log, in whose steps `seconds` went by. With `skips` they leave out
-    what is not finite; with another `segment` it would be another training.
+    `step` steps were made and `epoch` epochs are over; `in_epoch` steps belong to the current
+    epoch, and `lr` is the learning rate of the last step. `loss` is the mean since the last entry
+    of the `history`, `logged` the mean since the last log, and `seconds` the time of the steps
+    since then. With `skips` the means leave out losses that are not finite. `segment` is that of
+    the Trainer.
     """
 
     def __init__(self, history: History, skips: bool, segment: int | None) -> None:
@@ -27,24 +28,24 @@ class Progress:
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """Forget an epoch that was left early."""
+        """Begin an epoch anew, without the steps of one that was left early."""
         self.in_epoch = 0
         self.loss = MeanLoss(self._skips)
         self.begin_log()
 
     def begin_log(self) -> None:
-        """Take the means of the next log from here on."""
+        """Begin the means of the next log."""
         self.logged, self.seconds = MeanLoss(self._skips), 0.0
 
     def record(self, epoch: int | None, found: Evaluation | None) -> None:
-        """Enter what was trained since the last entry, and what an evaluation has found."""
+        """Add an entry to the history: the training since the last entry, and an evaluation."""
         measured = () if found is None else (found.loss, found.metrics)
         entry = Record(epoch, self.step, self.loss.mean, self.lr, *measured)
         self.history = attrs.evolve(self.history, records=(*self.history, entry))
         self.loss = MeanLoss(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, and lists and dicts of them."""
+        """The state, as numbers, and lists and dicts of them."""
         return {
             "segment": self._segment,
             "history": [attrs.asdict(record) for record in self.history],
@@ -54,12 +55,12 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state. Raises ExecutionError where that is of other segments."""
+        """Go on from a state. Raises ExecutionError if it was saved with another segment length."""
         segment = state["segment"]
         if segment != self._segment:
             raise ExecutionError(
-                f"the checkpoint is of a training with segment={segment}, and this one has "
-                f"segment={self._segment}, which trains otherwise; give it the same"
+                f"the checkpoint was saved with segment={segment}, but this Trainer has "
+                f"segment={self._segment}, which would train differently; pass segment={segment}"
             )
         records = tuple(Record(**fields) for fields in state["history"])
         self.history = attrs.evolve(self.history, records=records)

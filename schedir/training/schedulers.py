@@ -1,4 +1,4 @@
-"""Learning-rate schedulers, and what their steps take."""
+"""A learning-rate scheduler, and whether a scheduler's step takes a metric."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ from schedir.errors import ExecutionError
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float = 0.0) -> LambdaLR:
-    """Make a scheduler, stepped once after each step: up in a line, down along half a cosine.
+    """Make a scheduler that raises the learning rate linearly, then lowers it along half a cosine.
 
-    Over `warmup` steps the learning rate rises to the optimiser's own, which step number `warmup`
-    is the first to have; it has fallen to `floor` times that after `steps` steps in all, and stays
-    there. Of an executor it takes `executor.optimizer`.
+    >>> import torch
+    >>> from schedir.training import warmup_cosine
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> scheduler = warmup_cosine(optimizer, warmup=1, steps=3)
+    >>> for _ in range(4):
+    ...     print(round(scheduler.get_last_lr()[0], 3))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    0.5
+    1.0
+    0.5
+    0.0
+
+    Step it once after each step. Over the first `warmup` steps the rate rises, and step number
+    `warmup` (from 0) is the first with the optimiser's full rate. After `steps` steps in all the
+    rate is `floor` times that, and stays there. For an executor pass `executor.optimizer`.
 
     The warmup is that of Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2, the
     cosine that of Loshchilov and Hutter, "SGDR" (2017), equation 5, without restarts.
@@ -25,10 +38,10 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float
     """
     if not 0 <= warmup < steps:
         raise ExecutionError(
-            f"warmup must be 0 or more steps, and fewer than all: not {warmup} of {steps}"
+            f"warmup must be at least 0 and less than steps, not {warmup} of {steps} steps"
         )
     if not 0 <= floor <= 1:
-        raise ExecutionError(f"floor is a share of the learning rate, from 0 to 1, not {floor}")
+        raise ExecutionError(f"floor must be a share of the learning rate, 0 to 1, not {floor}")
 
     def share(step: int) -> float:
         if step < warmup:
@@ -40,13 +53,13 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float
 
 
 def takes_metric(scheduler: object) -> bool:
-    """Whether a scheduler's `step` takes a metric, as that of torch's ReduceLROnPlateau.
+    """Whether a scheduler's `step` takes a metric, as torch's ReduceLROnPlateau does.
 
-    Raises ExecutionError for what is no scheduler, or takes something else.
+    Raises ExecutionError for an object that is no scheduler, or whose `step` needs more.
     """
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
-        raise ExecutionError(f"scheduler must be an object with step(), unlike {scheduler!r}")
+        raise ExecutionError(f"scheduler must be an object with step(), not {scheduler!r}")
     for given in range(2):
         try:
             inspect.signature(step).bind(*[0.0] * given)
@@ -55,5 +68,5 @@ def takes_metric(scheduler: object) -> bool:
         return given > 0
     raise ExecutionError(
         f"{type(scheduler).__name__}.step{inspect.signature(step)} takes more than a metric: step "
-        "it in a callback, and give it in others="
+        "it in a callback, and pass it in others= so that checkpoints have it"
     )

@@ -1,4 +1,4 @@
-"""The loop that everybody writes around a step, once, for epochs and for steps."""
+"""The training loop around a step, by epochs or by steps: log, evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -30,52 +30,71 @@ _PROGRESS = "progress"
 
 
 class Trainer:
-    """Trains for some epochs or steps. Every rank makes one, alike, and calls `fit`.
+    """Trains for some epochs or steps. Every rank makes one with the same arguments.
 
-    `batches` is what an epoch iterates: pairs (inputs, target), on every rank, as `Batches` makes
-    them. Training ends after `epochs` or `max_steps`, whichever comes first; where the batches
-    never end, steps alone are counted. At each epoch's end, or with `eval_every` after every so
-    many steps, and at the end of all, the `history` gets an entry: the mean loss since the one
-    before and, of `evaluation`, pairs as well, a loss and the `metrics`: see `evaluate`. Training
-    and evaluation run under autocast to the type `autocast`, which may be torch.bfloat16, or
-    torch.float16 where the executor has a `scaler`: the Trainer uses that, and refuses another.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import Batches, Trainer
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
+    >>> adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01)
+    >>> executor = Executor(schedule, stages, nn.MSELoss(), adam, in_process=True)
+    >>> batches = Batches([(torch.ones(6, 4), torch.zeros(6, 1))] * 5)
+    >>> history = Trainer(executor, batches, epochs=2, progress=False).fit()
+    >>> [(entry.epoch, entry.step) for entry in history]
+    [(1, 5), (2, 10)]
 
-    What says how good an entry is, is its evaluation loss, or the metric that `best` names; with
-    `best_mode="max"` more is better. With `patience` the training ends after so many entries
-    without a better one than the best, on every rank after the same.
+    **How long.** `batches` yields the pairs (inputs, target) of an epoch, on every rank; see
+    `Batches`. The training ends after `epochs` or `max_steps`, whichever comes first. If the
+    batches never end, pass `max_steps` only.
 
-    `scheduler`, of `executor.optimizer`, is stepped after each step, or as `scheduler_by` says
-    after each "epoch", or after each "evaluation", which is an entry of the history. One whose step
-    takes a metric, as ReduceLROnPlateau's, goes by what says how good an entry is.
+    **History.** The `history` gets an entry at each epoch's end, or with `eval_every` every that
+    many steps, and at the end of the training: the mean loss since the entry before and, if
+    there is an `evaluation` set (pairs too), its loss and `metrics`; see `evaluate`. An entry is
+    judged by its evaluation loss, or by the metric that `best` names; with `best_mode="max"` a
+    higher value is better. With `patience` the training ends after that many entries without a new
+    best one, on every rank after the same entry.
 
-    What is not finite ends the training, before anything more is saved. Where the executor
-    skips it (`nonfinite="skip"`), callbacks see `result.skipped`, the scheduler steps all the same,
-    and an entry's loss leaves out calls whose own is not finite.
+    **Precision.** Training and evaluation run under autocast to `autocast`: torch.bfloat16, or
+    torch.float16 if the executor has a `scaler`. The Trainer uses the executor's scaler, and
+    refuses another one.
 
-    All is saved in the folder `checkpoint`, after the `callbacks`, even if one of them raises,
-    which ends the training: with `save_every` every so many steps and at the end, in `step-N`; else
-    at each epoch's end, in `epoch-N`, and where no `epochs` are counted at each entry. The last
-    `keep` of them are kept and, with `best` ("loss" for the evaluation loss, or a metric), that of
-    the best entry, in `best`, whatever its age; `Checkpoint(executor).load("run/best")` takes it.
+    **Learning rate.** `scheduler` works on `executor.optimizer`. It is stepped after each step, or
+    by `scheduler_by` after each "epoch" or each "evaluation" (an entry of the history). If its step
+    takes a metric, as ReduceLROnPlateau's does, it gets the number that an entry is judged by.
 
-    `fit` goes on from the last one, as if nothing had ended the training, or says on the log that
-    it is damaged and goes on from the one before. For that, `batches` must know where it is, as
-    `Batches` does. Saved are the executor, the scheduler, the data and the history, and whatever
-    else steps with the training, by a name, in `others`: all that has `state_dict` and
-    `load_state_dict`, such as a scheduler that a callback steps, or averaged weights.
+    **NaN and infinity.** A loss or gradient that is not finite ends the training before the next
+    save. If the executor skips it (`nonfinite="skip"`), callbacks see `result.skipped`, the
+    scheduler still steps, and an entry's loss leaves out calls whose loss is not finite.
 
-    With `segment`, an epoch is a stream whose pipeline stays full, in segments of so many
-    microbatches: see `Executor.run`. That trains otherwise than a step for each batch would, so a
-    training that goes on from a checkpoint must have the same. What is due every so many steps
-    waits for the end of a segment, so that it changes nothing; `max_steps` cuts the last one short.
+    **Checkpoints.** They are saved in folders below `checkpoint`. With `save_every` they are saved
+    every that many steps and at the end, in `step-N`; otherwise at each epoch's end, in `epoch-N`,
+    or without `epochs` at each entry, in `step-N`. The last `keep` are kept. With `best` ("loss"
+    for the evaluation loss, or a metric) the best entry's checkpoint is kept in `best`; load it
+    with `Checkpoint(executor).load("run/best")`. A checkpoint has the executor, the scheduler, the
+    data and the history. `others` maps names to more objects to save, with `state_dict` and
+    `load_state_dict`: a scheduler that a callback steps, say, or averaged weights. Checkpoints are
+    saved after the `callbacks`. If a callback raises, what is due is saved first, and the training
+    ends.
 
-    Rank 0 prints a line per entry and, with `log_every`, a log every so many steps: the mean loss
-    since the last log, the learning rate, how much was trained in a second, and what callbacks add;
-    see `Callback.after_log`. A second is one of training alone, and what is counted in it is what
-    the executor's `count` counts, of which `unit` is the name. On a terminal there is a bar, with
-    the log beside it. All that `progress=False` leaves out.
+    **Resuming.** `fit` goes on from the last checkpoint as if the training had never stopped. If
+    that one is damaged, it logs a warning and goes on from the one before. `batches` must know
+    where it is, as `Batches` does.
 
-    Raises ExecutionError where these do not go together.
+    **Segments.** With `segment`, an epoch is a stream that keeps the pipeline full, in segments of
+    that many microbatches; see `Executor.run`. It trains differently from one step for each batch,
+    so resume with the same `segment`. Logs, evaluations and checkpoints wait for the end of a
+    segment, so that they change nothing; `max_steps` cuts the last segment short.
+
+    **Progress.** Rank 0 prints a line for each entry and, with `log_every`, one every that many
+    steps: the mean loss since the last log, the learning rate, the throughput, and the figures of
+    callbacks; see `Callback.after_log`. Throughput is in `unit` per second of training alone; it
+    counts what the executor's `count` counts. On a terminal it shows a bar, with the log beside it.
+    `progress=False` prints nothing.
+
+    Raises ExecutionError if the arguments do not fit each other.
     """
 
     def __init__(
@@ -119,10 +138,10 @@ class Trainer:
             if (name == "keep" or number is not None) and not (is_number(number) and number):
                 raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
         if epochs is None and max_steps is None:
-            raise ExecutionError("nothing says when the training ends: give epochs= or max_steps=")
+            raise ExecutionError("nothing says when the training ends: pass epochs= or max_steps=")
         for name, given in {"metrics": metrics, "patience": patience, "best": best}.items():
             if given and evaluation is None:
-                raise ExecutionError(f"{name} needs an evaluation set: give evaluation= as well")
+                raise ExecutionError(f"{name} needs an evaluation set: pass evaluation= as well")
         held_out = () if evaluation is None else evaluation
         by_epochs = epochs or scheduler_by == "epoch" or (evaluation is not None and not eval_every)
         for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
@@ -134,8 +153,8 @@ class Trainer:
             is_endless = isinstance(pairs_given, Batches) and pairs_given.endless
             if is_endless and (by_epochs or name == "evaluation"):
                 raise ExecutionError(
-                    f"{name} never ends, so no epoch does: leave out repeat=True, or for batches "
-                    'count steps, by max_steps, eval_every and scheduler_by="step" or "evaluation"'
+                    f"{name} never ends, so no epoch ends: leave out repeat=True, or, for batches, "
+                    'use steps: max_steps, eval_every, and scheduler_by="step" or "evaluation"'
                 )
         if scaler is not None and scaler is not executor.scaler:
             raise ExecutionError("scaler must be the executor's: Executor(…, scaler=scaler)")
@@ -161,7 +180,7 @@ class Trainer:
         evaluated = scheduler_by == "evaluation" or (scheduler_by == "epoch" and not eval_every)
         if self._by_metric and (evaluation is None or not evaluated):
             raise ExecutionError(
-                f"a {type(scheduler).__name__} goes by the evaluation loss or a metric: give "
+                f"a {type(scheduler).__name__} needs the evaluation loss or a metric: pass "
                 'evaluation= and scheduler_by="evaluation"'
             )
         self.scheduler, self.scheduler_by = scheduler, scheduler_by
@@ -178,20 +197,38 @@ class Trainer:
             return
         if not hasattr(batches, "state_dict"):
             raise ExecutionError(
-                f"a {type(batches).__name__} does not know where it is, so nothing can go on from "
-                "a checkpoint: give Batches(…) of it"
+                f"a {type(batches).__name__} does not know where it is, so no training can resume "
+                "from a checkpoint: wrap it, as in batches=Batches(…)"
             )
         if others and _PROGRESS in others:
-            raise ExecutionError(f"others: {_PROGRESS!r} is the Trainer's own; give another name")
+            raise ExecutionError(f"others: the Trainer itself uses {_PROGRESS!r}; use another name")
         data: Any = batches
-        if hasattr(evaluation, "state_dict"):  # it may be shuffled, and floats add up in order
+        if hasattr(evaluation, "state_dict"):  # a shuffled set's order changes how sums round
             data = _Data(data, evaluation)
         others = {_PROGRESS: self._progress, **(others or {})}
         saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
         self._folder = RunFolder(Path(checkpoint), saves, keep, executor)
 
     def fit(self) -> History:
-        """Train to the end, or until patience ends, and return the history."""
+        """Train to the end, or until patience ends, and return the history.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> from schedir.training import Batches, Trainer
+        >>> schedule = build("1f1b", ranks=1, microbatches=1)
+        >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> weight = nn.init.zeros_(layer.weight)
+        >>> executor = Executor(schedule, {0: layer}, nn.MSELoss(), sgd)
+        >>> batches = Batches([(torch.ones(1, 1), torch.ones(1, 1))])
+        >>> [entry.loss for entry in Trainer(executor, batches, epochs=2, progress=False).fit()]
+        [1.0, 0.0]
+
+        A training that has a checkpoint is resumed from it; see `Trainer`. Called again, `fit`
+        trains on if the training has not ended.
+        """
         now = self._progress
         if now.step:
             now.begin_epoch()
@@ -219,11 +256,12 @@ class Trainer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether patience has ended."""
+        """Whether the training has run out of patience."""
         return self.patience is not None and self.history.stale >= self.patience
 
     def evaluate(self) -> Evaluation | None:
-        """The evaluation set's loss and metrics at the present weights, if there is one."""
+        """Compute the evaluation set's loss and metrics with the current weights; None without a
+        set."""
         if self.evaluation is None:
             return None
         with self._precision():
@@ -235,7 +273,7 @@ class Trainer:
         return ends or self.is_stale
 
     def _train(self) -> None:
-        """Train for an epoch, or the rest of one, or to the last step."""
+        """Train to the end of the epoch, or to the last step."""
         now, size = self._progress, self.executor.schedule.microbatches
         source = pairs(self.batches, "training", now.in_epoch)
         batches = islice(source, self.max_steps and self.max_steps - now.step)
@@ -247,7 +285,7 @@ class Trainer:
             results = self._results(batches)
             for result in results:
                 self._count(result)
-                # Where an epoch is known to end all that is due is done with that, once.
+                # At an epoch's end, if it is known, everything that is due is done together.
                 if (now.step - before) % together or now.in_epoch == self._length:
                     continue
                 if any(self._is_due(every, before) for every in often):
@@ -257,11 +295,11 @@ class Trainer:
             results.close()
             is_epoch = ended and (now.step != self.max_steps or now.in_epoch == self._length)
             if is_epoch:
-                next(source, None)  # nothing; but the batches learn that their epoch is over
+                next(source, None)  # yields nothing, but tells the batches that the epoch is over
             self._arrive(before, began, result, is_epoch)
 
     def _results(self, batches: Iterable[Any]) -> Generator[StepResult, None, None]:
-        """Train on batches; gives the result of each, outside of autocast."""
+        """Train on batches; yield the result of each, outside of autocast."""
         if self.segment is None:
             for inputs, target in batches:
                 with self._precision():
@@ -287,17 +325,17 @@ class Trainer:
             callback.after_step(result)
 
     def _is_due(self, every: int | None, before: int) -> bool:
-        """Whether what is due every so many steps is, since there were as many as `before`."""
+        """Whether a multiple of `every` steps was reached since step `before`."""
         return every is not None and self._progress.step // every > before // every
 
     def _arrive(self, before: int, began: float, result: StepResult | None, is_epoch: bool) -> None:
-        """Log, evaluate, call back and save what is due, after the steps since `before`.
+        """Log, evaluate, call back and save, as is due after the steps since `before`.
 
-        They began at a time, and the last one has a `result`.
+        These steps began at the time `began`, and `result` is that of the last one.
         """
         now = self._progress
         figures = {}
-        loss = now.logged.mean  # which waits for the last step
+        loss = now.logged.mean  # reading it waits for the last step
         now.seconds += perf_counter() - began
         if result is not None and self._is_due(self.log_every, before):
             figures = {"loss": loss, "lr": now.lr, **self._rates(result)}
@@ -312,7 +350,7 @@ class Trainer:
             self._step_scheduler("evaluation")
         if is_epoch:
             self._step_scheduler("epoch")
-        saves = True  # with what callbacks have changed, and whatever they raise
+        saves = True  # after the callbacks, and even if one raises
         try:
             for callback in self._called:
                 if figures:
@@ -335,8 +373,8 @@ class Trainer:
                     self._folder.save(name, now.step)
 
     def _rates(self, result: StepResult) -> dict[str, float]:
-        """How much was trained in a second since the last log, the bubble of the last step, and
-        what callbacks add."""
+        """The throughput since the last log, the bubble of the last step, and the figures of
+        callbacks."""
         _, samples = self._progress.logged.totals
         found = {f"{self.unit}_per_second": samples / self._progress.seconds}
         times = self.executor.gather((result.busy, result.elapsed))
@@ -348,7 +386,7 @@ class Trainer:
         return found
 
     def _step_scheduler(self, after: str) -> None:
-        """Step it if it is stepped by what has just been."""
+        """Step the scheduler if it is stepped after this: a step, an epoch or an evaluation."""
         if self.scheduler is not None and after == self.scheduler_by:
             last = self.history[-1:]
             measured = [one.measured(last.measure) for one in last if self._by_metric]
@@ -361,7 +399,7 @@ class Trainer:
 
 
 class _Data:
-    """Gives the state of batches with that of an evaluation set in it."""
+    """The state of the batches and of the evaluation set as one."""
 
     def __init__(self, batches: Stateful, evaluation: Any) -> None:
         self._batches, self._evaluation = batches, evaluation

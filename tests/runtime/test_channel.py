@@ -50,7 +50,7 @@ def test_a_transport_stands_for_its_model() -> None:
     for transport, name in ((NcclTransport, "nccl"), (GlooTransport, "gloo")):
         assert channel_for(transport, name, warns=True) == transport.channel == TRANSPORTS[name]
     assert channel_for(GlooTransport, "mpi", warns=True) == "host"
-    with pytest.raises(ExecutionError, match="the laxest model there is 'edge'"):
+    with pytest.raises(ExecutionError, match="the least strict model there is 'edge'"):
         channel_for(NcclTransport, "gloo", warns=True)
 
 
@@ -66,10 +66,10 @@ def test_nccl_takes_what_it_can_do_and_warns_of_what_it_may_not(
         assert channel_for(NcclTransport, channel, warns=True) == channel
         (record,) = caplog.records
         assert (record.name, record.levelno) == ("schedir", logging.WARNING)
-        for needed in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "CUDA_MODULE_LOADING=EAGER", "warm-up"):
+        for needed in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "CUDA_MODULE_LOADING=EAGER", "warm up"):
             assert needed in record.getMessage()
         caplog.clear()
-    with pytest.raises(schedir.ExecutionError, match="a receive that is posted is a kernel"):
+    with pytest.raises(schedir.ExecutionError, match="a posted receive is a kernel"):
         channel_for(NcclTransport, "async", warns=True)
 
 

@@ -73,7 +73,7 @@ def test_as_many_entries_as_rows_are_refused_without_a_spec(where: str) -> None:
     """Cut, a bias of 16 in a batch of 16 gives another loss, or none."""
     x, y = batch()
     arguments = WHERE[where](torch.randn(ROWS))
-    said = rf"{where}, .* shape \[16\].*that has 16 rows.*chunk_spec=.*: 0.*\"replicate\""
+    said = rf"{where}, .* shape \[16\].*the batch has 16 rows.*chunk_spec=.*: 0.*\"replicate\""
     with Executor(SCHEDULE, biased(), weighed, in_process=True) as executor:
         for call in (executor.step, executor.evaluate):
             with pytest.raises(schedir.ExecutionError, match=said):
@@ -179,7 +179,7 @@ def test_a_tensor_may_have_rows_first_or_along_the_batch_dim() -> None:
     x, y = torch.randn(2, 7, 8, 3)
     with Executor(SCHEDULE, stages, weighed, batch_dim=1, in_process=True) as executor:
         for weight in torch.ones(8, 7), torch.ones(7, 8):
-            with pytest.raises(schedir.ExecutionError, match="that has 8 rows"):
+            with pytest.raises(schedir.ExecutionError, match="the batch has 8 rows"):
                 executor.step(x, target=y, loss_kwargs={"weight": weight})
         executor.step(x, target=y, loss_kwargs={"weight": torch.ones(7, 1, 3)})
 
@@ -225,7 +225,9 @@ def test_rows_are_counted_in_what_is_cut() -> None:
     options["kwargs_chunk_spec"] = dict.fromkeys(specs, "replicate")
     with (
         Executor(SCHEDULE, stages, lambda output, _: output, **options) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"stage_inputs\[1\]: nothing of it is cut"),
+        pytest.raises(
+            schedir.ExecutionError, match=r"stage_inputs\[1\]: none of its tensors is cut"
+        ),
     ):
         executor.evaluate(x, stage_inputs=given)
 
@@ -318,7 +320,9 @@ def test_nested_specs_are_of_the_outer_structure() -> None:
 def test_a_spec_of_another_structure_is_refused(spec: Any, given: Any) -> None:
     with (
         Executor(SCHEDULE, biased(), MSE, args_chunk_spec=spec, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"inputs: its chunk spec is .*another struct"),
+        pytest.raises(
+            schedir.ExecutionError, match=r"inputs: its chunk spec .* has another struct"
+        ),
     ):
         executor.step(given, target=torch.ones(8, 3))
 
@@ -357,7 +361,7 @@ def test_a_rank_that_knows_no_rows_refuses_and_all_cut_alike(rank: int) -> None:
         if rank:
             refused = message_of(executor.step, stage_inputs=given)
             assert "'offset', a tensor of shape [3]" in refused
-            assert "given no whole batch to compare with" in refused
+            assert "has no whole batch to compare with" in refused
         loss = executor.step(x, stage_inputs=given).loss
     expected = model[1](model[0](x), offset, labels)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6)

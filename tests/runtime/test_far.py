@@ -257,7 +257,9 @@ def test_a_step_is_skipped_for_its_loss(clip: float | None, far: FarDevice) -> N
     assert all(map(torch.equal, before, (p for s in stages.values() for p in s.parameters())))
 
 
-@pytest.mark.parametrize(("number", "text"), [(-1.0, "count says -1"), (0.0, "no samples at all")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(-1.0, "count returns -1"), (0.0, "no samples at all")]
+)
 def test_a_wrong_count_is_said_at_the_next_call(number: float, text: str, far: FarDevice) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = numbered(linear_stages())

@@ -250,7 +250,7 @@ def test_a_failure_is_said_before_anything_is_aborted(
         assert said
         for messages in said:
             assert "rank 1 #1 1F0: ValueError: on purpose" in messages[-1]
-            assert "NCCL's communicators are aborted" in messages[-1]
+            assert "aborting NCCL's communicators now" in messages[-1]
         everyone(rank)
 
 

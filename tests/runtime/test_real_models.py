@@ -327,7 +327,7 @@ def test_a_count_that_is_none_is_refused(said: float) -> None:
     stages = dict(enumerate(linears(2)))
     with (
         Executor(built("1f1b", 2), stages, MSE, in_process=True, count=lambda _: said) as executor,
-        pytest.raises(schedir.ExecutionError, match="count says"),
+        pytest.raises(schedir.ExecutionError, match="count returns"),
     ):
         executor.step(x, target=y)
 

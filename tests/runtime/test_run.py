@@ -336,12 +336,12 @@ def test_any_other_call_in_the_loop_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("1f1b", {}, "so the pipeline drains there"),
+        ("1f1b", {}, "so the pipeline always drains there"),
         ("pipedream", {"segment": 12}, "a multiple of the 8 microbatches of a batch, not 12"),
         ("pipedream", {"segment": 0}, "not 0"),
         ("pipedream", {"batches": 3}, "must be an iterable of pairs"),
         ("pipedream", {"batches": [3]}, "each batch must be a pair"),
-        ("pipedream", {"batches": [{"input": 3}]}, "a batch has input, but can have inputs"),
+        ("pipedream", {"batches": [{"input": 3}]}, "a batch has input, but can have only inputs"),
         ("pipedream", {"schedule": lambda m: built("pipedream", 2, 8)}, "gave pipedream of 8"),
     ],
 )

@@ -241,7 +241,11 @@ def test_one_that_is_not_enabled_is_none() -> None:
     ("name", "given", "text"),
     [
         ("1f1b", {"scaler": 2.0**16}, "scaler must be a torch.amp.GradScaler, not float"),
-        ("1f1b", {"scaler": scaler(), "nonfinite": "ignore"}, 'nonfinite="ignore" looks at none'),
+        (
+            "1f1b",
+            {"scaler": scaler(), "nonfinite": "ignore"},
+            'nonfinite="ignore" checks no gradients',
+        ),
         ("1f1b", {"scaler": scaler(), "optimizer": None}, "a scaler leaves OPTIM_STEPs out"),
         ("pipedream", {"scaler": scaler()}, "a scaler needs all gradients before any rank steps"),
     ],

@@ -283,7 +283,10 @@ def test_a_batch_is_taken_apart() -> None:
             lambda: Batches(DataLoader(TensorDataset(X, Y), 8, drop_last=True)),
             "has 4 samples, fewer than the 8 of a batch, and drop_last=True",
         ),
-        (lambda: Batches(iter([(X, Y)]), repeat=True), "epoch 1: an iterator can be read once"),
+        (
+            lambda: Batches(iter([(X, Y)]), repeat=True),
+            "epoch 1: an iterator can be read only once",
+        ),
     ],
 )
 def test_what_can_be_no_batches_is_named(make: Any, text: str) -> None:
@@ -296,9 +299,9 @@ def test_a_state_of_other_data_is_refused() -> None:
     states = [batches.state_dict() for _ in batches]
     other = Batches([(X, Y)])
     other.load_state_dict(states[-1])
-    with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* come to batch 3"):
+    with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* is at batch 3"):
         list(other)
-    with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* one with 0"):
+    with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* that has 0"):
         Batches(loader("own generator")).load_state_dict(states[0])
 
 

@@ -132,7 +132,7 @@ def test_all_ranks_fail_where_the_one_that_reads_does(rank: int) -> None:
             ([torch.ones(4)], "ExecutionError: the loader yields Tensor, which is no pair"),
             (Failing(), "OSError: the disk is gone"),
         ):
-            where = "" if rank == 0 else "rank 0, which reads the batches, has failed: "
+            where = "" if rank == 0 else "rank 0, which reads the batches, failed: "
             said = reason.partition(": ")[2] if rank == 0 else reason
             with pytest.raises((schedir.ExecutionError, OSError), match=f"^{where}{said}"):
                 trained(executor, batches_of(loader))

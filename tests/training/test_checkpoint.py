@@ -284,7 +284,7 @@ def test_a_checkpoint_names_no_file_outside_of_its_folder(
 def test_loading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = partition(layers(), 1)[0]
     (tmp_path / ".metadata").write_bytes(sealed(pickle.dumps(Mischief()), {}))
-    with pytest.raises(ExecutionError, match=r"of no checkpoint.*builtins\.print"):
+    with pytest.raises(ExecutionError, match=r"not the metadata of a checkpoint.*builtins\.print"):
         Checkpoint(model).load(tmp_path)
     for state in ({"a": Mischief()}, {"a": Batches([])}):
         scheduler = Keeper(state)
@@ -479,7 +479,7 @@ def test_what_can_not_be_kept_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ExecutionError, match="scheduler must have state_dict and load_state_dict"):
         Checkpoint(model, scheduler=3)  # type: ignore[arg-type]
-    with pytest.raises(ExecutionError, match="is of an Executor or a model"):
+    with pytest.raises(ExecutionError, match="a checkpoint saves an Executor or a model"):
         Checkpoint({"weight": 1})  # type: ignore[arg-type]
     with pytest.raises(ExecutionError, match="step must be an int of at least 0"):
         Checkpoint(model).step = -1

@@ -147,7 +147,7 @@ def test_where_no_run_is_as_long_each_letter_is_one_layer() -> None:
         ("Et|x|tL", 3, "position 4: 'x' is none of"),
         ("Et|(t|tL", 3, "position 4: this parenthesis is never closed"),
         ("Et|t)|tL", 3, "position 5: this parenthesis was never opened"),
-        ("Et*|ttL", 2, r"position 3: \* follows what is repeated, and a number"),
+        ("Et*|ttL", 2, r"position 3: \* stands between a letter or parentheses and a number"),
         ("*2Et|ttL", 2, r"position 1: '\*' is none of"),
         ("Et*0|ttL", 2, "position 3"),
         ("Et*999999999|L", 2, "position 3: that makes more than"),

@@ -175,9 +175,9 @@ def test_a_file_of_something_else_is_left_alone(
 ) -> None:
     path = tmp_path / "mine"
     path.write_text("my,own\n1,2\n")
-    assert f"{make.__name__} can't go on with {path}: " in message_of(fit, make(path))
+    assert f"{make.__name__} can't continue the file {path}: " in message_of(fit, make(path))
     assert path.read_text() == "my,own\n1,2\n"
-    assert "can't go on with" in message_of(fit, make(tmp_path))
+    assert "can't continue the file" in message_of(fit, make(tmp_path))
 
 
 def records(content: bytes) -> Iterator[bytes]:

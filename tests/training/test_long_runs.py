@@ -458,7 +458,7 @@ EVALUATED = {"evaluation": HELD_OUT}
     ("make", "options", "text"),
     [
         *(
-            (make, options, "goes by the evaluation loss or a metric: give evaluation= and")
+            (make, options, "needs the evaluation loss or a metric: pass evaluation= and")
             for make in BY_METRIC.values()
             for options in (
                 {},
@@ -468,7 +468,7 @@ EVALUATED = {"evaluation": HELD_OUT}
                 {"scheduler_by": "epoch", "eval_every": 2, **EVALUATED},
             )
         ),
-        (lambda _: lr_scheduler.StepLR, EVALUATED, "unlike <class '.*StepLR'>"),
+        (lambda _: lr_scheduler.StepLR, EVALUATED, "not <class '.*StepLR'>"),
         (takes_two, EVALUATED, r"Takes.step\(metric: .*\) .* takes more than a metric"),
     ],
 )
@@ -507,13 +507,13 @@ def test_a_scheduler_is_stepped_by_what_it_is_said(by: Any) -> None:
             'must be "loss" or the name of a metric',
         ),
         ({"max_steps": 4, "best_mode": "most"}, 'best_mode must be "min" or "max", not \'most\''),
-        ({"epochs": 2}, "batches never ends, so no epoch does"),
-        ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch does"),
-        ({"max_steps": 4, **EVALUATED}, "by max_steps, eval_every and"),
+        ({"epochs": 2}, "batches never ends, so no epoch ends"),
+        ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch ends"),
+        ({"max_steps": 4, **EVALUATED}, "max_steps, eval_every, and scheduler_by"),
         ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
         (
             {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
-            "evaluation never ends, so no epoch does: leave out repeat=True",
+            "evaluation never ends, so no epoch ends: leave out repeat=True",
         ),
     ],
 )
@@ -694,7 +694,7 @@ def test_a_line_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     for steps in (3, 4):
         options: dict[str, Any] = {"max_steps": steps, "eval_every": 9, "progress": steps == 4}
         fitted(None, SOURCES["endless"], tmp_path, **options)
-    assert capsys.readouterr().out.startswith("goes on after step 3\nstep 4  loss ")
+    assert capsys.readouterr().out.startswith("resumes after step 3\nstep 4  loss ")
 
 
 def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no layer made": (lambda: partition([deferred(int)], 1), "layer 0: int has made no layer"),
     "not on meta": (
         lambda: partition([deferred(lambda: nn.Linear(2, int(torch.ones(1).item())))], 1),
-        "layer 0 can't be made on the device meta, .* pass it as an argument",
+        "layer 0 can't be made on the device meta, .* pass the result as an argument",
     ),
     "two ways": (
         lambda: partition(sequential(), 2, by="uniform", boundaries=[2]),
@@ -422,15 +422,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "boundaries out of order": (
         lambda: partition(sequential(), 3, boundaries=[3, 2]),
-        "layer 2 comes not after",
+        "layer 2 does not come after",
     ),
     "an empty stage": (
         lambda: partition(sequential(), 3, boundaries=[2, 2]),
-        "layer 2 comes not after .* would be empty",
+        "layer 2 does not come after .* would be empty",
     ),
     "an empty first stage": (
         lambda: partition(sequential(), 2, boundaries=[0]),
-        "layer 0 comes not after",
+        "layer 0 does not come after",
     ),
     "no such boundary": (
         lambda: partition(sequential(), 2, boundaries=["head"]),

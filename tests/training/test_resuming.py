@@ -253,7 +253,7 @@ def test_a_folder_that_can_not_be_used_is_refused_before_the_first_step(tmp_path
     [
         ({"keep": 0}, "keep must be an int of at least 1, not 0"),
         ({"scheduler_by": "batch"}, 'must be "step", "epoch" or "evaluation", not \'batch\''),
-        ({"others": {"progress": Average()}}, "'progress' is the Trainer's own"),
+        ({"others": {"progress": Average()}}, "the Trainer itself uses 'progress'"),
         ({"others": {"mean": 3}}, "mean must have state_dict and load_state_dict"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_plateau_needs_what_it_goes_by() -> None:
         scheduler = BY_EPOCH["plateau"](executor.optimizer)
         for options in ({"evaluation": HELD_OUT}, {"scheduler_by": "epoch"}):
             said = message_of(trainer_of, executor, None, 1, scheduler=scheduler, **options)
-            assert "goes by the evaluation loss or a metric: give evaluation= and" in said
+            assert "needs the evaluation loss or a metric: pass evaluation= and" in said
 
 
 @on_ranks(2)

@@ -423,7 +423,7 @@ def test_segments_are_those_of_run(tmp_path: Path) -> None:
         with noisy_executor(None, segment=8) as executor:
             fitted(executor, folder, 1, segment=segment)
         with noisy_executor(None, segment=8) as executor:
-            said = f"segment={segment}, and this one has segment={other}"
+            said = f"segment={segment}, but this Trainer has segment={other}"
             with pytest.raises(schedir.ExecutionError, match=said):
                 fitted(executor, folder, 2, segment=other)
 
@@ -486,7 +486,7 @@ def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, tmp_path: Pat
     with noisy_executor(rank) as executor:
         fitted(executor, folder / "run", 1)
         mine = folder / ("run" if rank else "elsewhere")
-        assert "is not there for process 0: give" in message_of(fitted, executor, mine, 2)
+        assert "process 0 does not see the checkpoint" in message_of(fitted, executor, mine, 2)
 
 
 def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -529,17 +529,17 @@ def once() -> Iterator[Batch]:
     ("options", "text"),
     [
         ({"epochs": 0}, "epochs must be an int of at least 1, not 0"),
-        ({"epochs": None}, "nothing says when the training ends: give epochs= or max_steps="),
+        ({"epochs": None}, "nothing says when the training ends: pass epochs= or max_steps="),
         ({"segment": 0}, "segment must be an int of at least 1, not 0"),
         ({"segment": 4}, "1f1b computes nothing after"),
         ({"patience": 0}, "patience must be an int of at least 1, not 0"),
-        ({"patience": 2}, "patience needs an evaluation set: give evaluation= as well"),
+        ({"patience": 2}, "patience needs an evaluation set: pass evaluation= as well"),
         ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),
         ({"autocast": torch.float16}, r"or torch.float16 with Executor\(…, scaler=…\), not"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "scaler must be the executor's"),
         ({"batches": None}, r"batches must be an iterable of pairs .*, not NoneType"),
         ({"evaluation": 3}, r"evaluation must be an iterable of pairs .*, not int"),
-        ({"scheduler": torch.optim.lr_scheduler}, r"object with step\(\), unlike <module"),
+        ({"scheduler": torch.optim.lr_scheduler}, r"object with step\(\), not <module"),
         ({"callbacks": print}, "callbacks must be a list, not builtin_function_or_method"),
         ({"callbacks": [3]}, "a callback is a Callback or a function of the history, not int"),
         ({"callbacks": [Callback]}, "not the class Callback"),
@@ -550,13 +550,13 @@ def once() -> Iterator[Batch]:
             "metric 'a' must be a function .* not perplexity",
         ),
         ({"batches": []}, "training: there is no batch"),
-        ({"batches": once()}, "a generator gives its batches once"),
-        ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; Batches"),
+        ({"batches": once()}, "a generator yields its batches only once"),
+        ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; .* Batches"),
         ({"batches": [torch.ones(2, 4)]}, "batch 1 is no pair .* but Tensor"),
         ({"batches": Batches(TRAINED, repeat=True)}, "batches never ends"),
         (
             {"checkpoint": "nowhere"},
-            r"a list does not know where .* give Batches\(…\)",
+            r"a list does not know where .* batches=Batches\(…\)",
         ),
         ({"evaluation": []}, "evaluation: there is no batch"),
         ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
@@ -618,7 +618,7 @@ def test_without_warmup_the_cosine_is_that_of_torch(floor: float) -> None:
     [
         ({"warmup": -1, "steps": 5}, "not -1 of 5"),
         ({"warmup": 5, "steps": 5}, "not 5 of 5"),
-        ({"warmup": 0, "steps": 5, "floor": 2.0}, "floor is a share"),
+        ({"warmup": 0, "steps": 5, "floor": 2.0}, "floor must be a share"),
     ],
 )
 def test_a_warmup_that_does_not_fit_is_refused(options: dict[str, Any], text: str) -> None:

@@ -356,7 +356,7 @@ def test_bad_arguments_are_said() -> None:
         stages_of(config, 2, boundaries=[4])
     with pytest.raises(schedir.ExecutionError, match=r'"parameters" or "uniform", not \'cost\''):
         stages_of(config, 2, by="cost")
-    with pytest.raises(schedir.ExecutionError, match="config, not of a model"):
+    with pytest.raises(schedir.ExecutionError, match="config, not for a model"):
         stages_of(made(config), 2, model_class=transformers.LlamaForCausalLM)
     stage = stages_of(config, 2)[0]
     ids = batch("llama")[0]["input_ids"]

@@ -1,4 +1,4 @@
-"""The batches of a call that has several: where in a rank's list each of them has been applied.
+"""The batches of a call that has several: the places in a rank's list where each is applied.
 
 microbatches of a batch: 2     1F1B that steps after each backward, rank 0 of 2
 
@@ -13,13 +13,13 @@ from schedir.ir import COMPLETES_GRADIENTS, Kind, Schedule, flat
 
 
 def batches_of(microbatches: int, size: int) -> list[range]:
-    """The microbatches of each batch of so many."""
+    """The microbatches of each batch, `size` a batch."""
     return [range(first, first + size) for first in range(0, microbatches, size)]
 
 
 def ends_of_batches(schedule: Schedule, rank: int, size: int) -> list[int]:
-    """For each batch but the last, of `size` microbatches each, how many entries of the rank's list
-    there are up to the last OPTIM_STEP that applies any of it."""
+    """For each batch but the last, of `size` microbatches, the number of entries in the rank's list
+    up to the last OPTIM_STEP that applies any of it."""
     number = -(-schedule.microbatches // size)
     ends = [0] * number
     for index, _, batches in _steps(schedule, rank, size):
@@ -31,9 +31,8 @@ def ends_of_batches(schedule: Schedule, rank: int, size: int) -> list[int]:
 
 
 def check_batches(schedule: Schedule, size: int) -> None:
-    """Raise ExecutionError where a list does not apply its batches one after the other: each
-    OPTIM_STEP microbatches of one batch alone, and on each rank those of a batch before those of
-    the next one."""
+    """Raise ExecutionError unless a list applies its batches one after the other: each OPTIM_STEP
+    applies microbatches of one batch, and each rank applies a batch before the next one."""
     for rank in range(schedule.ranks):
         latest = 0
         for index, stage, batches in _steps(schedule, rank, size):
@@ -46,8 +45,8 @@ def check_batches(schedule: Schedule, size: int) -> None:
                 )
                 raise ExecutionError(
                     f"{schedule.name}: OPTIM_STEP of stage {stage} {what}, {size} microbatches "
-                    "each, so a learning rate could not be that of one batch; give batches of "
-                    "another number of microbatches, or schedule= whose updates fit them",
+                    "each, so the batches could not have different learning rates; take batches of "
+                    "another number of microbatches, or a schedule= whose updates fit them",
                     rank=rank,
                     index=index,
                 )
@@ -55,7 +54,7 @@ def check_batches(schedule: Schedule, size: int) -> None:
 
 
 def _steps(schedule: Schedule, rank: int, size: int) -> list[tuple[int, int, set[int]]]:
-    """The OPTIM_STEPs of a rank: of each its index, its stage, and the batches that it applies."""
+    """The OPTIM_STEPs of a rank: the index, the stage and the applied batches of each."""
     pending: dict[int, set[int]] = {}
     found = []
     for index, entry in enumerate(schedule.actions[rank]):

@@ -1,9 +1,8 @@
-"""From the arguments of a call to the microbatches of the stages here, and from the losses of these
-to that of the call. Each microbatch gets its share of the samples of its update, which the backward
-of its loss starts from.
+"""Cuts a call's arguments into microbatches for the stages here, and collects the losses.
 
-On a device that queues its work losses are copied to the host behind it, and a thread of its own
-sends them to the other processes, so that nobody waits for them but who reads them.
+Each microbatch gets its share of the samples of its update; the backward of its loss starts from
+that share. On a GPU, losses are copied to the host behind the GPU's work, and a separate thread
+sends them to the other processes. So only a reader of the losses waits for them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from schedir.runtime.result import CallLosses
 
 @attrs.frozen(eq=False)
 class CallArguments:
-    """What one call is given, as every rank may give it; see `Executor.step`."""
+    """The arguments of one call; see `Executor.step`."""
 
     inputs: Batch | None
     target: Batch | None = None
@@ -55,11 +54,11 @@ class CallArguments:
 
 @attrs.frozen(eq=False)
 class Feed:
-    """What a call gives to the stages here, by microbatch; empty what belongs to other ranks.
+    """The data of a call for the stages here, by microbatch; empty for other ranks' data.
 
-    `extras` is what stages get beside their input, by stage, as far as it was given here. `counts`
-    are the samples of each microbatch, on a rank of the loss. `rows` are those of the whole batches
-    that were cut here, None for none.
+    `extras` is what stages get beside their input, by stage, as far as this rank was given it.
+    `counts` are the samples of each microbatch, on a rank of the last stage. `rows` are the rows of
+    the whole batches that were cut here, None if none was cut.
     """
 
     inputs: Sequence[Microbatch]
@@ -70,12 +69,12 @@ class Feed:
     rows: int | None
 
     def extra(self, stage: int, microbatch: int) -> Any:
-        """What a stage gets beside its input; None for nothing."""
+        """What a stage gets beside its input, or None."""
         return self.extras[stage][microbatch] if stage in self.extras else None
 
 
 class Feeder:
-    """Cuts what calls are given into what the stages here take."""
+    """Cuts the arguments of calls into microbatches for the stages here."""
 
     def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
         schedule = plan.schedule
@@ -102,14 +101,15 @@ class Feeder:
         self._shares: tuple[Sequence[Count], Request, Sequence[Count]] | None = None
 
     def cut(self, given: CallArguments, request: Request) -> Feed:
-        """The microbatches of a call. Raises ExecutionError for arguments that don't fit."""
+        """Cut a call into microbatches. Raises ExecutionError for arguments that don't fit."""
         feed = None
         if self._is_plain and request.trains and not given.stage_inputs and not given.loss_kwargs:
             feed = self._cut_tensors(given.inputs, given.target)
         return self._cut(given, request) if feed is None else feed
 
     def _cut_tensors(self, inputs: Batch | None, target: Batch | None) -> Feed | None:
-        """What `_cut` makes of whole batches that are a tensor each, quickly; None for others."""
+        """The result of `_cut`, but faster, for inputs and target of one tensor each; otherwise
+        None."""
         dim, parts, rows = self._specs.batch_dim, self._microbatches, None
         pieces: list[Sequence[Tensor]] = []
         for is_here, batch in ((self._has_first, inputs), (self._has_last, target)):
@@ -157,7 +157,7 @@ class Feeder:
         inputs = read(given.inputs, "inputs", specs.of_inputs) if 0 in self._local else []
         targets = read(given.target, "target", specs.of_target) if here else []
         known = dict(self._known(given.stage_inputs))
-        if known and not pieces and is_whole(given.inputs):  # not used here, but has the rows
+        if known and not pieces and is_whole(given.inputs):  # unused here, but it has the rows
             read(given.inputs, "inputs", specs.of_inputs)
 
         def beside(whole: Whole) -> list[Dim]:
@@ -169,16 +169,16 @@ class Feeder:
         for piece in keywords:
             if not isinstance(piece, Mapping):
                 raise ExecutionError(
-                    "loss_kwargs: each microbatch's is a dict of keyword arguments, not "
+                    "loss_kwargs: each microbatch needs a dict of keyword arguments, not "
                     f"{type(piece).__name__}"
                 )
             if piece.get("reduction") == "sum":
                 raise ExecutionError(SUMS)
         given_rows = _common_rows(pieces)
         counts = self._counts(pieces[what], what) if what in pieces else []
-        if given_rows is not None:  # what stands in for missing microbatches counts for nothing
+        if given_rows is not None:  # copies that stand in for missing microbatches don't count
             counts[given_rows:] = [0.0] * len(counts[given_rows:])
-        # Counted where they were given: the host need not wait for what is on the CPU.
+        # Counted before they are moved: for data on the CPU the host does not wait for the GPU.
         inputs = placed(inputs, self._device, "inputs")
         extras = {s: placed(given, self._device, _extra(s)) for s, given in extras.items()}
         targets = placed(targets, self._device, "target")
@@ -186,14 +186,14 @@ class Feeder:
         return Feed(inputs, extras, targets, keywords, counts, given_rows)
 
     def _who_needs(self, request: Request) -> str:
-        """Which ranks need what, where it is not all for this one."""
+        """The ranks that need inputs and target; empty if this rank needs all."""
         first, last = self._placement[0], self._placement[-1]
         if {*first, *last} <= {*self._ranks}:
             return ""
         target = f", target to {_ranks(last)} for the last one" if request.has_loss else ""
         return (
-            f": inputs go to {_ranks(first)} for the first stage{target}; whatever other ranks "
-            "are given is ignored"
+            f": inputs go to {_ranks(first)} for the first stage{target}; other ranks ignore what "
+            "they are given"
         )
 
     def _counts(self, counted: Pieces, what: str) -> list[Count]:
@@ -204,24 +204,24 @@ class Feeder:
             return [float(rows(m, self._specs.batch_dim)) for m in counted.microbatches]
         if counted.rows is None:
             raise ExecutionError(
-                f"{what}: nothing of it is cut into microbatches, so their samples can't be "
-                "counted; say how many there are: Executor(…, count=…)"
+                f"{what}: none of its tensors is cut into microbatches, so their samples can't be "
+                "counted; pass a function that counts them: Executor(…, count=…)"
             )
-        parts = min(counted.rows, self._microbatches)  # those behind stand in for missing ones
+        parts = min(counted.rows, self._microbatches)  # the rest are copies for missing ones
         even, more = divmod(counted.rows, parts)
         return [float(even + (m < more)) for m in range(self._microbatches)]
 
     def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
-        The pipelines wait for each other here, so their calls were compared before. What is counted
-        on the device is checked once it has arrived; see `look`.
+        The pipelines wait for each other here, so their calls were compared before. Counts that are
+        on the device are checked when they have arrived; see `look`.
         """
         if not counts:  # the loss is on another rank
             return ()
         if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
             return self._shares[2]
-        # Without its updates a call accumulates all of its microbatches.
+        # A call without updates accumulates all of its microbatches.
         accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
         if request.trains:
@@ -236,7 +236,7 @@ class Feeder:
     def _check_late(
         self, counts: Sequence[Count], totals: Sequence[Count], accumulated: Sequence[list[int]]
     ) -> None:
-        """What `samples` and `loss_shares` refuse at once where the host knows it."""
+        """Check counts on the device later, as `samples` and `loss_shares` check the host's."""
 
         def check(copied: Tensor) -> None:
             read = copied.tolist()
@@ -249,9 +249,9 @@ class Feeder:
         self._unread.add(Late(self._accelerator, found, check))
 
     def look(self, wait: bool = False) -> None:
-        """Look at the counts of earlier calls that the device has come to, or at all.
+        """Check the counts of earlier calls that the device has come to; with `wait`, all of them.
 
-        Raises ExecutionError where they can't be right.
+        Raises ExecutionError for a count that can't be right.
         """
         self._unread.look(wait)
 
@@ -261,8 +261,8 @@ class Feeder:
         return torch.full((), count, dtype=torch.float64, device=self._accelerator.device)
 
     def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
-        """What stages get beside their input, of all of them where the first one runs, since shapes
-        depend on it; other ranks look at their own stages' alone."""
+        """The `stage_inputs` to read: of all stages on the rank of the first stage, because shapes
+        depend on them; on other ranks those of their own stages."""
         for stage, batch in stage_inputs.items():
             if stage not in range(self._last + 1):
                 raise ExecutionError(
@@ -272,7 +272,7 @@ class Feeder:
                 yield stage, batch
 
     def _group_of_counts(self, groups: Groups) -> Group | None:
-        """Where the pipelines sum what each has counted on the device; None where hosts do."""
+        """The group in which pipelines sum counts on the device; None if the hosts sum them."""
         if self._count is rows or self._last not in self._local or self._grid.pipelines == 1:
             return None
         if not self._accelerator.queues:
@@ -281,7 +281,7 @@ class Feeder:
         return groups.for_numbers(processes, self._accelerator.device)
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
-        """The sums of `totals` over all pipelines, on the ranks that have them."""
+        """The sums of `totals` over all pipelines, on the ranks of the last stage."""
         if self._grid.pipelines == 1:
             return totals
         if self._group is not None:
@@ -305,8 +305,8 @@ def _extra(stage: int) -> str:
 
 
 def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
-    """The microbatches that the loss stage accumulates into each of its OPTIM_STEPs, over all of
-    the ranks that hold it."""
+    """The microbatches that the last stage accumulates into each of its OPTIM_STEPs, over all ranks
+    that hold it."""
     last = schedule.stages - 1
     accumulated: dict[int, list[int]] = {}
     for rank in schedule.placement[last]:
@@ -323,29 +323,30 @@ def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
 
 
 def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
-    """The rows of all whole batches; None where all came ready-made.
+    """The rows of all whole batches; None if all microbatches came ready-made.
 
-    They are cut alike, so unequal ones would not belong together: a loss might even broadcast them.
+    Raises ExecutionError for different rows: they would not belong together, and a loss might even
+    broadcast them.
     """
     found = {what: held.rows for what, held in pieces.items() if held.rows is not None}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{what} {rows}" for what, rows in found.items())
         raise ExecutionError(
-            f"all whole batches of a call are cut alike, but their rows differ: {listed}; give "
-            "what has other rows as a list of ready microbatches"
+            "whole batches of a call must have the same number of rows, but their rows differ: "
+            f"{listed}; pass a batch with other rows as a list of ready microbatches"
         )
     return next(iter(found.values()), None)
 
 
 SUMS = (
-    'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; write '
-    'reduction="mean", and count= where that mean is over something else than rows'
+    'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; use '
+    'reduction="mean", and pass count= if the mean is over something else than rows'
 )
 
 
 def check_loss(plan: Plan) -> None:
-    """Raise ExecutionError where the loss of the last stage, which runs here, is seen to be no
-    mean, or one over something else than the rows that microbatches are weighed by."""
+    """Raise ExecutionError if the loss is evidently no mean, or a mean over something else than the
+    rows by which microbatches are weighted. Only the rank of the last stage checks."""
     loss_fn: Any = plan.arguments.loss_fn
     if plan.last_stage not in plan.local_stages:
         return
@@ -373,20 +374,22 @@ def check_loss(plan: Plan) -> None:
     else:
         return
     raise ExecutionError(
-        f"loss_fn takes the mean of a microbatch over {over}, but microbatches are weighed by "
-        f"their rows; pass count=lambda target: {counted}, or count=len if that is meant"
+        f"loss_fn takes the mean of a microbatch over {over}, but microbatches are weighted by "
+        f"their rows; pass count=lambda target: {counted}, or count=len if you mean rows"
     )
 
 
 _IGNORED = -100
-"""What torch's losses leave out unless they are told another class; seldom meant."""
+"""The class that torch's losses ignore by default; targets seldom have it."""
 
 
 class Losses:
-    """Who has the losses of which microbatches, and the numbers of their samples; all processes
-    get them. A report has the sum of the losses here over all samples and the number of these, then
-    the samples of each microbatch, then the losses. Of a stream, each of its batches has its own,
-    over the `microbatches` that it has of the call."""
+    """Exchanges the losses of a batch, and the samples of its microbatches, between all processes.
+
+    A report has the sum of the losses over all samples here, the number of samples, then the
+    samples of each microbatch, then the losses. In a stream each batch has its own Losses, over its
+    `microbatches` of the call.
+    """
 
     def __init__(self, plan: Plan, control: Control, microbatches: range) -> None:
         schedule, grid = plan.schedule, plan.grid
@@ -397,7 +400,7 @@ class Losses:
         self._sizes = dict.fromkeys(holders, 2 + 2 * len(microbatches))
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = range(len(grid.everyone))
-        self._nothing = Exchange(control, LOSS_TAG, ())  # of one process alone
+        self._nothing = Exchange(control, LOSS_TAG, ())  # for a single process
         report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs
         self._found_in = [
@@ -407,7 +410,7 @@ class Losses:
         ]
 
     def expect(self) -> Exchange:
-        """Post the receives of a call's losses, long before these are sent."""
+        """Post the receives of a call's losses, long before the losses are sent."""
         if len(self._receivers) == 1:
             return self._nothing
         return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
@@ -415,15 +418,15 @@ class Losses:
     def report(
         self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], CallLosses]:
-        """Send the losses of the microbatches that ran here, of the whole call's, on their way;
-        returns how to get those of all."""
+        """Send the losses of the microbatches that ran here; returns a function that gets the
+        losses of all. `counts` and `losses` are those of the whole call."""
         if len(counts) > len(self.microbatches):
             own = slice(self.microbatches.start, self.microbatches.stop)
             counts, losses = counts[own], losses[own]
         if not self._accelerator.queues:
             if not self._has_part:
                 return lambda: self._found(exchange.result())
-            if len(self._receivers) == 1:  # nobody waits for it before it is read
+            if len(self._receivers) == 1:  # no other process waits for it
                 return lambda: self._found([self._listed(counts, losses)])
             exchange.give(self._listed(counts, losses), self._receivers)
             return lambda: self._found(exchange.result())
@@ -442,8 +445,8 @@ class Losses:
     def _late(
         self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]
     ) -> Callable[[], Tensor]:
-        """How to get what this process has to say, which is on the device, by one copy: the losses,
-        then what the host does not know of the counts."""
+        """A function that gets this process's report, whose losses and counts are on the device, by
+        one copy: the losses, then the counts that the host does not know."""
         ran = [m for m, loss in enumerate(losses) if loss is not None]
         if not ran:
             return lambda: self._listed(counts, losses)
@@ -464,12 +467,12 @@ class Losses:
         return Late(self._accelerator, values, listed)
 
     def _listed(self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]) -> Tensor:
-        """What this process has to say: the losses of the microbatches that ran here."""
+        """This process's report of the microbatches that ran here."""
         total = samples = 0.0
         numbers, found = [], []
         for count, loss in zip(counts, losses, strict=True):
             n, value = (0.0, 0.0) if loss is None else (float(count), float(loss))
-            if n:  # one without samples has no mean to count
+            if n:  # without samples there is no mean to count
                 total += n * value
             samples += n
             numbers.append(n)

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and weighs each by its share of the samples of its OPTIM_STEP."""
+"""Cuts a batch into microbatches, and weights each by its share of its OPTIM_STEP's samples."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Micro
 
 
 Count: TypeAlias = float | Tensor
-"""How many samples there are; a scalar on the device where the host does not know it."""
+"""A number of samples; a scalar tensor on the device if the host does not know it."""
 
 
 @attrs.frozen(eq=False)
 class Pieces:
     """The microbatches of one argument of a call.
 
-    `rows` are those of the whole batch that they were cut from; None where nothing was cut, and for
-    those that were given `ready`. Of a batch with fewer rows than microbatches, the last of its
-    pieces stands in for the missing ones.
+    `rows` are those of the whole batch that was cut; None if nothing was cut, or if the
+    microbatches came `ready`. If the batch has fewer rows than microbatches, copies of the last
+    piece stand in for the missing ones.
     """
 
     microbatches: list[Microbatch]
@@ -47,7 +47,7 @@ class Pieces:
 
 
 def is_whole(batch: object) -> bool:
-    """Whether it is a batch to be cut, rather than ready microbatches."""
+    """Whether it is a batch to be cut, and not ready microbatches."""
     return isinstance(batch, (Tensor, tuple, Mapping))
 
 
@@ -59,13 +59,13 @@ def cut(
     *,
     may_be_short: bool = False,
 ) -> Pieces:
-    """The microbatches of a whole batch, or of a list or iterator that holds them ready-made.
+    """The microbatches of a whole batch, or of a list or iterator of ready microbatches.
 
     A tensor, or a tuple or mapping of tensors, is a whole batch: `torch.tensor_split` cuts its
-    tensors along the dims that `dims_of` says. What is not cut goes to every microbatch. From an
-    iterator just as many are taken as there are microbatches. Only where it `may_be_short` a batch
-    may have fewer rows than that. Raises ExecutionError where the numbers don't fit, and for a
-    container that is not understood; `what` names the argument.
+    tensors along the dims of `dims_of`. The rest goes to every microbatch. From an iterator exactly
+    as many are taken as the schedule has. Only with `may_be_short` a batch may have fewer rows than
+    that. Raises ExecutionError if the numbers don't fit, and for an unknown container; `what` names
+    the argument.
     """
     if is_whole(batch):
         return _cut_whole(batch, microbatches, what, dims_of, may_be_short)
@@ -83,8 +83,8 @@ def cut(
         )
     if len(ready) > microbatches:
         raise ExecutionError(
-            f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
-            "the next ones at each call, give an iterator: iter(...), made once"
+            f"{what}: more microbatches given than the schedule's {microbatches}; to take the next "
+            "ones at each call, pass an iterator: iter(...), made once"
         )
     return Pieces([_normalised(piece, what) for piece in ready], ready=True)
 
@@ -107,8 +107,8 @@ def _cut_whole(
     if len(rows) > 1:
         listed = ", ".join(f"{list(t.shape)} in dim {d}" for t, d in along if d is not None)
         raise ExecutionError(
-            f"{what}: the tensors that are cut differ in their rows: {listed}; what is not cut so "
-            "needs a chunk spec of its own (args_chunk_spec=, kwargs_chunk_spec=)"
+            f"{what}: the tensors that are cut differ in their rows: {listed}; a tensor with other "
+            "rows needs its own chunk spec (args_chunk_spec=, kwargs_chunk_spec=)"
         )
     if not rows:
         return Pieces([batch] * microbatches)
@@ -117,7 +117,7 @@ def _cut_whole(
     if not parts or (parts < microbatches and not may_be_short):
         raise ExecutionError(
             f"{what}: {number} rows can't be split into {microbatches} microbatches; leave a "
-            "shorter last batch out (drop_last=True of a DataLoader)"
+            "shorter last batch out (DataLoader(…, drop_last=True))"
         )
     columns = [
         (leaf,) * parts if d is None else torch.tensor_split(leaf, parts, d) for leaf, d in along
@@ -133,13 +133,13 @@ def _rows_of_whole(leaf: Tensor, dim: int, what: str) -> int:
     if leaf.layout is not torch.strided or leaf.is_nested:
         layout = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         raise ExecutionError(
-            f"{what}: a {layout} tensor can't be split along dim {dim}; give a list of microbatches"
+            f"{what}: a {layout} tensor can't be split along dim {dim}; pass a list of microbatches"
         )
     if not -leaf.dim() <= dim < leaf.dim():
         raise ExecutionError(
             f"{what}: it is split along dim {dim}, but one of its tensors has the shape "
-            f"{list(leaf.shape)}; a chunk spec says how else (args_chunk_spec=, "
-            "kwargs_chunk_spec=), or give a list of microbatches"
+            f"{list(leaf.shape)}; pass a chunk spec (args_chunk_spec=, kwargs_chunk_spec=), or a "
+            "list of microbatches"
         )
     return leaf.shape[dim]
 
@@ -147,8 +147,8 @@ def _rows_of_whole(leaf: Tensor, dim: int, what: str) -> int:
 def _normalised(batch: Any, what: str) -> Any:
     """The batch, with a dict for every mapping that torch's pytree does not know.
 
-    Raises ExecutionError for any other container that it doesn't: its tensors would go whole to
-    every microbatch.
+    Raises ExecutionError for another container that pytree does not know: its tensors would go
+    whole to every microbatch.
     """
 
     def normalised(leaf: Any) -> Any:
@@ -157,7 +157,7 @@ def _normalised(batch: Any, what: str) -> Any:
         if not isinstance(leaf, Tensor) and _holds_something(leaf):
             raise ExecutionError(
                 f"{what}: {type(leaf).__name__} is no container that can be cut into microbatches; "
-                "give its tensors in a tuple or a dict, or a list of ready microbatches"
+                "pass its tensors in a tuple or a dict, or a list of ready microbatches"
             )
         return leaf
 
@@ -167,14 +167,14 @@ def _normalised(batch: Any, what: str) -> Any:
 
 
 def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)  # by name a tuple, of tensors that are no rows
+    return isinstance(value, PackedSequence)  # a tuple by type, but its tensors have no rows
 
 
 _CONSTANTS = (type(None), Number, str, bytes, Enum, type, torch.Size)
 
 
 def _holds_something(value: object) -> bool:
-    """Whether it may hold tensors, rather than being a constant such as a number or a setting."""
+    """Whether a value may hold tensors, and is not a constant such as a number or a setting."""
     if isinstance(value, _CONSTANTS):
         return False
     kind = type(value)
@@ -197,7 +197,7 @@ def rows(target: Microbatch, dim: int = 0) -> int:
 def samples(
     count: Callable[[Any], float | Tensor], target: Microbatch, accelerator: Accelerator
 ) -> Count:
-    """How many samples a microbatch's mean loss is over, as `count` says."""
+    """The number of samples of a microbatch's mean loss, by `count`."""
     said = count(target)
     if isinstance(said, Tensor) and (said.numel() != 1 or said.is_complex()):
         raise ExecutionError(
@@ -216,15 +216,15 @@ def samples(
 
 
 def check_count(found: float) -> None:
-    """Raise ExecutionError for what can be no number of samples."""
+    """Raise ExecutionError for a number of samples that is negative or not finite."""
     if not 0 <= found < math.inf:
         raise ExecutionError(
-            f"count says {found:g} of a microbatch; it must be finite, and 0 or more"
+            f"count returns {found:g} for a microbatch; it must be finite, and 0 or more"
         )
 
 
 def check_total(total: float, together: Sequence[int]) -> None:
-    """Raise ExecutionError where microbatches that are accumulated together have no samples."""
+    """Raise ExecutionError if microbatches that are accumulated together have no samples."""
     if not total:
         raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
 
@@ -232,14 +232,14 @@ def check_total(total: float, together: Sequence[int]) -> None:
 def loss_shares(
     counts: Sequence[Count], accumulated: Sequence[Sequence[int]], totals: Sequence[Count]
 ) -> list[Count]:
-    """Each microbatch's share of the samples that its OPTIM_STEP accumulates.
+    """Each microbatch's share of its OPTIM_STEP's samples.
 
     `accumulated` are the microbatches of each OPTIM_STEP, `totals` their samples.
     """
     shares: list[Count] = [0.0] * len(counts)
     for together, total in zip(accumulated, totals, strict=True):
         if isinstance(total, Tensor):
-            total = total.clamp_min(LEAST)  # of nothing, each has no share; it is said later
+            total = total.clamp_min(LEAST)  # without samples every share is 0; refused later
         else:
             check_total(total, together)
         for m in together:
@@ -248,17 +248,17 @@ def loss_shares(
 
 
 LEAST = 1e-300
-"""What stands for no samples at all, where only the device knows of them, lest it divides by 0."""
+"""Replaces a total of 0 samples on the device, so that it does not divide by 0."""
 
 
 def placed(pieces: list[Any], device: torch.device, what: str) -> list[Any]:
-    """Microbatches with their tensors on a device; `what` names the argument.
+    """Move microbatches to a device; `what` names the argument.
 
-    Raises ExecutionError for what is neither there nor on the CPU.
+    Raises ExecutionError for a tensor that is neither there nor on the CPU.
     """
-    if device.type == "cpu":  # a stage says itself what it can't compute with
+    if device.type == "cpu":  # a stage itself refuses tensors that it can't compute with
         return pieces
-    moved: dict[int, Tensor] = {}  # what all microbatches get is copied once
+    moved: dict[int, Tensor] = {}  # a tensor that all microbatches get is copied once
 
     def on(tensor: Tensor) -> Tensor:
         if id(tensor) not in moved:

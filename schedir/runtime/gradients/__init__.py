@@ -1,1 +1,1 @@
-"""What becomes of gradients before a step: sums, ties, clipping; and copies that stay equal."""
+"""Gradients between backward and update: sums, ties, scaling, clipping, NaN and infinity."""

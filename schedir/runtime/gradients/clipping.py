@@ -1,8 +1,8 @@
-"""Clips by the norm of the gradients of all stages, on all ranks alike.
+"""Clips gradients by their norm over all stages, in the same way on all ranks.
 
-Every process that has a stage gets the norms of all. On the CPU their numbers go from host to host.
-On a device that queues its work they stay there, and go through a sum: each process puts in those
-of its own stages, and zeros for the others.
+Every process with a stage gets the norms of all stages. On the CPU the hosts exchange the numbers.
+On a GPU they stay there, and are exchanged by a sum: each process puts in the norms of its stages,
+and zeros for the others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
 class Clipping:
     """Scales all gradients so that their norm is at most the executor's `clip_grad_norm`.
 
-    `parameters` are those of the stages here; `skipped` those of them whose gradient counts
-    elsewhere. `norms` has those of all stages, which `nonfinite` accepts if they are finite. `norm`
-    is how to get the latest call's.
+    `parameters` are those of the stages here; the gradients of those in `skipped` count on other
+    processes. `norms` gets the norms of all stages, and `nonfinite` accepts them if they are
+    finite. `norm` is a function that gets the latest call's norm.
     """
 
     _plan: Plan
@@ -60,9 +60,9 @@ class Clipping:
 
 
 class Norms:
-    """Gives every process the norms of all stages, each once: from the first that holds the stage.
+    """Gives every process the norms of all stages; each stage's come from its first holder.
 
-    `sizes` are how many norms each stage has; `dtype` is what the total is taken in.
+    `sizes` are the numbers of norms of each stage; `dtype` is that of the total.
     """
 
     def __init__(

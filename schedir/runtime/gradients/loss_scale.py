@@ -1,11 +1,11 @@
-"""The scale of the loss under float16: a GradScaler whose verdict all stages share.
+"""The scale of the loss under float16: a GradScaler whose decision all stages share.
 
     backward of the last stage   starts from scale x share of the microbatch
     before OPTIM_STEP            every gradient is divided by the scale, after all sums
-    end of the call              the scale grows, or shrinks where a gradient was not finite
+    end of the call              the scale grows, or shrinks if a gradient was not finite
 
-Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2. All processes begin from
-the same scale and share each verdict, so they hold the same scale without a message.
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2. All processes begin with
+the same scale and share each decision, so their scales stay equal without a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from schedir.runtime.accelerator import Accelerator
 
 
 class LossScale:
-    """The scale of a GradScaler, `now` in the present call, and its `inverse` on the device."""
+    """The scale of a GradScaler: `now` for the current call, and its `inverse` on the device."""
 
     def __init__(self, scaler: GradScaler, accelerator: Accelerator) -> None:
         self._scaler = scaler

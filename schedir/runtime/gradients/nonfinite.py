@@ -1,14 +1,14 @@
-"""What is not finite is never applied: NaN and infinity in losses and gradients.
+"""Finds NaN and infinity in losses and gradients, and never applies them.
 
     F of the last stage   a loss that is not finite: "raise" raises; with "skip" the backward starts
-                          from NaN, so that the gradients tell of it wherever they are summed
+                          from NaN, so that the gradients show it on every process
     before OPTIM_STEP     a gradient that is not finite, after all sums: "raise" raises before the
                           rank's first step; with "skip" the step is left out
 
-Gradients that processes have summed are the same on all of them, and so is what they find. Where
-OPTIM_STEPs stand after all else, all stages skip together: the norm that gradients are clipped by
-says it to all ranks, or else a message does. A device is waited for once before consecutive
-OPTIM_STEPs. Gradients of a loss that a GradScaler scales are divided by its scale before that.
+Processes that sum gradients get equal sums, so they decide in the same way. If the OPTIM_STEPs are
+last, all stages skip together: the ranks learn it from the clipping norm, or from a message. The
+host waits for the device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are
+divided by the scale before they are checked.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SMALL = 1 << 10  # elements; more of them are summed sooner than checked one by
 
 
 class NonFinite:
-    """Looks at the losses and gradients of the stages here, by the executor's rule `nonfinite`.
+    """Checks the losses and gradients of the stages here, by the executor's rule `nonfinite`.
 
-    `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the present call
-    has left out, `agreement` what ranks that don't clip do together before they step, if anything.
-    `active` where anything is looked at. `scale` is that of the loss, if there is one.
+    `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the current call
+    has left out. `agreement` is what ranks that don't clip do together before they step, if
+    anything. `active` says whether anything is checked. `scale` is the loss scale, if there is one.
     """
 
     def __init__(

@@ -1,15 +1,15 @@
 """Sums gradients before OPTIM_STEPs: over the processes that run a stage, and over tied copies.
 
-A REDUCE_GRAD's sums are on their way, bucket by bucket, while the rank goes on with its list, and
-are waited for where the gradients are used. What ranks do together before any of them steps, as to
-sum the copies of a tied parameter, is done at a `Barrier`:
+A REDUCE_GRAD posts its sums, bucket by bucket, and the rank goes on with its list; the first use of
+the gradients waits. Work that ranks do together before any of them steps, such as the sum over the
+copies of a tied parameter, is done at a `Barrier`:
 
     rank 0   … 0B7 0OPTIM_STEP ─┐
     rank 1   … 1B7 1OPTIM_STEP ─┴ barrier: its action, then each steps
 
-Between processes the action itself waits for the others. Within one process it is carried out by
-the last rank that arrives, on a stream that has waited for those of the others; and what these do
-next waits for it.
+Between processes the action itself waits for the others. Within one process the last rank that
+arrives runs it, on a stream that has waited for the other ranks' streams; their next work waits for
+it.
 
     rank 0's stream   … 0B7 ─mark──┐          ┌─wait─ 0OPTIM_STEP
     rank 1's stream   … 1B7 ───── wait ─ action ─mark─ 1OPTIM_STEP
@@ -35,12 +35,12 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 @attrs.define(eq=False)
 class GradientMask:
-    """Which of some gradients any process of a `group`, of CPU tensors, has.
+    """Finds the gradients that at least one process of a `group`, of CPU tensors, has.
 
-    A gradient that nobody has is none, never zeros: AdamW would decay its parameter. Each host
-    knows which ones it has when it has queued its backwards, so this goes from host to host, beside
-    the sums of the gradients; and who has them all need not wait to hear of others. `whose` names
-    them in messages.
+    A gradient that no process has stays None and does not become zeros: AdamW would decay its
+    parameter. A host knows its gradients once it has queued its backwards, so the hosts exchange
+    this beside the sums, and a host that has all gradients does not wait for the others. `whose`
+    names the gradients in messages.
     """
 
     _group: Group
@@ -78,10 +78,10 @@ class GradientMask:
 
 @attrs.define(eq=False)
 class Reduction:
-    """The sums of the gradients of one stage's `parameters`, of which there are some.
+    """Sums the gradients of one stage's `parameters`, at least one.
 
-    `whose` names it in messages, `mask` says which gradients there are in any process. With
-    `each_call` a call that makes no update sums as well, since the caller may step after any.
+    `whose` names them in messages, and `mask` finds the gradients that any process has. With
+    `each_call` a call without an update sums too, because the caller may step after any call.
     """
 
     _parameters: Sequence[nn.Parameter]
@@ -133,9 +133,9 @@ class Reduction:
 class Tie:
     """A parameter that stages share: each holds a copy, and all have the same gradient and step.
 
-    `copies` are those here, by stage. The gradients of those that are `counted` are summed: of a
-    stage's replicas, the first one's. Where other processes have copies, `elsewhere` is the group
-    for sums over all, and what says whether any has a gradient.
+    `copies` are those on this process, by stage. The gradients of `counted` copies are summed; of a
+    stage's replicas only the first counts. If other processes have copies, `elsewhere` is the group
+    for sums over all, and the mask that says whether any of them has a gradient.
     """
 
     copies: Mapping[int, nn.Parameter]
@@ -161,10 +161,10 @@ class Tie:
 
 
 class Accumulated:
-    """What earlier calls have left of some parameters' gradients, where the caller steps.
+    """The gradients that earlier calls have left, when the caller steps.
 
-    That has been summed already, over processes and over tied copies: while a call runs it is set
-    aside, so that the call's sums are of its own gradients alone.
+    They are summed already, over processes and over tied copies. So they are set aside while a call
+    runs, and the call sums only its new gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -192,7 +192,7 @@ class Accumulated:
 
 @attrs.define(eq=False)
 class Barrier:
-    """An action that is carried out once `parties` ranks of this process have arrived.
+    """An action that runs once `parties` ranks of this process have arrived.
 
     It makes new gradients for the parameters `remade`, on its own stream.
     """
@@ -237,7 +237,7 @@ class Barrier:
 
 @attrs.frozen
 class Barriers:
-    """All barriers of this process, each with the stages before whose OPTIM_STEPs it stands."""
+    """All barriers of this process, each with the stages whose OPTIM_STEPs come after it."""
 
     all: Sequence[tuple[Collection[int], Barrier]]
 

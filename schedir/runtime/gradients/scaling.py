@@ -1,18 +1,17 @@
-"""The scale of gradients, where stages step after other microbatches than the loss stage.
+"""Scales the gradients of stages that step after other microbatches than the last stage.
 
-Every gradient is accumulated with the share that the loss stage gave its microbatch, and those of
-each OPTIM_STEP of the loss stage add up to one. A stage that groups the microbatches otherwise
-takes the mean over its own group all the same: before it steps, its sum is scaled by one over the
-sum of the group's shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of
-stage 0:
+Every gradient is accumulated with the share that the last stage gave its microbatch. The shares of
+each of the last stage's OPTIM_STEPs add up to one. A stage that groups the microbatches in another
+way takes the mean over its own group: before it steps, it divides its sum by the sum of the group's
+shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of stage 0:
 
     stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
-    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale a half
+    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
 
-The shares of each whole group add up to 1, so n whole groups weigh n, known before the call. A part
-of one depends on the samples of the microbatches, which the process of the loss knows: it tells the
-others as the call begins, and they wait for that at their first step that is scaled. What was
-counted on a device stays there, and goes through a sum over the processes.
+The shares of a whole group of the last stage add up to 1, so n whole groups have the sum n, known
+before the call. The sum of a part depends on the samples of the microbatches, which the last
+stage's process knows. It tells the others when the call begins, and they wait for the message at
+their first scaled step. Counts on a device stay there, and go through a sum over the processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Keeps the copies of parameters equal: in replicas of a stage, in pipelines that train alike, in
-tied stages.
+"""Checks that copies of parameters stay equal: in replicas, in parallel pipelines, in ties.
 
-All copies start equal and get equal gradients. What parts them is done from outside: a checkpoint
-loaded into one of them, another learning rate. So each process sends the others a fingerprint after
-some of its steps, and looks at what they have sent after the next one, when it has long arrived;
-where it comes from a device that queues its work, before it sends the next one.
+All copies start equal and get equal gradients. Only an action from outside makes them differ: a
+checkpoint that is loaded into one of them, or another learning rate. So after some of its steps
+each process sends the others a fingerprint of its copies. It reads theirs after the next step, when
+they have long arrived; on a GPU, before it sends its next one.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ _INTERVAL = 16  # steps, from the first on
 
 
 class Shared:
-    """The parameters of this process's stages that other processes or stages have as well.
+    """The parameters of this process's stages that other processes or stages share.
 
-    Raises ExecutionError, on all processes, where copies are not equal, or schedules or arguments
-    differ.
+    Raises ExecutionError on all processes if copies, schedules or arguments differ.
     """
 
     def __init__(self, plan: Plan, session: Session) -> None:
@@ -271,10 +269,10 @@ _Found: TypeAlias = Mapping[str, Sequence[int]]
 
 
 class ReplicaCheck:
-    """Compares copies that must stay equal, now and then.
+    """Compares copies that must stay equal, after some of the steps.
 
-    They are those of one process, each a list of parameters; `holders` are the numbers of the
-    processes that have any. Both go by what the copies are called in messages.
+    `copies` are those of this process, each a list of parameters; `holders` are the numbers of the
+    processes that have them. The keys of both are the copies' names in messages.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""A rank's list, compiled into operations, opened with the other ranks and run."""
+"""A rank's list as a program: compiled to bound calls, announced to the other ranks, and run."""

@@ -1,7 +1,7 @@
-"""One rank's list, compiled: each action resolved once to bound calls, in the order they run in.
+"""Compiles a rank's list: each action becomes bound calls, once, in the order in which they run.
 
-A send has arrived when something comes back that its receiver sent after it had used it; then the
-tensor that it holds can go:
+A send has arrived when its receiver has used it and sent something back; then the tensor that the
+send holds can be freed:
 
     rank 0   SEND_ACT0 ──▶ … RECV_GRAD0  B0       by B0 its SEND_ACT0 has arrived: rank 1 has sent
     rank 1   RECV_ACT0  F0  B0  SEND_GRAD0        SEND_GRAD0 after the F0 that used it
@@ -89,15 +89,15 @@ from schedir.runtime.transports.transport import BatchPoster, Poster, Transport,
 
 @attrs.frozen
 class Compiler:
-    """What the lists' actions are resolved against.
+    """The parts that actions are bound to.
 
-    `now` is the call that is being made, which `trains` or not. `replicas` are of the stages that
-    several ranks of this process hold. `barriers` come before OPTIM_STEPs; None where these are
-    left to the caller. `scaling` is for those that apply other microbatches than the loss stage's,
-    and `nonfinite` looks at what they apply. `observers` watch every run. `beside` takes from rank
-    to rank what hosts have to know; None where the transport of the payloads does that as well.
-    `streams` are those of the ranks, and those beside them; `pools` what ranks send from and
-    receive into. `copiers` move what ranks offload.
+    `now` is the current call, which `trains` or not. `replicas` are those of the stages that
+    several ranks of this process hold. `barriers` come before OPTIM_STEPs; None if the caller
+    steps. `scaling` is for OPTIM_STEPs of other microbatches than the last stage's, and `nonfinite`
+    checks what they apply. `observers` watch every run. `beside` sends values from host to host;
+    None if the transport of the payloads does that too. `streams` are those of the ranks, and
+    side streams. `pools` are the buffers that ranks send from and receive into. `copiers` move
+    offloaded tensors.
     """
 
     accelerator: Accelerator
@@ -135,7 +135,7 @@ class Compiler:
 
 
 class _List:
-    """One rank's list, with what its actions are resolved against."""
+    """One rank's list, with the parts that its actions are bound to."""
 
     def __init__(
         self,

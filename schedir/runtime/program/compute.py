@@ -1,11 +1,11 @@
-"""F, R, B, I and W as bound calls: one function for each kind, which looks up all that does not
-change from call to call.
+"""F, R, B, I and W as bound calls: one function for each kind. It looks up once everything that
+stays the same from call to call.
 
-    F    seed, run the module on the cell's input, hand its output on
-    B    take the gradients of the outputs, run autograd, hand those of the inputs on
+    F    seed, run the module on the cell's input, pass its output on
+    B    take the gradients of the outputs, run autograd, pass the gradients of the inputs on
 
-A stage that does what most do, one tensor in and one out, has an F of its own with all of this in
-one function; `forward_with` is for all others.
+The common stage, one tensor in and one out, has an F with all of this in one function;
+`forward_with` is for all others.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def _roots(stage: Stage, cell: Cell) -> tuple[list[Root], list[Tensor]]:
         loss = cast(Tensor, cell.outputs[0])  # it goes nowhere
         if not loss.requires_grad:
             raise ExecutionError(
-                "the loss depends on nothing that requires grad: all parameters that it comes "
-                "from are frozen, or it is detached from them; thaw what is to be trained"
+                "the loss depends on nothing that requires grad: all its parameters are "
+                "frozen, or it is detached from them; thaw the parameters to train"
             )
         share = cell.loss_share
         if isinstance(share, Tensor):

@@ -1,7 +1,7 @@
-"""The actions in the first call of an input signature, which learns what the later ones go by.
+"""The actions in the first call of an input signature, which learns what later calls rely on.
 
-They are carried out as ever, on real values and as often as the list says. What travels comes with
-its description (see `described`), and whatever may be changed in place is copied before.
+They run on real values, as often as the list says. Payloads travel with their description (see
+`described`), and tensors that may be changed in place are copied first.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ logger = logging.getLogger("schedir")
 
 @attrs.frozen(eq=False)
 class FirstCall:
-    """What the first calls of signatures need: the messengers of the ranks here, the outputs that
-    users have `declared`, by stage, and the parameters that the executor's optimizers step, None
-    where the caller does."""
+    """What first calls need: the messengers of the ranks here, the outputs that the user has
+    `declared`, by stage, and the parameters that the executor's optimizers step, None if the caller
+    steps."""
 
     messengers: Mapping[int, Messenger]
     declared: Mapping[int, Declared]
@@ -43,8 +43,8 @@ class FirstCall:
     _warned: list[int] = attrs.field(factory=list)
 
     def warn_of_unstepped(self, loss: Tensor, weights: StageWeights) -> None:
-        """Say, once, which parameters the loss depends on that no optimizer here steps; `weights`
-        are those of its stage."""
+        """Warn, once, of parameters that the loss depends on and no optimizer here steps; `weights`
+        are those of the last stage."""
         if self.stepped is None or self._warned:
             return
         self._warned.append(1)
@@ -64,10 +64,10 @@ class FirstCall:
                     "steps; %s",
                     str(leaf.dtype).removeprefix("torch."),
                     list(leaf.shape),
-                    "that of the last stage leaves it out: freeze it (requires_grad_(False)), or "
-                    "make the optimizer of all the parameters that its function is given"
+                    "the last stage's optimizer leaves it out: freeze it (requires_grad_(False)), "
+                    "or make the optimizer from all the parameters that its function is given"
                     if id(leaf) in given
-                    else "give the module that holds it as loss_fn, and it is trained with the "
+                    else "pass the module that holds it as loss_fn, and it is trained with the "
                     "last stage",
                 )
             nodes += [child for child, _ in node.next_functions]
@@ -90,9 +90,9 @@ def first_forward(
         learned.changes_extra = any(beside.changed())
         if any(own.changed()) and (replayed or stage.weights.stashes):
             raise ExecutionError(
-                f"stage {stage.index} changes a parameter of its own in place in its forward, "
-                "which is run again (recompute=), or on copies of older weight versions; make it a "
-                "buffer"
+                f"stage {stage.index} changes one of its parameters in place in its forward, but "
+                "that runs again (recompute=), or on copies of older weight versions; make the "
+                "parameter a buffer"
             )
         if stage.index:
             reason = learned.aliases.forbid(n for n, there in enumerate(changes) if there)
@@ -176,7 +176,7 @@ def describe_gradients(cell: Cell, messenger: Messenger, peer: int, first: First
 
 @attrs.frozen(eq=False)
 class _Coming:
-    """A message that is taken when it is waited for."""
+    """A message that is taken when somebody waits for it."""
 
     messenger: Messenger
     key: tuple[str, int, int]

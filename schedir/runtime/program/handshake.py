@@ -1,14 +1,14 @@
 """The handshake before a call: the rank of the first stage announces it, and all others compare.
 
-Ranks that make different calls would wait for each other for ever, and those that hold different
-batches train on wrong pairs. So before anything of a call is posted, one message goes to all:
+Ranks that make different calls would wait for each other for ever, and ranks that hold different
+batches would train on wrong pairs. So before anything of a call is posted, one message goes to all:
 
     pipeline 0   rank 0 ─▶ rank 1 ─▶ rank 3        within a pipeline, over a tree of its ranks
                       └──▶ rank 2
     pipeline 1   rank 0 ─▶ …                       between pipelines, over one of their first ranks
 
-It goes beside the pipeline's traffic, which is tagged by the program that it belongs to: what is
-posted for one input signature meets nothing of another.
+The message goes beside the pipeline's traffic. That is tagged by program, so transfers for one
+input signature never meet those for another.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
 class Announcement:
     """One call, as one rank makes it.
 
-    `call` counts the calls before this one and `step` those of `step`, which seed its forwards;
-    `precision` is what the caller's autocast computes in.
-    `rows` are those of the whole batches that are cut here, `inputs` and `target` the fingerprints
-    of what was given. The first stage's rank knows the number of the input `signature`.
+    `call` counts the calls before this one, and `step` those of `step`, which seeds the forwards;
+    `precision` is the caller's autocast dtype. `rows` are those of the whole batches that are cut
+    here, `inputs` and `target` the fingerprints of the arguments. The first stage's rank knows the
+    number of the input `signature`.
     """
 
     request: Request
@@ -114,9 +114,9 @@ class Handshake:
         )
 
     def exchange(self, own: Announcement) -> Announcement:
-        """What the speaker of the pipeline is about to do, compared with what this process is.
+        """Compare this process's announcement with that of the pipeline's speaker; returns that.
 
-        Raises OneLineError where they make different calls, or hold different batches.
+        Raises OneLineError if they make different calls, or hold different batches.
         """
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
@@ -142,8 +142,8 @@ class Handshake:
 def _check_same_call(
     own: Announcement, received: Announcement, grid: Grid, speaker: int, pipeline: int
 ) -> None:
-    """Raise OneLineError where this rank makes another call than the speaker of a pipeline, or
-    would draw other dropout in it."""
+    """Raise OneLineError if this rank makes another call than the speaker of a pipeline, or is at
+    another step, and so would draw other dropout."""
     if own.request is not received.request or own.precision is not received.precision:
         raise OneLineError(
             f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
@@ -155,20 +155,20 @@ def _check_same_call(
         raise OneLineError(
             f"{_where(own)} is at step {own.step} here, but {grid.name(speaker, pipeline)} is at "
             f"step {received.step}, so they would draw dropout of different steps; set "
-            "executor.steps alike on every rank",
+            "executor.steps to the same number on every rank",
             rank=grid.rank,
         )
 
 
 def _check_same_batch(own: Announcement, received: Announcement, rank: int, speaker: int) -> None:
-    """Raise OneLineError where this rank holds another batch than the speaker: a step would take
-    the inputs from one rank and the target from the other."""
+    """Raise OneLineError if this rank holds another batch than the speaker: a step would take the
+    inputs from one rank and the target from the other."""
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
         raise OneLineError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
-            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; all whole "
-            "batches of a call are cut alike, so they must have the same rows",
+            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; whole "
+            "batches of a call must have the same rows: draw the same batches on every rank",
             rank=rank,
         )
     if own.inputs == received.inputs and own.target == received.target:
@@ -178,7 +178,7 @@ def _check_same_batch(own: Announcement, received: Announcement, rank: int, spea
             raise OneLineError(
                 f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
                 f"{speaker} at its step {received.step}, so inputs of one would go with the target "
-                "of the other; draw the same batches on every rank (seed alike, or read them by "
+                "of the other; draw the same batches on every rank (with the same seed, or by "
                 "schedir.training.Batches), or pass inputs only on the first stage's rank and "
                 "target only on the last one's",
                 rank=rank,
@@ -189,20 +189,20 @@ def _where(own: Announcement) -> str:
     return f"call {own.call}, {own} ({users_line()})"
 
 
-# A fingerprint tells batches apart, cheaply enough to be taken at every step.
+# A fingerprint is a cheap hash of a batch, taken at every step.
 
-_BLOCK = 2048  # words of 8 bytes of a batch's tensor that are summed up in one
-_BLOCKS = 256  # that are looked at, 4 MiB of them: all of most batches
+_BLOCK = 2048  # words of 8 bytes in a block; a block becomes one weighted sum
+_BLOCKS = 256  # blocks that are hashed at most, 4 MiB: all of most batches
 _WEIGHTS = np.random.Generator(np.random.PCG64(0)).integers(1 << 62, size=_BLOCK) * 2 + 1
-_WHOLE, _READY = 1, 2  # the forms of a batch: in one, or cut into microbatches
+_WHOLE, _READY = 1, 2  # the forms of a batch: whole, or ready microbatches
 
 
 def fingerprint(batch: Any) -> int:
     """The fingerprint of a whole batch, or of a list of ready microbatches.
 
-    Equal batches are equal on every rank, others differ: by all of their values up to 4 MiB of a
-    tensor, by as much of a larger one. Of one on a GPU the shape and type alone count, since the
-    host would wait for its values.
+    Equal batches have equal fingerprints on every rank; different ones differ. A tensor of up to
+    4 MiB counts with all its values, a larger one with a sample of 4 MiB. A tensor on a GPU counts
+    only with its shape and type, because the host would have to wait for its values.
     """
     if isinstance(batch, (Tensor, tuple, Mapping)):
         form = _WHOLE
@@ -220,7 +220,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def differ(one: int, other: int) -> bool:
-    """Whether two batches are known to be different; only those of one form can be compared."""
+    """Whether two batches are known to differ; only batches of the same form can be compared."""
     return one != other and NOTHING not in (one, other) and (one ^ other) & 3 == 0
 
 
@@ -240,10 +240,10 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """What a tensor's elements are in few bytes: all, or weighed sums of blocks and the rest.
+    """A tensor's elements in few bytes: weighted sums of blocks, and the rest as it is.
 
-    Of a block any word that changes changes the sum, as its weight is odd. A few elements here and
-    there would tell too little: padded ids, images in a border and one-hot rows are mostly zeros.
+    If a word of a block changes, its sum changes, because the weights are odd. Single elements
+    would say too little: padded ids, images with a border and one-hot rows are mostly zeros.
     """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

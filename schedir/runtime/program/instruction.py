@@ -1,4 +1,4 @@
-"""An entry of a rank's list as it is carried out: an action and the bound calls that do it."""
+"""An entry of a rank's list as it runs: an action and its bound calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Bound: TypeAlias = Callable[[], object]
 
 @attrs.frozen(eq=False)
 class Instruction:
-    """An action of the list and what carries it out: first `wait`, where there is one, then `run`.
+    """An action of the list and its bound calls: first `wait`, if there is one, then `run`.
 
-    `index` is its place in the list that is carried out, `listed_at` that in the list before its
-    receives were moved: the one that users have before them, and errors name. `receives` is where
-    the works of the receives are that it waits for, and `blocked` says whether another rank of this
-    process has to come first. It `computes` where the time it takes is compute, and is `listed`
-    where it is what its action says, rather than what has to be done before that.
+    `index` is its place in the list that runs, `listed_at` its place in the list before receives
+    were moved: users see that one, and errors name it. `receives` has the works of the receives
+    that it waits for, and `blocked` says whether another rank of this process has to come first. It
+    `computes` if its time counts as compute. It is `listed` if it does its action, and not
+    something that has to be done before the action.
 
     For observers: the `cell` and `stage` that it works on, the `peer` of a transfer, the `sums`
     that it posts or ends, and the `parts` of a batch that it posts.

@@ -1,16 +1,15 @@
-"""Who watches a list being run: the clock of a device's compute, and torch's profiler.
+"""Observers of a running list: the clock of a device's compute, and torch's profiler.
 
-An observer is a function Instruction → Instruction, which puts something of its own around what the
-instruction waits for and does:
+An observer is a function Instruction → Instruction that wraps an instruction's wait and run:
 
     observer        around the wait                     around the run
     QueuedClock     nothing                             leaves two marks, of compute
     profiler        a range "wait for 0F1"              a range "0F1"
 
-So an instruction that nobody observes costs nothing, and the loop that runs a list knows of no
-observer. Those that always watch are put around when the list is compiled; whether others do is
-asked once per call. An instruction has its rank and its index in the list, so that an observer can
-record when each entry of each rank has started and ended.
+So an instruction without an observer costs nothing, and the loop that runs a list does not know of
+observers. Permanent observers wrap instructions when the list is compiled; for the others each call
+checks once whether they are on. An instruction has its rank and its index in the list, so an
+observer can record when each entry of each rank starts and ends.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""OFFLOAD and RELOAD as bound calls: what a forward has saved goes to the host, and comes back.
+"""OFFLOAD and RELOAD as bound calls: they move a forward's saved tensors to the host and back.
 
     rank's stream     F0 ─mark─┐   F1 …      ┌─ new memory ─mark─┐  F2   ┌─ B0
     copies' stream             └─ out 0 ─────┘                   └─ in 0 ─┘
 
-The memory that a copy out reads is held until the next one is listed, or the call ends: then the
-rank's stream waits for it, so that nobody is given that memory before. The host's is used again as
-soon as the copy back is queued, since all copies of a rank are made on one stream.
+The memory that a copy out reads is held until the next copy out, or the end of the call. Then the
+rank's stream waits for the copy, so the memory is not reused too early. The host's memory is reused
+as soon as the copy back is queued, because one stream makes all copies of a rank.
 
-Never moved are parameters and buffers, what the user has given, and the stage's input: that is a
-leaf, whose gradient autograd accumulates, and stays until the backward is over.
+Some tensors never move: parameters and buffers, the user's tensors, and the stage's input, a leaf
+that stays until the backward is over because autograd accumulates its gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from schedir.runtime.stage.stage import Stage
 class Copier:
     """The copies of one rank, in the order of its list, and the host's memory for them.
 
-    There come to be as many buffers of each size as are in use at once.
+    It keeps as many buffers of each size as are in use at the same time.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -3,14 +3,14 @@
     list      1RECV_ACT0           1F0                    1B0          1SEND_GRAD0
     calls     post the receive     wait for it; forward   backward     post the send
 
-The first call of a signature runs the same list over described messages; what it learns is what the
-program is compiled with from then on. The receives that a list begins with are posted at the end of
-the program's previous call, where the transport takes them so early:
+The first call of a signature runs the same list over described messages; the program for later
+calls is compiled with what it learns. The receives at the beginning of a list are posted at the end
+of the program's previous call, if the transport takes them so early:
 
     call 7    0F0 … 0B3  ┃ 0RECV_GRAD0            posted for call 8
     call 8               ┃ 0F0 0SEND_ACT0 0B0 …   the handshake comes first, and 0B0 waits for it
 
-A payload's tag is its program's number, so what is posted for one signature meets nothing of
+A payload's tag is its program's number, so transfers for one signature never meet those for
 another.
 """
 
@@ -62,11 +62,11 @@ _MOST_POSTED = 4
 
 
 class Program:
-    """The compiled lists of the ranks here, with the cells that their tensors lie in.
+    """The compiled lists of the ranks here, with the cells that hold their tensors.
 
-    Compiled from `schedule`; `ahead` posts the receives that its only list begins with. `ends` says
-    of each list how many of its instructions there are up to the end of each batch but the last,
-    where a call has several: it stops there.
+    It is compiled from `schedule`; `ahead` posts the receives at the beginning of its only list. In
+    a call of several batches the lists stop at the end of each batch: `ends` has, for each list,
+    the numbers of instructions up to the end of each batch but the last.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ def _awaited(schedule: Schedule, action: Action) -> str:
 
 @attrs.frozen(eq=False)
 class _Known:
-    """What is known of an input signature: what its first call has learned, how many receive
-    buffers a rank may hold, and whether the caller computes in lower precision."""
+    """The facts about an input signature: what its first call has learned, how many receive buffers
+    a rank may hold, and whether the caller computes in lower precision."""
 
     lessons: Lessons
     room: int | None
@@ -264,16 +264,15 @@ class Opened:
 
 
 class Programs:
-    """The programs of a list by the number of the input signature: for calls that train, or for
-    those that don't.
+    """The programs of a list, by the number of the input signature.
 
-    The first stage's first rank alone sees the input, gives a new signature its number, and says in
-    the handshake of each call which one that has. One is known once a call of it has ended well.
-    `newcomers` are who watches a call of another signature than the call before, by its number, and
-    whether that is to be learned. `under_way` are the sends that may not have arrived by the end of
-    a call. `schedule` is the list of the latest program, or would be where receives take no more
-    buffers than the list needs. A call has several batches where `batch` says of how many
-    microbatches each is.
+    One object is for calls that train, another for those that don't. Only the first stage's first
+    rank sees the input. It gives a new signature its number, and sends the number in the handshake
+    of each call. A signature is known once a call with it has succeeded. `newcomers` makes the
+    observers of a call whose signature differs from the call before, from its number and whether it
+    is to be learned. `under_way` are the sends that may not have arrived by the end of a call.
+    `schedule` is the list of the latest program; before there is one, the list with no more receive
+    buffers than it needs. With `batch` a call has several batches, of `batch` microbatches each.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 """Transfers posted on the device whose completion the host has not observed yet.
 
-A device that queues waits for transfers itself, and the host goes on; where what a transfer waits
-for never comes, the device stands still, and nothing says where. So everything that is posted is
-kept in list order, and where the host comes to wait for the device, it looks at that first:
+A GPU waits for transfers itself, and the host goes on. If a transfer never completes, the GPU
+stands still, and nothing says where. So everything that is posted is kept in list order, and before
+the host waits for the GPU, it looks at these transfers:
 
     host      call 3: posts 0RECV_GRAD0, 0SEND_ACT1 …   call 4: posts …   .loss: waits
     device    call 3: … 0RECV_GRAD0 never comes
                         └─ the first that is not done: where the rank stands, and for whom it waits
 
 The host is at most one call ahead of the device. A work that has failed counts as completed, and
-says so only to who waits for it. NCCL then aborts its communicator first, which may never end: so a
-thread beside asks, and the host waits for its answer no longer than for any abort.
+only waiting for it raises the error. NCCL aborts its communicator then, which may never return. So
+a separate thread waits, and the host waits for the thread no longer than for any abort.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from schedir.runtime.program.instruction import Instruction, nothing
 
 @attrs.frozen(eq=False)
 class _Step:
-    """One thing that is under way: what an instruction has posted, or, without one, a call. Once it
-    is done, `check` raises what it has failed with."""
+    """Work that is under way: what an instruction has posted or, without an instruction, a call.
+    Once it is done, `check` raises its error, if it has failed."""
 
     is_done: Callable[[], bool]
     check: Callable[[], object]
@@ -55,9 +55,9 @@ def _transfer(instruction: Instruction) -> str:
 
 
 class Progress:
-    """What the latest two calls have posted: an observer of instructions, where it `follows`.
+    """The transfers of the latest two calls. If it `follows`, it is an observer of instructions.
 
-    `posted` is where works are noted as they are posted.
+    Works are noted in `posted` when they are posted.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Entries of several actions: what is run for them beside the actions themselves.
+"""Entries of several actions: what runs for them beside the actions themselves.
 
 (0F4;7B3)                   7B3's wait, 0F4, 7B3           neither starts before both can; on a
                                                            device they run on two streams
@@ -10,12 +10,12 @@ The two of an overlapped pair on two streams of a device that queues its work:
     own stream     … ─ mark ─┬──────── 7B3 ────────┬ wait ─ …       what 7B3 waits for is there
     side stream             wait ─ 0F4 ─ mark ─────┘
 
-A backward runs on the stream of its forward: that is autograd's rule, whoever calls it. So the
-forward of a pair goes where the other's has not been, to the side or to the rank's own stream. The
-side stream works within pairs alone, from a mark of the rank's own stream to one that this one
-waits for; all that follows a pair is thus behind both. Memory is given out again by the stream that
-it was made on, which within a pair does not wait for the other one: what the first of the two would
-give back is held until they have met.
+Autograd runs a backward on the stream of its forward. So the forward of a pair runs on the stream,
+side or own, on which the other action's forward has not run. The side stream works only within
+pairs: it starts at a mark of the rank's own stream, and that waits for it at the end, so everything
+after a pair comes after both. Freed memory is reused by the stream that it was made on, which
+within a pair does not wait for the other stream. So memory that the first action frees is held
+until the two have met.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wait_of(instruction: Instruction) -> Instruction:
 
 @attrs.define(eq=False)
 class _Part:
-    """What one action has posted, as soon as the batch is; it may be waited for by several."""
+    """The works of one action, once its batch is posted; several may wait for them."""
 
     work: Work | None = None
     done: bool = False
@@ -67,7 +67,7 @@ class _Part:
 
 @attrs.frozen(eq=False)
 class _Whole:
-    """All that a batch has posted: what consumes one receive of it waits for all."""
+    """The works of a batch: a consumer of one of its receives waits for all."""
 
     parts: Sequence[_Part]
 
@@ -83,7 +83,8 @@ class _Whole:
 
 
 class Batch:
-    """Takes what the actions of an entry post, in place of their transport, and posts it as one."""
+    """Stands in for the transport, collects what the actions of an entry post, and posts it as
+    one."""
 
     def __init__(self, poster: BatchPoster) -> None:
         self._poster = poster

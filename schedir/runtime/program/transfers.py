@@ -1,7 +1,7 @@
-"""SEND and RECV of a known input signature as bound calls: they post what both sides know.
+"""SEND and RECV of a known input signature as bound calls: both sides know what is posted.
 
-Where microbatches differ in which gradients there are, a mask that says so goes first, from host to
-host, and zeros stand for those that there are not.
+If some microbatches lack gradients that others have, a mask goes first, from host to host, and
+zeros are sent in place of missing gradients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from schedir.runtime.stage.activations import Cell
 from schedir.runtime.transports.transport import Poster, Work
 
 Make = Callable[..., Tensor]
-"""Makes a buffer for a tensor to come, of a shape, a stride and a `dtype`."""
+"""Makes a buffer to receive a tensor into, from a shape, a stride and a `dtype`."""
 
 
 def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
-    """Wait for receives, and then for the sends that have `arrived` by then, which lets go of what
-    they hold. gloo lets a work be waited for once only."""
+    """Wait for receives, and then for the sends that have `arrived` by then, which frees their
+    tensors. With gloo, a work can be waited for only once."""
     every = (receives, *arrived)
 
     def wait() -> None:
@@ -118,12 +118,12 @@ def receive_gradients(cell: Cell, poster: Poster, beside: Poster, peer: int, mak
 
 
 def _differs(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> ExecutionError:
-    """The error where other gradients are there than in the first call."""
+    """The error for gradients that differ from those of the first call."""
     return ExecutionError(
         f"gradients of the stage's inputs: {_yes_no(expected)} in the first call of this input "
         f"shape, but {_yes_no(grads)} now; if that depends on data, declare the boundary, "
-        f"boundaries={{{stage - 1}: torch.empty(...)}}, and a mask says which there are; make "
-        "a new Executor if parameters have been frozen or thawed"
+        f"boundaries={{{stage - 1}: torch.empty(...)}}; if you have frozen or thawed parameters, "
+        "make a new Executor"
     )
 
 

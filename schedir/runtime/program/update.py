@@ -1,4 +1,4 @@
-"""REDUCE_GRAD and OPTIM_STEP as bound calls, and what comes before OPTIM_STEPs."""
+"""REDUCE_GRAD and OPTIM_STEP as bound calls, and the work before OPTIM_STEPs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def sum_replicas(replicas: Replicas, rank: int, now: Now) -> Bound:
 
 
 class PassBarriers:
-    """What comes before a rank's consecutive OPTIM_STEPs, in this order: 1. sums of gradients over
-    processes end, 2. so do those over `replicas` in this process, 3. sums are scaled where that is
-    due, 4. barriers are passed: ties, then clipping, 5. a `look` at what is about to be applied."""
+    """The work before a rank's consecutive OPTIM_STEPs, in this order: 1. finish sums of gradients
+    over processes, 2. finish sums over `replicas` in this process, 3. scale sums that need it,
+    4. pass the barriers: ties, then clipping, 5. check what is about to be applied (`look`)."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""One stage: its cells, weight versions, statistics, split backward and seeds."""
+"""One stage: its activations, weight versions, buffers, split backward and seeds."""

@@ -1,4 +1,4 @@
-"""What each (stage, microbatch) holds between its actions."""
+"""The tensors that each (stage, microbatch) holds between its actions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from schedir.runtime.transports.transport import Work
 class Cell:
     """The tensors of one (stage, microbatch), from its first action to its last.
 
-    Receives fill `leaves` and `output_grads` with buffers and leave their works beside them, and
-    the compute action that consumes them waits, for those only: a receive may be posted long
-    before, and waiting for more than the list says could deadlock what was proved clean.
+    Receives fill `leaves` and `output_grads` with buffers and leave their works beside them. The
+    compute action that consumes them waits for these works only: a receive may be posted long
+    before, and waiting for more than the list says could deadlock a list that was proved clean.
     """
 
     stage: int
@@ -60,10 +60,10 @@ class Cell:
 
 
 class Cells:
-    """The cells of the stages here, by stage and microbatch; what a call gives goes into them.
+    """The cells of the stages here, by stage and microbatch; a call's data goes into them.
 
-    `lessons` says what is known of each, or is where a first call puts it; `runs` has the rank of
-    each (stage, microbatch).
+    `lessons` has what is known of each cell; a first call fills it in. `runs` has the rank of each
+    (stage, microbatch).
     """
 
     def __init__(self, lessons: Lessons, last: int, runs: Any) -> None:

@@ -1,8 +1,8 @@
-"""What a module holds beside its parameters, under activation recomputation.
+"""A module's buffers and attributes, under activation recomputation.
 
-A forward that is run again finds everything as it was, BatchNorm's statistics and an RNN's hidden
-state, and what it does to it is forgotten: so everything counts each forward once, in the order of
-the stage's forwards.
+A forward that runs again finds BatchNorm's statistics, an RNN's hidden state and the like as they
+were before its first run, and its changes to them are dropped. So they count each forward once, in
+the order of the stage's forwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ABSENT = object()
 
 @attrs.frozen
 class State:
-    """An attribute of a module that a forward leaves another than it has found it."""
+    """An attribute of a module that a forward changes."""
 
     module: nn.Module
     name: str
@@ -32,7 +32,7 @@ class State:
 
 @attrs.frozen(eq=False)
 class Kept:
-    """What was there before a forward: the buffers, and the attributes that it may change."""
+    """The state before a forward: the buffers, and the attributes that it may change."""
 
     buffers: list[Tensor | None]
     attributes: dict[State, Any]

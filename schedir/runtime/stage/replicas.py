@@ -1,13 +1,13 @@
 """Replicas of a stage whose ranks all run in this process: they share its module.
 
-Every rank adds up gradients of its own, as on processes of their own, so that the sums are the
-same; they are the parameters' `.grad` while it is the rank's turn:
+Every rank adds up its own gradients, as separate processes do, so that the sums are the same. While
+it is a rank's turn, its gradients are the parameters' `.grad`:
 
     rank 0   0B0  0B2 ─ 0REDUCE_GRAD ┐             0OPTIM_STEP  steps
     rank 1   0B1  0B3 ─ 0REDUCE_GRAD ┴ their sum   0OPTIM_STEP  finds that done
 
-The first rank that comes to an OPTIM_STEP carries it out. Where others still read the version
-before it, they find that kept (`Lives`).
+The first rank that comes to an OPTIM_STEP runs it. The version before it is kept if other ranks
+still read it (`Lives`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedir.runtime.stage.weights import StageWeights
 
 
 class Replicas:
-    """The replicas of one stage on `ranks` of this process, and what they do in turn."""
+    """The replicas of one stage on `ranks` of this process, which take turns."""
 
     def __init__(
         self, ranks: Sequence[int], weights: StageWeights, accelerator: Accelerator

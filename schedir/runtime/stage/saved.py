@@ -1,12 +1,13 @@
-"""What a forward has saved for its backward, as it can be moved to other memory in between.
+"""The tensors that a forward saves for its backward, which can be moved to other memory.
 
-Autograd is given a `Held` for each tensor that it saves, and asks with it when its backward comes:
+Autograd gets a `Held` for each tensor that it saves, and returns it in the backward to ask for the
+tensor:
 
     F         ── Held ── tensor
     OFFLOAD   ── Held ── its layout        the tensor is gone, unless others have it
     RELOAD    ── Held ── tensor            in new memory
 
-Autograd alone holds these: what a backward has been through is freed as ever.
+Only autograd holds these objects, so a backward frees them as usual.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from schedir.runtime.accelerator import Mark
 
 @attrs.define(eq=False)
 class Held:
-    """A tensor that autograd has saved, with its version then; it has a `layout` while it is
-    away, and neither once it is released."""
+    """A tensor that autograd has saved, with its version at that time. While it is away, it has a
+    `layout` in place of the tensor; once released, neither."""
 
     tensor: Tensor | None
     version: int
@@ -53,10 +54,10 @@ class Held:
 
 
 class Saved:
-    """All that the forward of one (stage, microbatch) has saved.
+    """The tensors that the forward of one (stage, microbatch) has saved.
 
-    `away` are copies on the host, each with those whose memory it is of; `memories` are what they
-    have come back to, once `arrived` is past.
+    `away` are copies on the host, each with the saved tensors that share its memory; `memories` is
+    the memory that they have come back to, valid after `arrived`.
     """
 
     def __init__(self) -> None:

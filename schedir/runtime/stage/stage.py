@@ -1,4 +1,4 @@
-"""One stage: its module, its weights, and how its forward and its loss are run."""
+"""One stage: its module and its weights; it runs the forward and the loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from schedir.runtime.stage.weights import StageWeights
 class Stage:
     """One stage of this process; the last one has the loss.
 
-    `optimizer` is None where the caller steps, and without parameters; `reduction` where no other
+    `optimizer` is None if the caller steps, or without parameters; `reduction` is None if no other
     process runs the stage. `busy[0]` counts the seconds that this process computes. `seeds` are
-    those of the forwards of the present call, by microbatch, which `draws` gives.
+    those of the current call's forwards, by microbatch, from `draws`.
     """
 
     def __init__(

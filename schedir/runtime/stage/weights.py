@@ -1,10 +1,10 @@
 """The live weight versions of one stage.
 
-A version that no read outlives is the module's own parameters, updated in place. One that is still
-read after the OPTIM_STEP that replaces it gets leaf tensors of its own, and is the one installed
-in the module during its forwards and backwards: activation checkpointing runs the module again in
-the backward, and has to find the same weights. Swapping `param.data` instead would give silently
-wrong gradients, since a saved leaf unpacks to the parameter itself.
+A version that is not read after its OPTIM_STEP is the module's own parameters, updated in place. A
+version that is still read then gets its own leaf tensors, which are installed in the module during
+its forwards and backwards: activation checkpointing runs the module again in the backward, and
+needs the same weights. Swapping `param.data` instead would give silently wrong gradients, because a
+saved leaf unpacks to the parameter itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from schedir.runtime.boundaries.aliasing import keep_apart
 
 @attrs.frozen
 class Lives:
-    """Of each version that an OPTIM_STEP replaces whether it `outlives` that, as it is still read,
-    and on how many ranks here it is read at all."""
+    """For each version: whether it `outlives` the OPTIM_STEP that replaces it, because it is still
+    read, and on how many ranks here it is read."""
 
     outlives: tuple[bool, ...]
     readers: tuple[int, ...]
@@ -70,11 +70,11 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
-    `lives` says which versions are still read when they are replaced; None where the caller steps,
-    so that only one version exists. `accumulators` makes what adds to the gradients of some
-    parameters, where that must not be left to the first forward. `latest` is the newest version in
-    this call. It `stashes` where older versions are kept, as copies, and `collects` where what a
-    backward has made is to be taken in: the first gradients of parameters, or those of copies.
+    `lives` says which versions are still read when they are replaced; None if the caller steps, so
+    that there is only one version. `accumulators` makes the autograd nodes that add to gradients,
+    if the first forward must not make them. `latest` is the newest version in this call. It
+    `stashes` if older versions are kept, as copies. It `collects` if it has to take in the
+    gradients of a backward: the first ones of parameters, or those of copies.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which transport an executor uses, and which channel model its list is proved under for it."""
+"""Chooses the transport of an executor, and the channel model under which its list is proved."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Choice: TypeAlias = type[Endpoint] | type[GlooTransport] | type[NcclTransport]
 
 
 def transport_for(alone: bool, device: torch.device) -> Choice:
-    """That of a process that runs all ranks `alone`, or of one among others with its stages on
-    `device`."""
+    """The transport of a process that runs all ranks `alone`, or of one among several, with its
+    stages on `device`."""
     if alone:
         return Endpoint
     return GlooTransport if device.type == "cpu" else NcclTransport
 
 
 def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
-    """The channel model to prove lists under: the transport's own, or the one that the user wants.
+    """The channel model to prove lists under: the transport's, or the one that the user wants.
 
-    A stricter one is always right. One that is laxer goes by what the transport does at its best:
-    one process `warns` of that. Raises ExecutionError for one that is laxer still.
+    A stricter one is always right. A less strict one relies on the best behaviour of the transport,
+    and one process `warns` of that. Raises ExecutionError for a model that is less strict than the
+    transport's laxest.
     """
     if wanted is None:
         return transport.channel
@@ -41,16 +42,15 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
         raise ExecutionError(f"channel: {error}") from None
     if CHANNELS.index(wanted) > CHANNELS.index(transport.laxest):
         raise ExecutionError(
-            f"channel={wanted!r}: on NCCL a receive that is posted is a kernel that holds up what "
-            f"its channel posts after it, so the laxest model there is {transport.laxest!r}"
+            f"channel={wanted!r}: on NCCL a posted receive is a kernel that holds up everything "
+            f"its channel posts after it, so the least strict model there is {transport.laxest!r}"
         )
     if CHANNELS.index(wanted) > CHANNELS.index(transport.channel) and warns:
         logger.warning(
-            "channel=%r: the list is proved for streams that progress each on its own, which "
-            "CUDA does not promise. It relies on CUDA_DEVICE_MAX_CONNECTIONS=32 and "
-            "CUDA_MODULE_LOADING=EAGER, set before the processes start, and on a warm-up: "
-            "run every kernel and shape once, under a list that is clean under %r, before the "
-            "first step. Else a step may hang",
+            "channel=%r: the list is proved for streams that progress independently, which CUDA "
+            "does not promise. Set CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER "
+            "before the processes start, and warm up: before the first step, run every kernel and "
+            "shape once, under a list that is clean under %r. Otherwise a step may hang",
             wanted,
             transport.channel,
         )
@@ -58,10 +58,10 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
 
 
 def check_streams(schedule: Schedule, transport: Choice, channel: str) -> None:
-    """Raise ExecutionError where the model takes streams apart that the transport has in one.
+    """Raise ExecutionError if the model assumes separate streams for channels that share one.
 
-    Channels that go together in a batch share a communicator of NCCL, and so a stream. Under `rank`
-    that adds nothing; under `pair` it does from the third rank on.
+    Channels in one batch share a communicator of NCCL, and so a stream. Under `rank` that makes no
+    difference; under `pair` it does if a batch has three ranks or more.
     """
     if transport is not NcclTransport or channel not in ("pair", "edge"):
         return

@@ -1,4 +1,4 @@
-"""Save and load a training, for any cut, number of ranks and schedule, or for a plain model.
+"""Save a training; load it with any cut, number of ranks and schedule, or into a plain model.
 
 1f1b on 2 ranks ──save─┐     model.3.weight                      ┌─load──► pipedream on 3
 a plain model   ──save─┴──►  optimizer.state.3.weight.exp_avg ───┴─load──► a plain model
@@ -39,32 +39,48 @@ _SHOWN = 5
 
 
 class Checkpoint:
-    """Saves all that a training needs to go on as if it had never stopped, in a folder.
+    """Saves in a folder all that a training needs to go on as if it had never stopped.
 
-    `model` is an executor, or a plain model that one process trains without any: then `optimizer`
-    is its optimiser, over the loss's parameters too where `loss_fn` is a module. An executor knows
-    both (and takes `optimizer=` where the caller steps). What one has saved any other loads, under
-    another cut, schedule and number of ranks, as long as modules name what they hold as the whole
-    model does, which those of `partition` and `stages_of` do.
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import Checkpoint
+    >>> model = nn.Linear(4, 1)
+    >>> with TemporaryDirectory() as folder:
+    ...     Checkpoint(model).save(folder)
+    ...     like = nn.Linear(4, 1)
+    ...     Checkpoint(like).load(folder)
+    >>> torch.equal(like.weight, model.weight)
+    True
 
-    It holds weights and buffers; the optimisers' state and param groups, by the parameters' names;
-    the state of an executor's scaler, of `scheduler`, of `batches`, and of `others`, by name; the
-    number of the next step; and the generators of torch, the device, Python and numpy. A training
-    that goes on from it equals one that was never interrupted, bit for bit and dropout included, if
-    its executor has the same `seed`. Gradients are not kept: save after a step that updates. To
-    load drops those that are there.
+    - `model`: an executor, or a plain model that one process trains without an executor.
+    - `optimizer` and `loss_fn`: those of a plain model. Pass `loss_fn` if it is a module with
+      parameters; the optimiser trains them too. An executor knows both; pass `optimizer` for an
+      executor only if you step yourself.
+    - `scheduler`, `batches` and `others` (a mapping by name): objects with `state_dict` and
+      `load_state_dict`, which are saved too.
 
-    What several processes have is written once, by the first of them: replicas' weights and
-    statistics. A tied parameter has all its names, its optimiser state the first one. `scheduler`
-    and `others` are those of the first process, `batches` that of each pipeline's first stage; the
-    generators are those of every process, and where there are more now, the others go on as the
-    first of their pipeline does.
+    What one saves any other loads: with another cut, schedule or number of ranks, or as a plain
+    model. The stages must use the whole model's names for their parameters and buffers, as the
+    stages of `partition` and `stages_of` do.
 
-    The files are those of torch.distributed.checkpoint, whose tools read them, in a folder that all
-    processes see. To load them runs no code that they may hold. Each has its SHA-256 saved with it,
-    in `.metadata`, so that what is not what was saved does not load.
+    A checkpoint has the weights and buffers; the optimisers' state and param groups, by the
+    parameters' names; the state of an executor's scaler; the number of the next step; and the
+    generators of torch, the device, Python and numpy. A resumed training equals one that was never
+    interrupted, bit for bit and including dropout, if its executor has the same `seed`. Gradients
+    are not saved: save after a step that updates. Loading drops the gradients that are there.
 
-    Raises ExecutionError for what has no state to keep.
+    If several processes hold the same data, as replicas do, the first one writes it. A tied
+    parameter is saved under all its names, and its optimiser state under the first. The states of
+    `scheduler` and `others` are the first process's, those of `batches` each pipeline's on its
+    first stage. Generators are saved for every process. If a training is resumed on more processes,
+    the new ones start with the generators of their pipeline's first process.
+
+    The files are in the format of torch.distributed.checkpoint, and its tools read them. All
+    processes must see the folder. Loading runs no code from the files. `.metadata` has the SHA-256
+    of each file, and a file that has changed is refused.
+
+    Raises ExecutionError for an object without a state to save.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class Checkpoint:
     ) -> None:
         scaler = model.scaler if isinstance(model, Executor) else None
         if scaler is not None and "scaler" in (others or {}):
-            raise ExecutionError("others: 'scaler' is the executor's; give another name")
+            raise ExecutionError("others: 'scaler' is the executor's scaler; use another name")
         others = {**(others or {}), **({} if scaler is None else {"scaler": scaler})}
         for what, one in {"scheduler": scheduler, "batches": batches, **others}.items():
             if one is not None and not hasattr(one, "load_state_dict"):
@@ -102,15 +118,15 @@ class Checkpoint:
             self._place, self._feeds = (0, 0), True
         else:
             raise ExecutionError(
-                "a checkpoint is of an Executor or a model, an nn.Module, not "
+                "a checkpoint saves an Executor or a model, an nn.Module, not "
                 f"{type(model).__name__}"
             )
         self._held = held_by(model, loss_fn)
 
     @property
     def step(self) -> int:
-        """The number of the next step, which seeds its forwards: `executor.steps`. Of a plain
-        model it is for the caller to count."""
+        """The number of the next step, which seeds its forwards: `executor.steps`. For a plain
+        model you count it."""
         return self._model.steps if isinstance(self._model, Executor) else self._step
 
     @step.setter
@@ -124,18 +140,28 @@ class Checkpoint:
 
     @staticmethod
     def is_at(path: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint was saved there whole; `load` says whether it is damaged since."""
+        """Whether the folder has a complete checkpoint. `load` finds out whether it is damaged."""
         return is_complete(Path(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all to a folder, which is made if need be; every rank calls it, between two steps.
+        """Save to a folder, which is made if needed. Every rank calls it, between two steps.
 
-        A checkpoint that is there is replaced at the very end and at once: whenever this is
-        interrupted, the folder has the old one or the new one.
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir.training import Checkpoint
+        >>> model = nn.Linear(4, 1)
+        >>> with TemporaryDirectory() as folder:
+        ...     Checkpoint(model, torch.optim.AdamW(model.parameters())).save(folder)
+        ...     Checkpoint.is_at(folder)
+        True
 
-        Raises ExecutionError, on all ranks, where it fails on any, and the old one stays: where a
-        name stands for different things in two stages, say, a state can't be kept, gradients of
-        `step(…, update=False)` wait for an update, or the folder is a file or can't be made.
+        A checkpoint in the folder is replaced at once, at the very end. If the save is interrupted,
+        the folder has the old checkpoint or the new one.
+
+        Raises ExecutionError on all ranks if any rank fails, and keeps the old checkpoint. Some
+        reasons: one name stands for different tensors in two stages, a state can't be saved,
+        gradients of `step(…, update=False)` wait for an update, or the folder can't be made.
         """
         accelerator_of(self._device).synchronize()
         names = names_of(self._model, self._held, self._gather)
@@ -148,8 +174,8 @@ class Checkpoint:
             if self._scheduler is not None and len(groups) > 1:
                 raise ExecutionError(
                     f"the stages' optimizers have {' and '.join(map(str, sorted(groups)))} param "
-                    "groups, so a scheduler's state would depend on the cut; make as many for "
-                    "every stage, though one may be empty"
+                    "groups, so a scheduler's state would depend on the cut; give every stage the "
+                    "same number of groups (a group may be empty)"
                 )
             if number:
                 return
@@ -164,29 +190,40 @@ class Checkpoint:
         write(Path(path), state, self._gather, number)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take all from a folder, in place; every rank calls it, and reads what it needs alone.
+        """Load from a folder, in place. Every rank calls it, and reads only what it needs.
 
-        First all files are compared with their hashes, each by one of the ranks.
+        >>> from tempfile import TemporaryDirectory
+        >>> from torch import nn
+        >>> from schedir.training import Checkpoint
+        >>> whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> with TemporaryDirectory() as folder:
+        ...     saved = Checkpoint(whole)
+        ...     saved.step = 100
+        ...     saved.save(folder)
+        ...     resumed = Checkpoint(whole)
+        ...     resumed.load(folder)
+        >>> resumed.step
+        100
 
-        What the checkpoint has beyond that, such as an optimiser's state where there is no
-        optimiser here, is left alone.
+        First the ranks share out the files, and compare each file with its hash. State in the
+        checkpoint that nothing here takes is ignored, such as an optimiser's if there is none.
 
-        Raises ExecutionError, on all ranks, where there is no complete checkpoint, a file of it is
-        missing, damaged, of another checkpoint or without a hash, or the checkpoint is of another
-        model, naming what is missing, unexpected and of another shape, of another optimiser
-        or other param groups, or without what is to be loaded; nothing has changed then.
+        Raises ExecutionError on all ranks, and changes nothing, if there is no complete checkpoint;
+        if a file is missing, damaged, from another checkpoint or without a hash; if the checkpoint
+        is of another model (the message names what is missing, unexpected or of another shape), of
+        another optimiser or of other param groups; or if it lacks a state that is to be loaded.
         """
         self.step = self._load(Path(path), weights_only=False).training["step"]
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Take the parameters and buffers alone: to evaluate, or to begin another training with.
+        """Load only the parameters and buffers, to evaluate or to begin another training.
 
         Raises ExecutionError as `load`.
         """
         self._load(Path(path), weights_only=True)
 
     def _put(self, state: dict[str, Any], names: Names) -> Kept:
-        """Put what this process is to write into `state`."""
+        """Put the tensors that this process writes into `state`."""
         if isinstance(self._model, Executor):
             _check_updated(self._model)
         for held in self._held:
@@ -218,7 +255,7 @@ class Checkpoint:
             if mark != first:
                 raise ExecutionError(
                     f"the checkpoint in {folder} is another one for process {process} than for "
-                    "process 0: give a folder that all ranks see"
+                    "process 0: use a folder that all ranks see"
                 )
         number = list(marks).index(self._place)
         everywhere(self._gather, lambda: stored.check(number, len(marks)))
@@ -232,8 +269,8 @@ class Checkpoint:
                     one()
             except Exception as error:
                 raise ExecutionError(
-                    f"{folder} could be loaded in part only, {describe(error)}; load a whole "
-                    "checkpoint before you go on",
+                    f"{folder} was loaded in part only, {describe(error)}; the weights are mixed "
+                    "now: load a whole checkpoint before you go on",
                     cause=error,
                 ) from error
 
@@ -243,7 +280,7 @@ class Checkpoint:
     def _loads(
         self, stored: Stored, names: Names, weights_only: bool
     ) -> Iterator[Callable[[], object]]:
-        """Yield functions that load all, once it fits. Raises ExecutionError for what does not."""
+        """Yield functions that load, once all fits. Raises ExecutionError if something does not."""
         _check_model(names, stored)
         for held in self._held:
             yield partial(_load_module, held, stored)
@@ -261,7 +298,7 @@ class Checkpoint:
         def lacks(what: str) -> ExecutionError:
             return ExecutionError(
                 f"the checkpoint in {stored.folder} was saved without {what}; leave that out here, "
-                "or load_weights alone"
+                "or load only the weights, with load_weights"
             )
 
         kept = stored.training["optimizer"]
@@ -284,7 +321,8 @@ class Checkpoint:
             if one is self._scheduler and found != own:
                 raise ExecutionError(
                     f"the checkpoint in {stored.folder} was saved with the scheduler {found}, but "
-                    f"here that is {own}; make the same, or load_weights alone"
+                    f"here that is {own}; make the same one, or load only the weights, with "
+                    "load_weights"
                 )
             yield partial(one.load_state_dict, state)
         rng = stored.value(f"rng.{pipeline}.{rank}", f"rng.{pipeline}.0", "rng.0.0")
@@ -309,18 +347,18 @@ class Stateful(Protocol):
         """The state: tensors, numbers, strings, and lists, tuples and dicts of them."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Go on from a state."""
+        """Restore a state."""
 
 
 def _check_updated(executor: Executor) -> None:
-    """Raise ExecutionError where a step was left without its update; an OPTIM_STEP drops what it
-    has applied."""
+    """Raise ExecutionError if gradients wait for an update; an OPTIM_STEP drops those that it has
+    applied."""
     for stage, optimizer in executor.optimizers.items():
         for group in optimizer.param_groups:
             if any(parameter.grad is not None for parameter in group["params"]):
                 raise ExecutionError(
-                    f"gradients of stage {stage} wait for an update, and a checkpoint keeps none: "
-                    "save after a step with update=True"
+                    f"gradients of stage {stage} wait for an update, and a checkpoint has no "
+                    "gradients: save after a step with update=True"
                 )
 
 
@@ -336,11 +374,11 @@ def _load_module(held: Held, stored: Stored) -> None:
             state[name] = stored.value(held.key(name))
     held.take(state)
     for parameter in held.module.parameters():
-        parameter.grad = None  # of other weights, as a step that failed leaves them
+        parameter.grad = None  # it belongs to other weights: a step that failed leaves some
 
 
 def _check_model(names: Names, stored: Stored) -> None:
-    """Raise ExecutionError where the checkpoint is of another model."""
+    """Raise ExecutionError if the checkpoint is of another model."""
     saved = {
         name: tuple(size)
         for name, size in stored.sizes.items()
@@ -388,7 +426,7 @@ def _rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to a state; that of another kind of device is left alone."""
+    """Set all generators to a state; the state of another kind of device is ignored."""
     torch.set_rng_state(state["torch"])
     for one, found in zip(accelerator_of(device).generators(), state["device"], strict=False):
         one.set_state(found)

@@ -1,4 +1,4 @@
-"""Work that all processes do together outside of a step: all fail where one does."""
+"""Work that all processes do together, outside of a step: if one fails, all fail."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from schedir.runtime.processes.failure import describe
 T = TypeVar("T")
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
-"""Takes what one process gives, and returns what all give, on each: `executor.gather`."""
+"""Takes a value from each process, and returns all values on each: `executor.gather`."""
 
 
 def alone(value: Any) -> list[Any]:
-    """Gather where one process is on its own."""
+    """Gather for a single process."""
     return [value]
 
 
 def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
-    """Call `part` on each process, and return what all of them return, on each.
+    """Call `part` on each process, and return the results of all of them, on each.
 
-    Raises ExecutionError on all where the part of any fails, so that nobody waits for it, and the
-    subclass of it that the part of the first such process raised.
+    If any process fails, raises ExecutionError on all of them, so that no process waits; it is of
+    the subclass that the first failing process raised.
     """
     value, failure, told = None, None, None
     try:
@@ -37,6 +37,6 @@ def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
     if not failed:
         return [value for value, _ in found]
     (number, (kind, text)), *_ = failed.items()
-    # What fails alike everywhere is no matter of one process.
+    # If all processes fail, no process is named.
     where = "" if len(failed) == len(found) else f"process {number} of {len(found)}: "
     raise kind(f"{where}{text}", cause=failure) from failure

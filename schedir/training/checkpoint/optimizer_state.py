@@ -1,6 +1,6 @@
-"""An optimiser's state and param groups under the names that parameters have in the whole model.
+"""An optimiser's state and param groups, under the parameters' names in the whole model.
 
-So they don't depend on which stage holds a parameter, nor on how it is numbered there.
+So they depend neither on the stage that holds a parameter, nor on its number there.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ T = TypeVar("T")
 SECTION = "optimizer"
 
 Optimizers: TypeAlias = Mapping[str, Optimizer]
-"""The optimisers of this process, by whose they are, as messages say it."""
+"""The optimisers of this process, by their owner's name in messages."""
 
 _MEMBERS = ("params", "param_names")
 
 
 @attrs.frozen
 class Record:
-    """A param group, or the part of one that a stage has, as a checkpoint keeps it.
+    """A param group, or a stage's part of one, as a checkpoint keeps it.
 
-    `optimizer` is its class, `number` that of the group there, `options` its hyperparameters and
-    `names` its parameters.
+    `optimizer` is the optimiser's class, `number` the group's number, `options` its
+    hyperparameters and `names` its parameters.
     """
 
     optimizer: str
@@ -44,8 +44,8 @@ class Record:
 
 @attrs.frozen(eq=False)
 class Kept:
-    """What a process keeps of its optimisers beside tensors: param groups, how many of them an
-    optimiser has, and by a parameter's first name what in its state is no tensor."""
+    """The optimisers of a process without their tensors: param groups, how many of them each
+    optimiser has, and the plain values of the state, by a parameter's first name."""
 
     records: list[Record]
     groups: set[int]
@@ -55,7 +55,7 @@ class Kept:
 def kept_of(
     optimizers: Optimizers, aliases: Aliases, saved: Collection[nn.Parameter]
 ) -> tuple[dict[str, dict[str, Tensor]], Kept]:
-    """Take from the optimisers the tensors of each of the `saved` parameters, and all the rest."""
+    """Split the optimisers into the state tensors of the `saved` parameters, and all the rest."""
     tensors: dict[str, dict[str, Tensor]] = {}
     kept = Kept([], {len(optimizer.param_groups) for optimizer in optimizers.values()}, {})
     for place, optimizer in optimizers.items():
@@ -76,7 +76,7 @@ def kept_of(
 
 
 def merged(parts: Iterable[Kept]) -> dict[str, Any]:
-    """Put together what processes keep, with one record of groups that differ in names alone."""
+    """Join the parts of all processes; groups that differ only in names become one record."""
     records: list[Record] = []
     values = {}
     for part in parts:
@@ -97,11 +97,11 @@ def merged(parts: Iterable[Kept]) -> dict[str, Any]:
 def loads_of(
     stored: Stored, kept: Mapping[str, Any], optimizers: Optimizers, aliases: Aliases
 ) -> list[Callable[[], None]]:
-    """Make a function for each optimiser here that loads it, as its own `load_state_dict` does.
+    """Make a function for each optimiser here that loads it through `load_state_dict`.
 
-    `kept` is what the checkpoint has of optimisers that is no tensor. Raises ExecutionError where
-    it is of an optimiser of another class, does not have a parameter, or has those of one group in
-    groups that differ.
+    `kept` has the checkpoint's values of optimisers that are no tensors. Raises ExecutionError if
+    the optimiser has another class, if a parameter is missing, or if one group's parameters are in
+    different groups there.
     """
     records = [Record(**record) for record in kept["records"]]
     flat_names: dict[str, dict[str, str]] = {}
@@ -116,7 +116,7 @@ def loads_of(
         for parameter, number in numbers.items():
             names = _names(parameter, aliases, place)
             flat = _first(flat_names, names) or {}
-            # Numbers, as the steps of Adam, are kept on the CPU.
+            # Numbers, such as the steps of Adam, are kept on the CPU.
             tensors = {
                 key: stored.empty(name, parameter.device if stored.sizes[name] else "cpu")
                 for key, name in flat.items()
@@ -151,27 +151,29 @@ def _options_for(
             if record is None:
                 raise ExecutionError(
                     f"the checkpoint's optimizer does not have {names[0]}, which is in {whose}: it "
-                    "was not trained there; leave it out here too, or load_weights alone"
+                    "was not trained there; leave it out here too, or load only the weights, with "
+                    "load_weights"
                 )
             if record.optimizer != type(optimizer).__name__:
                 raise ExecutionError(
                     f"the checkpoint was saved with {record.optimizer}, but that of {place} is "
-                    f"{type(optimizer).__name__}; make the same optimizer, or load_weights alone"
+                    f"{type(optimizer).__name__}; make the same optimizer, or load only the "
+                    "weights, with load_weights"
                 )
             if found and (unlike := _difference(found[1].options, record.options)):
                 raise ExecutionError(
                     f"{found[0]} and {names[0]} are in {whose}, but in param groups of the "
-                    f"checkpoint that differ: {unlike}; make the same groups"
+                    f"checkpoint that differ: {unlike}; make the groups of the checkpoint"
                 )
             found = names[0], record
-        # Of a group without parameters here other stages have some.
+        # The parameters of a group that is empty here are on other stages.
         alike = [found[1]] if found else [one for one in records if one.number == number]
         options.append(alike[0].options if alike else {})
     return options
 
 
 def _first(found: Mapping[str, T], names: Iterable[str]) -> T | None:
-    """The value of the first name that has one; None without any."""
+    """The value of the first name that has one, or None."""
     return next((found[name] for name in names if name in found), None)
 
 
@@ -180,7 +182,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(group: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with `new` ones in their place; a tensor stays on its device."""
+    """A group's options, replaced by `new` ones; a tensor stays on its device."""
     found = _options(group)
     for key, value in new.items():
         old = found.get(key)
@@ -194,7 +196,8 @@ def _names(parameter: Any, aliases: Aliases, place: str) -> tuple[str, ...]:
     if parameter not in aliases:
         raise ExecutionError(
             f"the optimizer of {place} has a parameter, of shape {list(parameter.shape)}, that is "
-            "in no state dict of the model, so it has no name to be kept by"
+            "in no state dict of the model, so a checkpoint has no name for it; register it in a "
+            "module of the model"
         )
     return aliases[parameter]
 

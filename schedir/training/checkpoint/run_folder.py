@@ -1,9 +1,9 @@
-"""The checkpoints of a training in one folder, of which the last ones and the best are kept.
+"""The checkpoints of a training in one folder: the last ones, and the best.
 
 folder/epoch-2/   the checkpoint after two epochs, complete, as Checkpoint writes it
-       step-90/   the one after 90 steps; of the last `keep` there is a folder each
-       best/      the one of the best evaluation
-       saving/    the next one, until it is complete and renamed
+       step-90/   the checkpoint after 90 steps; the last `keep` are kept
+       best/      the checkpoint of the best evaluation
+       saving/    the next checkpoint, until it is complete and renamed
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from schedir.training.checkpoint.storage import DamagedError, make_folder
 
 logger = logging.getLogger("schedir")
 
-_STEPS = "steps"  # the file in each checkpoint's folder that has how many steps it is after
+_STEPS = "steps"  # the file in each checkpoint's folder with the number of steps made
 
 
 class RunFolder:
-    """Saves checkpoints of one training, and loads the last good one; every rank calls it alike.
+    """Saves the checkpoints of one training, and loads the last good one. Every rank calls it.
 
-    The last `keep` of `epoch-N` and `step-N` are kept, and `best` is.
+    It keeps the last `keep` of `epoch-N` and `step-N`, and `best`.
     """
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, keep: int, executor: Executor) -> None:
         self._folder, self._checkpoint, self._keep = folder, checkpoint, keep
         self._gather = executor.gather
         self._is_first = (executor.pipeline, executor.rank) == (0, 0)
-        self._last: Path | None = None  # that was saved or loaded here
+        self._last: Path | None = None  # the last one saved or loaded here
 
     def resume(self) -> None:
         """Load the last checkpoint that is not damaged, if there is one.
 
-        Raises ExecutionError where there are checkpoints, but not for all ranks, or all are
-        damaged, or the last one does not fit, and where none can be saved.
+        Raises ExecutionError if some ranks do not see the checkpoints, if all are damaged, if the
+        last one does not fit, or if no checkpoint can be saved here.
         """
         folder = self._folder
         there = everywhere(self._gather, lambda: _steps_in(_prepared(folder)))
@@ -53,8 +53,8 @@ class RunFolder:
             missing = ", ".join(str(at) for at, seen in enumerate(there) if name not in seen)
             if missing:
                 raise ExecutionError(
-                    f"the checkpoint {own} is not there for process {missing}: give a folder that "
-                    "all ranks see"
+                    f"process {missing} does not see the checkpoint {own}: use a folder that all "
+                    "ranks see"
                 )
             try:
                 self._checkpoint.load(own)
@@ -68,14 +68,14 @@ class RunFolder:
         if refused:
             raise ExecutionError(
                 f"no checkpoint in {folder} can be loaded: {'; '.join(refused)}; to begin anew, "
-                "give another folder"
+                "use another folder"
             )
 
     def save(self, name: str, step: int) -> None:
-        """Save all beside what was saved before, of which what is too old is then removed."""
+        """Save a checkpoint, then remove the ones that are too old."""
         folder = self._folder
         own = folder / name
-        # One of the same step is replaced at once, as it stays a checkpoint meanwhile.
+        # A checkpoint of the same step is saved in place: it stays valid meanwhile.
         saving = own if own == self._last else folder / "saving"
         self._checkpoint.save(saving)
         self._last = own
@@ -83,7 +83,7 @@ class RunFolder:
         def finish() -> None:
             if saving != own:
                 (saving / _STEPS).write_text(str(step))
-                if own.exists():  # a damaged one, or it would have been loaded
+                if own.exists():  # damaged, otherwise it would have been loaded
                     shutil.rmtree(own)
                 saving.rename(own)
             steps = _steps_in(folder)
@@ -94,28 +94,28 @@ class RunFolder:
         everywhere(self._gather, lambda: finish() if self._is_first else None)
 
     def save_best(self) -> None:
-        """Save all in place of the best so far, which stays until that is complete."""
+        """Save the best checkpoint so far; the old one stays until the new one is complete."""
         self._checkpoint.save(self._folder / "best")
 
 
 def _prepared(folder: Path) -> Path:
-    """Make the folder, in which checkpoints can be saved.
+    """Make the folder for checkpoints.
 
-    Raises ExecutionError where they can't, or it is a checkpoint itself.
+    Raises ExecutionError if nothing can be saved in it, or if it is a checkpoint itself.
     """
     if Checkpoint.is_at(folder):
         raise ExecutionError(
-            f"{folder} is a checkpoint itself, and a Trainer keeps its own in folders below it: "
-            f"give another folder, or move what is there to {folder / 'epoch-3'}, if three is "
-            "the number of its epochs"
+            f"{folder} is a checkpoint itself, but a Trainer keeps its checkpoints in folders "
+            "below it: use another folder, or move the files (of a checkpoint after 3 epochs, "
+            f"say, to {folder / 'epoch-3'})"
         )
     make_folder(folder)
     return folder
 
 
 def _steps_in(folder: Path) -> dict[str, float]:
-    """The checkpoints that are there, damaged ones too, and after how many steps each is; infinity
-    where that can't be read, so that those are looked at first."""
+    """The checkpoints in a folder, damaged ones too, with the number of steps made; infinity if
+    that can't be read, so that those come first."""
     found = {}
     for one in folder.iterdir():
         if re.fullmatch(r"(epoch|step)-[1-9]\d*", one.name):

@@ -1,18 +1,18 @@
 """Write and read the files of a checkpoint through torch.distributed.checkpoint (DCP).
 
-    folder/.metadata              what there is, in which file, and each file's hash: valid at once
-           __0_5f3a0c1e_0.distcp  what process 0 has saved: every save has files of its own,
-           __1_5f3a0c1e_0.distcp  and those of the one before go when the new .metadata stands
+    folder/.metadata              the tensors, their files, and each file's hash
+           __0_5f3a0c1e_0.distcp  saved by process 0; every save writes new files, and removes
+           __1_5f3a0c1e_0.distcp  those of the save before once the new .metadata is in place
 
-So a folder has either no `.metadata`, and is no checkpoint, or is a complete one. No tensor is read
-before all hashes have been found right. Behind what DCP pickles into `.metadata`, which reads no
-further, stand the size and the SHA-256 of every other file; one rename makes both valid:
+So a folder without `.metadata` is no checkpoint, and a folder with it is a complete one. No tensor
+is read before all hashes are checked. DCP pickles its own data into `.metadata`, and does not read
+behind it. There stand the size and the SHA-256 of every other file, so one rename makes both valid:
 
     {"schedir checkpoint": 2, "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}
     the SHA-256 of all above
 
-Plain values are kept as bytes in a tensor: DCP itself would pickle them, and run what the pickle
-asks for when it reads them again.
+Plain values are kept as bytes in a tensor: DCP itself would pickle them, and reading a pickle can
+run code.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _SEAL = 64  # characters of a SHA-256
 
 
 class DamagedError(ExecutionError):
-    """A checkpoint is not what was saved; the one before it may be."""
+    """A checkpoint is damaged; the one before it may be whole."""
 
 
 def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
-    """Write what each process holds of a nested dict of tensors; what several hold is written once.
+    """Write a nested dict of tensors, each process its part; a part of several is written once.
 
-    `number` is this process's among those that `gather` asks. What the folder held before stays
-    good until all is written. Raises ExecutionError, on all processes, where one fails.
+    `number` is this process's number among those of `gather`. An older checkpoint in the folder
+    stays valid until everything is written. Raises ExecutionError on all processes if one fails.
     """
     writer, planner = _Writer(folder), DefaultSavePlanner()
     first = number == 0
@@ -99,15 +99,15 @@ def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -
         if first:
             _remove(folder, f"*{writer.mark}*")
         raise
-    if first:  # what earlier saves have left, whole or not
+    if first:  # the files of earlier saves, complete or not
         kept = {info.relative_path for info in metadata.storage_data.values()}
         _remove(folder, "*.distcp", f"{_METADATA}.*", but=kept)
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint, if need be.
+    """Make the folder of a checkpoint, if needed.
 
-    Raises ExecutionError where it can't be made, or nothing can be written in it.
+    Raises ExecutionError if it can't be made, or if it is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def make_folder(folder: Path) -> None:
     else:
         if os.access(folder, os.W_OK | os.X_OK):
             return
-        why = "the folder can't be written in"
+        why = "the folder is not writable"
     raise ExecutionError(f"no checkpoint can be saved in {folder}: {why}")
 
 
@@ -126,13 +126,13 @@ def is_complete(folder: Path) -> bool:
 
 
 class Stored:
-    """A complete checkpoint in a folder, of which nothing but the metadata has been read.
+    """A complete checkpoint in a folder; only its metadata has been read.
 
-    `sizes` are the shapes of all its tensors, `paths` where each is in the nested dict, by name;
-    `mark` tells checkpoints apart. What tensors hold may be read after `check` alone.
+    `sizes` are the shapes of all its tensors and `paths` their places in the nested dict, by name;
+    `mark` tells checkpoints apart. Call `check` before you read tensors.
 
-    Raises ExecutionError where there is none, DamagedError where files are missing or cut off, or
-    the metadata are not what was saved.
+    Raises ExecutionError if there is none, DamagedError if files are missing or cut off, or if the
+    metadata has changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,7 +144,7 @@ class Stored:
                 what += _FILE if folder.exists() else "there is no such folder"
                 raise ExecutionError(what)
             if any(folder.glob("*.distcp")):
-                what += "it has data, but no .metadata, as after a save that was interrupted"
+                what += "it has data but no .metadata, as after a save that was interrupted"
             else:
                 what += "it has no .metadata"
             raise _damaged(what)
@@ -166,7 +166,9 @@ class Stored:
             if not isinstance(self._metadata, Metadata):
                 raise TypeError(f"it holds a {type(self._metadata).__name__}")
         except Exception as error:  # a pickle may raise anything
-            raise ExecutionError(f"{file} is of no checkpoint: {error}", cause=error) from error
+            raise ExecutionError(
+                f"{file} is not the metadata of a checkpoint: {error}", cause=error
+            ) from error
         for info in self._metadata.storage_data.values():
             if info.relative_path not in self._files:
                 raise _elsewhere(file, info.relative_path)
@@ -178,9 +180,9 @@ class Stored:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def check(self, number: int, processes: int) -> None:
-        """Compare a process's share of the files with their hashes: each file is read by one.
+        """Compare a process's share of the files with their hashes: one process reads each file.
 
-        Raises DamagedError where one is not what was saved.
+        Raises DamagedError if a file has changed.
         """
         for name in sorted(self._files, key=lambda name: self._files[name]["size"])[
             number::processes
@@ -192,7 +194,7 @@ class Stored:
                 raise _damaged(f"{file} is damaged: {_OTHER}")
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Make a tensor to read one into."""
+        """Make an empty tensor to read a saved one into."""
         one = self._tensors[name]
         return torch.empty(one.size, dtype=one.properties.dtype, device=device)
 
@@ -205,12 +207,12 @@ class Stored:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """The plain values of the whole training: its step and its optimisers' options, say."""
+        """The plain values of the training, such as its step and its optimisers' options."""
         found: dict[str, Any] = self.value("training")
         return found
 
     def value(self, *names: str) -> Any:
-        """Read the plain value of the first name that is there; None if none is."""
+        """Read the plain value of the first of these names that is there; None if none is."""
         for name in names:
             if name in self._tensors:
                 content = self.empty(name)
@@ -222,8 +224,8 @@ class Stored:
 def packed(value: Any, what: str) -> Tensor:
     """Turn numbers, strings, tensors, and lists, tuples and dicts of them into a vector of bytes.
 
-    Raises ExecutionError where the value has something else in it, which could not be read back
-    without running code from a file.
+    Raises ExecutionError if the value holds anything else: reading it back would run code from a
+    file.
     """
     buffer = io.BytesIO()
     try:
@@ -233,8 +235,8 @@ def packed(value: Any, what: str) -> Tensor:
         )
     except (pickle.PicklingError, AttributeError, TypeError, ExecutionError) as error:
         raise ExecutionError(
-            f"{what} can't be kept in a checkpoint, which holds tensors, numbers, strings, and "
-            f"lists, tuples and dicts of them: {error}",
+            f"{what} can't be kept in a checkpoint, which takes only tensors, numbers, strings, "
+            f"and lists, tuples and dicts of them: {error}",
             cause=error,
         ) from error
     return content
@@ -247,30 +249,31 @@ def sealed(metadata: bytes, files: dict[str, Entry]) -> bytes:
 
 
 def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
-    """Take apart the metadata and the manifest that `file` holds.
+    """Separate the metadata and the manifest in `file`.
 
-    Raises DamagedError where they are not what was written, ExecutionError where another version of
-    schedir wrote them.
+    Raises DamagedError if they have changed, ExecutionError if another version of schedir wrote
+    them.
     """
     body, seal = content[:-_SEAL], content[-_SEAL:]
     if hashlib.sha256(body).hexdigest().encode() != seal:
         if f'\n{{"{_KEY}"'.encode() in content:
             raise _damaged(f"{file} is damaged: {_OTHER}")
         raise _damaged(
-            f"{file} is damaged, or from before checkpoints had hashes, or not schedir's: there is "
-            "no hash in it (torch.distributed.checkpoint reads such a folder unchecked)"
+            f"{file} has no hash: it is damaged, older than schedir's hashes, or not schedir's "
+            "(torch.distributed.checkpoint reads such a folder unchecked)"
         )
     metadata, manifest = body[:-1].rsplit(b"\n", 1)
     held = json.loads(manifest)
     if held[_KEY] != VERSION:
         raise ExecutionError(
-            f"{file} is of format {held[_KEY]}, and this version of schedir knows format {VERSION}"
+            f"{file} has format {held[_KEY]}, but this version of schedir reads format {VERSION}: "
+            "load it with the version that saved it"
         )
     return metadata, held["files"]
 
 
 def _unpacked(content: Tensor, what: str) -> Any:
-    """Read what was packed, on the CPU. Raises ExecutionError where that is something else."""
+    """Read a packed value, on the CPU. Raises ExecutionError if the bytes are no packed value."""
     try:
         return torch.load(
             io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True
@@ -282,7 +285,7 @@ def _unpacked(content: Tensor, what: str) -> Any:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raise DamagedError where a file is missing, or the disk does not give it back."""
+    """Raise DamagedError if a file is missing or can't be read."""
     try:
         yield
     except OSError as error:
@@ -292,20 +295,20 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _damaged(what: str, cause: BaseException | None = None) -> DamagedError:
-    """The error for a checkpoint that can't be loaded, with the way on."""
+    """The error for a damaged checkpoint, with advice."""
     return DamagedError(f"{what}; load the checkpoint before this one", cause=cause)
 
 
 class _Writer(FileSystemWriter):
-    """Gives every save files of its own, and exchanges the metadata in one go."""
+    """Writes new files in every save, and replaces the metadata in one go."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=False)
-        self.fs = self.files = _HashingFiles()  # which sync themselves
+        self.fs = self.files = _HashingFiles()  # they sync themselves
 
     @property
     def mark(self) -> str:
-        """The part that the names of all this save's files have in common."""
+        """The part that all names of this save's files share."""
         return self.save_id[:8]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -324,7 +327,7 @@ class _Writer(FileSystemWriter):
         results: Sequence[list[WriteResult]],
         files: dict[str, Entry],
     ) -> None:
-        """Rename the new metadata into place. DCP itself would remove the old ones before."""
+        """Rename the new metadata into place. DCP itself would remove the old metadata first."""
         self.finish(metadata, list(results))
         file = Path(self._get_metadata_path())
         content = sealed(file.read_bytes(), files)
@@ -341,14 +344,14 @@ def _remove(folder: Path, *patterns: str, but: Container[str] = ()) -> None:
 
 
 class _HashingFiles(FileSystem):
-    """Writes files, hashing what is written, and has them on the disk when they are closed."""
+    """Writes files and hashes their content. A closed file is on the disk."""
 
     def __init__(self) -> None:
         self.streams: dict[str, _Hashing] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file to write it anew, whatever the mode."""
+        """Open a new file for writing, whatever the mode."""
         with _Hashing(path) as stream:
             self.streams[Path(path).name] = stream
             yield cast(io.IOBase, stream)
@@ -378,18 +381,20 @@ class _Hashing(io.BufferedWriter):
 
 
 def _elsewhere(file: Path, name: str) -> ExecutionError:
-    return ExecutionError(f"{file} names a file elsewhere: {name!r}")
+    return ExecutionError(
+        f"{file} names a file elsewhere: {name!r}; a checkpoint reads files of its folder only"
+    )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what DCP has pickled without running what a pickle may ask for."""
+    """Reads DCP's pickle without running code from it."""
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find only what describes tensors, and where they are."""
+        """Find only the classes that describe tensors and their places."""
         if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
-            return lambda *parts: os.path.join(*parts)  # where it was saved
+            return lambda *parts: os.path.join(*parts)  # the folder that it was saved in
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
         found = super().find_class(module, name) if module in ("torch", *self._MODULES) else None

@@ -17,18 +17,18 @@ from schedir.runtime.session import digest
 from schedir.training.checkpoint.collective import Gather, everywhere
 
 LOSS = "loss_fn"
-"""What precedes the names of a loss's parameters, where it is a module."""
+"""The prefix of a loss's parameters, if the loss is a module."""
 
 Aliases: TypeAlias = Mapping[nn.Parameter, tuple[str, ...]]
-"""All names in the whole model of each parameter here, those of its tied copies too."""
+"""All names that each parameter here has in the whole model, with those of its tied copies."""
 
 
 @attrs.frozen
 class _Entry:
-    """One name of a state dict, as a process tells other processes.
+    """One name of a state dict, as a process sends it to other processes.
 
-    `content` tells buffers with different values apart; parameters have none. `size` is None for
-    what is no tensor.
+    `content` is a hash of a buffer's values, None for a parameter. `size` is None for a value that
+    is no tensor.
     """
 
     key: str
@@ -42,9 +42,8 @@ class _Entry:
 class Held:
     """A module of this process: a stage, a whole model, or a loss.
 
-    `place` is what to call it in messages, `stage` its number. `section` is the key that its
-    tensors are under in a checkpoint. `saves` is whether this process writes it: of replicas one
-    does.
+    `place` is its name in messages, `stage` its number. `section` is the key of its tensors in a
+    checkpoint. `saves` is whether this process writes it: only one of the replicas does.
     """
 
     place: str
@@ -58,7 +57,8 @@ class Held:
         return {whole_name(name): value for name, value in self.module.state_dict().items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict under whole names, which may be the module's own, changed in place."""
+        """Load a state dict under whole names; its tensors may be the module's, changed in
+        place."""
         found = self.module.state_dict()
         for name in found:
             found[name] = state[whole_name(name)]
@@ -69,7 +69,7 @@ class Held:
         return f"{self.section}.{name}"
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under all their names, by which an optimiser's state is kept."""
+        """Yield the parameters under all their names, which are the keys of optimiser state."""
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter):
                 whole = whole_name(name)
@@ -93,7 +93,7 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
 
     def saves(stage: int) -> bool:
         holders = placement[stage]
-        # In one process other ranks' stages are here as well.
+        # With `in_process` other ranks' stages are here as well.
         return model.pipeline == 0 and (model.rank == holders[0] or model.rank not in holders)
 
     found = [
@@ -110,8 +110,8 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
 class Names:
     """The names of the whole model's tensors.
 
-    `sizes` are the shapes of its parameters and buffers, None for what is no tensor; `aliases` the
-    names of the parameters that are here.
+    `sizes` are the shapes of its parameters and buffers, None for values that are no tensors;
+    `aliases` are the names of the parameters that are here.
     """
 
     sizes: Mapping[str, tuple[int, ...] | None]
@@ -121,7 +121,7 @@ class Names:
 def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) -> Names:
     """Collect the names of everything that the processes hold.
 
-    Raises ExecutionError, on all, where a name stands for two things.
+    Raises ExecutionError on all processes if one name stands for two tensors.
     """
     own: dict[nn.Parameter, list[str]] = {}
     for one in held:
@@ -157,8 +157,8 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
         if entry.content is None or (entry.content, entry.size) != (other.content, other.size):
             raise ExecutionError(
                 f"{entry.key.partition('.')[2]} is the name of two things, in {other.place} and "
-                f"{entry.place}; stages must name what they hold as the whole model does: make "
-                "them with partition or stages_of, or declare a shared parameter with ties="
+                f"{entry.place}; stages must use the whole model's names: make them with partition "
+                "or stages_of, or declare a shared parameter with ties="
             )
     return Names({key: entry.size for key, entry in first.items()}, aliases)
 
@@ -166,11 +166,21 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:
     """Collect the whole model's state dict on the first rank, on the CPU; None on the others.
 
-    For exports, and to compare: a plain model's `load_state_dict` takes it. Every rank calls it,
-    between two steps. It is sent stage by stage. A loss's parameters are not in it; of replicas the
-    first one's buffers are.
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import gathered_state, partition
+    >>> stages = partition([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)], 2)
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
+    >>> [*gathered_state(executor)]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
 
-    Raises ExecutionError, on all ranks, where a name stands for different things in two stages.
+    It is for exports and comparisons: a plain model's `load_state_dict` takes it. Every rank calls
+    it, between two steps. Stages are sent one after the other. The loss's parameters are not in it.
+    Buffers of replicas are the first replica's.
+
+    Raises ExecutionError on all ranks if one name stands for different tensors in two stages.
     """
     accelerator_of(executor.device).synchronize()
     held = held_by(executor)

@@ -1,8 +1,8 @@
 """Where a list of layers is cut into stages: by costs, at given layers, or by a layout.
 
 A layout is Megatron-LM's pipeline in one line, `Et*3|(t*2|)*6,tL`: `E` is the embedding, `t` a
-transformer layer, `m` one of multi-token prediction, `L` the head and the loss; `|` stands between
-stages, `x*3` is x three times, `(…)*3` what is in parentheses, and commas mean nothing
+transformer layer, `m` a layer of multi-token prediction, `L` the head and the loss. `|` separates
+stages, `x*3` and `(…)*3` repeat three times, and commas mean nothing
 (megatron/core/transformer/pipeline_parallel_layer_layout.py).
 """
 
@@ -27,21 +27,24 @@ _WAYS = (
     '"Et*3|(t*2|)*6,tL"'
 )
 _LETTERS = "EtmL|"
-_MOST = 100_000  # letters that a layout is written out to
+_MOST = 100_000  # letters of a layout without repetitions
 
 
 def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
-    """Cut a list into `stages` contiguous parts, none of them empty, in the best way.
+    """Cut a list of layers into contiguous stages, so that the most costly stage costs the least.
 
-    `costs` are one number per layer, of any unit. The most costly part costs the least that is
-    possible; of the cuts for which that holds it has the least sum of squares, and of those the one
-    whose earlier parts are longer, so that layers of no cost stay with the one before. Where all
-    cost nothing, they count alike. Dynamic programming, O(stages × layers²) (Bokhari, IEEE Trans.
-    Computers 37(1), 1988, solves the same by shortest paths). Returns, stage by stage, the first
-    layer and the one after the last.
+    >>> from schedir.training import balanced
+    >>> balanced([4, 1, 1, 2], stages=2)
+    ((0, 1), (1, 4))
 
-    Raises ExecutionError for more stages than layers, and for costs that are negative or no
-    numbers.
+    `costs` has one number per layer, in any unit. No stage is empty. Of equally good cuts it takes
+    the one with the least sum of squares, and then the one whose earlier stages are longer, so that
+    a layer of no cost stays with the layer before it. If all costs are 0, all layers count the
+    same. It is dynamic programming, O(stages × layers²). (Bokhari, IEEE Trans. Computers 37(1),
+    1988, solves the same by shortest paths.)
+
+    Returns (first layer, layer after the last) for each stage. Raises ExecutionError for more
+    stages than layers, and for costs that are negative, not finite or no numbers.
     """
     _check_number(len(costs), stages)
     for number, value in enumerate(costs):
@@ -57,7 +60,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
     cost = before[None, :] - before[:, None]  # of a part from the row to the column
     cost[np.tril_indices(layers + 1)] = np.inf
-    # least[i]: the most costly part of the best cut of the layers from i on, into k parts.
+    # least[i]: the cost of the most costly part in the best cut of the layers from i on.
     least = cost[:, layers]
     for _ in range(stages - 1):
         least = np.maximum(cost, least[None, :]).min(axis=1)
@@ -76,7 +79,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
 
 
 def spans_of(starts: Sequence[int], layers: int) -> tuple[Span, ...]:
-    """The layers of each stage, for stages that begin with the first layer and with `starts`."""
+    """The layers of each stage: the first stage begins at layer 0, the others at `starts`."""
     return tuple(pairwise([0, *starts, layers]))
 
 
@@ -87,16 +90,16 @@ def cut_of(
     costs: Sequence[float] | None,
     boundaries: Sequence[int | str] | None,
 ) -> tuple[tuple[Span, ...], Sequence[float] | None]:
-    """Cut a model as `partition` was asked to; see there.
+    """Cut a model by the arguments of `partition`.
 
-    Returns the layers of each stage, and what each layer was taken to cost, where that is to be
-    told. Raises ExecutionError where it was asked for none, or two, or one that doesn't fit.
+    Returns the layers of each stage and, for cuts by costs or by types, the cost of each layer.
+    Raises ExecutionError for several ways at once, an unknown one, or one that does not fit.
     """
     layers = inventory.layers
     given = {"by": by, "costs": costs, "boundaries": boundaries}
     ways = [f"{name}=" for name, value in given.items() if value is not None]
     if len(ways) > 1:
-        raise ExecutionError(f"{' and '.join(ways)}: a model is cut in one way")
+        raise ExecutionError(f"{' and '.join(ways)}: a model is cut in one way; pass one of them")
     _check_number(len(layers), stages)
     told = costs
     if costs is not None:
@@ -124,24 +127,24 @@ def cut_of(
 
 
 def _check_number(layers: int, stages: int) -> None:
-    """Raise ExecutionError where a stage would be empty."""
+    """Raise ExecutionError if a stage would be empty."""
     if not (is_number(stages) and stages):
         raise ExecutionError(f"a model is cut into 1 stage or more, not {stages!r}")
     if stages > layers:
         raise ExecutionError(
-            f"{stages} stages can't be made of {layers} layer{'s' * (layers != 1)}, as none may be "
-            "empty; take fewer stages, or list more and smaller layers"
+            f"{stages} stages can't be made of {layers} layer{'s' * (layers != 1)}, because no "
+            "stage may be empty; take fewer stages, or list more and smaller layers"
         )
 
 
 def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: int) -> Sequence[int]:
     """The numbers of the layers that `boundaries` names."""
     if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
-        raise ExecutionError(f"boundaries: a list of layers, not {boundaries!r}")
+        raise ExecutionError(f"boundaries: a list of layers, by number or name, not {boundaries!r}")
     if len(boundaries) != stages - 1:
         raise ExecutionError(
             f"boundaries: {stages} stages have {stages - 1} between them, but there are "
-            f"{len(boundaries)}; name the first layer of each stage but the first"
+            f"{len(boundaries)}; name the first layer of each stage except stage 0"
         )
     names = {layer.name: number for number, layer in enumerate(layers)}
     starts: list[int] = []
@@ -154,15 +157,15 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
             )
         if start <= (starts[-1] if starts else 0):
             raise ExecutionError(
-                f"boundaries: layer {boundary!r} comes not after the beginning of the stage "
-                "before, which would be empty; list them in the model's order"
+                f"boundaries: layer {boundary!r} does not come after the beginning of the stage "
+                "before it, which would be empty; list the layers in the model's order"
             )
         starts.append(start)
     return starts
 
 
 def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
-    """Give 1 for each layer whose class or function's name matches, and 0 for the others."""
+    """The cost 1 for each layer whose class or function's name matches, and 0 for the others."""
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -177,10 +180,10 @@ def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
 def written_out(layout: str) -> str:
     """Write a layout out, without repetitions and commas.
 
-    Raises ExecutionError, with the position, where it is not well formed.
+    Raises ExecutionError, with the position, if the layout is not well formed.
     """
     written, at = "", 0
-    opened: list[tuple[int, str]] = []  # where, and what was written before
+    opened: list[tuple[int, str]] = []  # the position, and the text written before it
     while at < len(layout):
         start, letter = at, layout[at]
         at += 1
@@ -203,7 +206,11 @@ def written_out(layout: str) -> str:
         if times := re.compile(r"\*([0-9]*)").match(layout, at):
             number = int(times[1][:9] or 0)
             if not unit or not number:
-                raise _error(layout, at, "* follows what is repeated, and a number follows it")
+                raise _error(
+                    layout,
+                    at,
+                    "* stands between a letter or parentheses and a number of at least 1",
+                )
             if len(unit) * number > _MOST:
                 raise _error(layout, at, f"that makes more than {_MOST} letters")
             unit *= number
@@ -215,10 +222,10 @@ def written_out(layout: str) -> str:
 
 
 def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Span, ...]:
-    """Find the layers of each stage that a layout asks for.
+    """Find the layers of each stage of a layout.
 
-    Raises ExecutionError where it is not well formed, or its letters don't fit the layers or the
-    number of stages.
+    Raises ExecutionError if the layout is not well formed, or does not fit the layers or the number
+    of stages.
     """
     parts = written_out(layout).split("|")
     if len(parts) != stages:
@@ -235,13 +242,13 @@ def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Sp
         if first == end:
             raise ExecutionError(
                 f"the layout {layout!r} leaves stage {stage} empty: {parts[stage]} stands for the "
-                f"loss alone, as no layer follows {layers[-1]}"
+                f"loss alone, because no layer follows {layers[-1]}"
             )
     return spans
 
 
 def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
-    """How many layers each letter stands for."""
+    """The number of layers that each letter stands for."""
     blocks, predictions = letters.count("t"), letters.count("m")
     if letters != f"E{'t' * blocks}{'m' * predictions}L":
         raise ExecutionError(
@@ -260,8 +267,8 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
         raise ExecutionError(
             f"the layout {layout!r} has {blocks} t and {predictions} m, but of {len(layers)} "
             f"layers the longest run of one class is {length} × {kinds[first]}, layers {run}, with "
-            f"{first} before it and {len(layers) - first - length} after; t stands for a layer of "
-            "that run, E for all before, m for one layer after it, and L for the rest"
+            f"{first} before it and {len(layers) - first - length} after; write one t for each "
+            "layer of that run: E is all layers before it, m one layer after it, and L the rest"
         )
     return [1] * len(letters)
 

@@ -1,4 +1,4 @@
-"""Deferred layers, which are made later, and only where they are owned."""
+"""Deferred layers: made later, and only on the rank that owns them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Deferred:
     use: Callable[..., Any] | None = None
 
     def tied(self, key: str, use: Callable[..., Any] | None = None) -> Deferred:
-        """Tie the layer to others: all with the same `key` share all their parameters.
+        """Tie the layer to others: all layers with the same `key` share all their parameters.
 
-        They are made alike, and their weights are those of the seed for the key. `use(layer, x)`
-        is what is called instead of `layer(x)`: an embedding's transposed weight for a head, say.
+        Make them all alike. The key, not the layer's name, seeds their weights. With `use`, the
+        stage calls `use(layer, x)` instead of `layer(x)`: a head may use an embedding's transposed
+        weight, say. Raises ExecutionError if the key is no string, or empty.
         """
         if not isinstance(key, str) or not key:
             raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")
@@ -37,22 +38,29 @@ class Deferred:
 
 
 def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
-    """A layer for `partition` that is made on the rank that owns it, and on no other.
+    """A layer for `partition` that is made only on the rank that owns it.
 
-    `make(*args, **kwargs)` gives the layer: `deferred(nn.Linear, 8, 8)`. Everywhere it is made on
-    the device meta, one layer at a time, to count its parameters; where it is owned also for good,
-    from random numbers of torch seeded by `partition(seed=…)` and its name, so that its weights do
-    not depend on the cut. DeepSpeed's LayerSpec; with `.tied("key")` its TiedLayerSpec.
+    >>> from torch import nn
+    >>> from schedir.training import deferred, partition
+    >>> print(partition([deferred(nn.Linear, 8, 8), deferred(nn.Linear, 8, 2)], 2))
+    stage 0: 0 Linear; 72 parameters
+    stage 1: 1 Linear; 18 parameters
 
-    Raises ExecutionError where `make` is not callable.
+    `make(*args, **kwargs)` returns the layer. Every rank makes it on the device meta, one layer at
+    a time, to count its parameters. The rank that owns it makes it with memory too, from torch's
+    random numbers, seeded by the `seed` of `partition` and the layer's name, so its weights do not
+    depend on the cut. It is DeepSpeed's LayerSpec, and with `.tied("key")` its TiedLayerSpec.
+
+    Raises ExecutionError if `make` is not callable, or is a module already.
     """
     if not callable(make):
         raise ExecutionError(
-            f"deferred takes what makes the layer and its arguments, not {type(make).__name__}"
+            "deferred takes a function or class that makes the layer, and its arguments, not "
+            f"{type(make).__name__}"
         )
     if isinstance(make, nn.Module):
         raise ExecutionError(
-            "deferred takes what makes the layer, such as nn.Linear, but this "
+            "deferred takes the class of the layer, such as nn.Linear, but this "
             f"{type(make).__name__} is made already; list it as it is"
         )
     return Deferred(make, args, kwargs)
@@ -60,10 +68,10 @@ def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
 
 @attrs.frozen
 class Making:
-    """Makes layers for good: on which device, from which seed, and with which initial values.
+    """Makes layers with memory on `device`, with random numbers from `seed`.
 
-    Where there is an `init`, layers are made on the device meta, get memory on `device`, and
-    `init` is called with every module in them.
+    With an `init`, layers are made on the device meta, get memory on `device`, and `init` is called
+    with every module in them.
     """
 
     seed: int = 0
@@ -71,7 +79,7 @@ class Making:
     init: Callable[[nn.Module], object] | None = None
 
     def made(self, name: str, layer: Deferred) -> Any:
-        """Make a layer, whatever random numbers were drawn before."""
+        """Make a layer from its own random numbers."""
         with rng(self.seed, number_of(layer.key or name), 0, 0):
             if self.init is not None:
                 made = skeleton(name, layer)
@@ -81,7 +89,7 @@ class Making:
             return self._moved(made) if isinstance(made, nn.Module) else made
 
     def settled(self, name: str, layer: nn.Module) -> nn.Module:
-        """Move a layer that was made before to the device; one on meta gets values."""
+        """Move a module to the device; one on meta gets values if there is an `init`."""
         if self.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
             with rng(self.seed, number_of(name), 0, 0):
                 return self._filled(name, layer, self.init)
@@ -93,10 +101,10 @@ class Making:
     def _filled(
         self, name: str, layer: nn.Module, init: Callable[[nn.Module], object]
     ) -> nn.Module:
-        """Give a layer on meta memory and values, and raise where one is left unset."""
+        """Give a layer on meta memory and values. Raises ExecutionError if a tensor stays unset."""
         shared = tied_names(layer)
         layer.to_empty(device=self.device or torch.get_default_device())
-        for first, *others in shared:  # to_empty parts what is one parameter
+        for first, *others in shared:  # to_empty makes shared parameters separate ones
             for other in others:
                 path, _, last = other.rpartition(".")
                 setattr(layer.get_submodule(path), last, layer.get_parameter(first))
@@ -108,16 +116,16 @@ class Making:
         tensors = _tensors(layer).items()
         if left := [key for key, tensor in tensors if tensor.numel() and _is_unset(tensor)]:
             raise ExecutionError(
-                f"layer {name}: init has given no values to {', '.join(left)}, which has none of "
-                "its own as it was made on the device meta"
+                f"layer {name}: init has given no values to {', '.join(left)}, made on the device "
+                "meta without values; let init(module) set every parameter and buffer"
             )
         return layer
 
 
 def skeleton(name: str, layer: Deferred) -> Any:
-    """Make a layer on the device meta: it has shapes, and no memory.
+    """Make a layer on the device meta: with shapes, without memory.
 
-    Raises ExecutionError where it can't be made there.
+    Raises ExecutionError if it can't be made there.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
@@ -126,9 +134,9 @@ def skeleton(name: str, layer: Deferred) -> Any:
             raise
         except Exception as error:
             raise ExecutionError(
-                f"layer {name} can't be made on the device meta, which is how its parameters are "
-                f"counted ({type(error).__name__}: {error}); compute what it needs values for "
-                "outside, and pass it as an argument",
+                f"layer {name} can't be made on the device meta, where schedir counts its "
+                f"parameters ({type(error).__name__}: {error}); if making it needs a tensor's "
+                "values, compute them outside, and pass the result as an argument",
                 cause=error,
             ) from error
 
@@ -138,13 +146,14 @@ def _called(name: str, layer: Deferred) -> Any:
     made = layer.make(*layer.args, **layer.kwargs)
     if not callable(made):
         raise ExecutionError(
-            f"layer {name}: {type_name(layer)} has made no layer but {type(made).__name__}"
+            f"layer {name}: {type_name(layer)} has made no layer, a module or function, but "
+            f"{type(made).__name__}"
         )
     return made
 
 
 def type_name(layer: object) -> str:
-    """The name of a layer's class, or of its function, or of what makes it."""
+    """The name of a layer's class or function; of a deferred layer, the one that makes it."""
     if isinstance(layer, Deferred):
         layer = layer.make
     if isinstance(layer, nn.Module):
@@ -153,12 +162,12 @@ def type_name(layer: object) -> str:
 
 
 def number_of(text: str) -> int:
-    """Give each text a number of its own; `hash` differs from process to process."""
+    """Hash a text to a number, the same in every process, unlike `hash`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """The parameters that a model has under several names, by these."""
+    """The names of each parameter that a model has under several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -179,5 +188,5 @@ def _unset(tensor: Tensor) -> float | int | bool:
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
-    # Masks may well be all False; nothing tells.
+    # A mask may well be all False, so it can't be recognised as unset.
     return tensor.dtype != torch.bool and bool((tensor == _unset(tensor)).all())

@@ -1,8 +1,8 @@
-"""Make stages of a schedule from what `torch.distributed.pipelining.pipeline` has cut.
+"""Make a schedule's stages from a model that `torch.distributed.pipelining.pipeline` has cut.
 
-torch's stages take values of several earlier ones, and what the whole model is given: a mask, a
-skip connection. The executor's take what the one before returns. So each stage's graph is written
-anew: what later stages need goes in, and out again, beside what it computes.
+torch's stages take values of several earlier stages, and inputs of the whole model: a skip
+connection, a mask. The executor's stages take only what the stage before returns. So each stage's
+graph is rewritten: values that later stages need enter it, and leave it beside its own output.
 """
 
 from __future__ import annotations
@@ -25,14 +25,26 @@ if TYPE_CHECKING:
 def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -> Stages:
     """Make the stages of a model that torch's `pipeline(…)` has traced and split.
 
-    They have the names of the whole model, but for an @1 behind a module that is called again, and
-    compute what `pipe` does on the inputs that the model takes, in their order or by name: dropout
-    and statistics of a batch in `evaluate` too, if the model was in training mode when it was
-    traced. A value that skips stages is carried along through them; parameters that stages share
-    are the result's `ties`. `rank` is as for `held_stages`.
+    >>> import torch
+    >>> from torch import nn
+    >>> from torch.distributed.pipelining import SplitPoint, pipeline
+    >>> from schedir import build
+    >>> from schedir.training import stages_of_pipe
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
+    >>> print(stages_of_pipe(pipe, build("1f1b", ranks=2, microbatches=2)))
+    stage 0: 0; 20 parameters
+    stage 1: 1; 5 parameters
 
-    Raises ExecutionError where the schedule has another number of stages, the model returns what
-    its last stage has not, or stages share running statistics.
+    The stages compute what `pipe` computes, from the inputs of the model, in their order or by
+    name. If the model was traced in training mode, dropout and batch statistics apply in `evaluate`
+    too. Parameters have the names of the whole model; a module that is called again has an @1 in
+    its name. A value that skips stages is carried along through them. Parameters that stages share
+    are the result's `ties`. `rank` is this process's rank in the schedule, by default the rank that
+    torchrun gave it; without torchrun all stages are made.
+
+    Raises ExecutionError if the schedule has another number of stages, if the model returns
+    constants, or if stages share running statistics.
     """
     if not isinstance(getattr(pipe, "split_gm", None), fx.GraphModule):
         raise ExecutionError(
@@ -42,6 +54,7 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
     if len(calls) != schedule.stages:
         raise ExecutionError(
             f"the model was split into {len(calls)} stages, but the schedule has {schedule.stages}"
+            "; change split_spec, or the schedule"
         )
     parts = [cast(fx.GraphModule, pipe.split_gm.get_submodule(str(call.target))) for call in calls]
     entering = _entering(pipe.split_gm.graph, calls)
@@ -62,9 +75,9 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
 
 
 def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Find the values that enter each stage, for it or later ones, and what the model returns.
+    """Find the values that enter each stage, for it or for later ones, and the model's outputs.
 
-    A value is an input of the model, what a stage returns, or an entry of that.
+    A value is an input of the model, the output of a stage, or an entry of that output.
     """
     number = {call: stage for stage, call in enumerate(calls)}
     for node in graph.nodes:
@@ -73,12 +86,14 @@ def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
     (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
     wanted = returned if isinstance(returned, (tuple, list)) else (returned,)
     if any(not isinstance(node, fx.Node) for node in wanted):
-        raise ExecutionError("the model returns constants, which no stage computes")
+        raise ExecutionError(
+            "the model returns constants, which no stage computes; return tensors only"
+        )
     entering = [list(wanted)]
     for stage in reversed(range(len(calls))):
         later = [node for node in entering[0] if number.get(node) != stage]
         entering.insert(0, list(dict.fromkeys([*calls[stage].all_input_nodes, *later])))
-    # The first stage is given all that the model is, in that order.
+    # The first stage takes all inputs of the model, in their order.
     entering[0] = [node for node in graph.nodes if node.op == "placeholder"]
     return entering
 
@@ -103,7 +118,7 @@ def _module(
 
 
 def _check_statistics(modules: Sequence[nn.Module]) -> None:
-    """Raise ExecutionError where stages would keep running statistics of their own for one."""
+    """Raise ExecutionError if several stages would keep running statistics of one module."""
     kept: dict[str, int] = {}
     for stage, module in enumerate(modules):
         for name, _ in module.named_buffers():
@@ -111,17 +126,17 @@ def _check_statistics(modules: Sequence[nn.Module]) -> None:
             if whole.endswith("running_mean") and kept.setdefault(whole, stage) != stage:
                 raise ExecutionError(
                     f"{whole.rpartition('.')[0]} is called in stages {kept[whole]} and {stage}, "
-                    "which would keep running statistics of their own; put them on one stage"
+                    "and each would keep its own running statistics; put both calls on one stage"
                 )
 
 
 def _ties(
     pipe: Pipe, numbers: Mapping[str, int], modules: Sequence[nn.Module]
 ) -> tuple[TieOf, ...]:
-    """Find the parameters that stages share: those of one name, and those that torch tells of.
+    """Find the parameters that stages share: those of one name, and those that torch reports.
 
-    In a stage, a module that is called again gets what it has at its first call: torch.export lists
-    it as another one, which torch's split may give parameters of its own.
+    If a stage calls a module again, the second module gets the tensors of the first: torch.export
+    lists it as another module, and torch's split may give it other parameters.
     """
     told = [
         sorted(

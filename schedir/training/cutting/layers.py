@@ -1,9 +1,9 @@
 """A model as a list of layers, each with its name in the whole, and skip connections among them.
 
-A value is put aside at one layer, `stash`, and taken up at a later one, `pop`. Between the two it
-crosses the boundaries of stages beside the layers' own values, so that any cut computes the same.
-The idea is torchgpipe's `@skippable` (Kim et al., arXiv 2004.09910, section 3.3), where the value
-goes straight to the stage that takes it up; here it goes along the pipeline, whose neighbours alone
+`stash` puts a value aside, and a later `pop` takes it up. Between the two the value crosses the
+boundaries of stages beside the layers' values, so any cut computes the same. The idea is
+torchgpipe's `@skippable` (Kim et al., arXiv 2004.09910, section 3.3), which sends the value
+straight to the stage that takes it up. Here it travels along the pipeline, because only neighbours
 talk to each other.
 """
 
@@ -42,18 +42,34 @@ class Pop:
 
 
 def stash(name: str) -> Stash:
-    """A layer for `partition` that puts the present value aside for a later `pop(name, …)`."""
+    """A layer for `partition` that puts the current value aside for a later `pop(name, …)`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import partition, pop, stash
+    >>> model = partition([stash("in"), nn.Flatten(), pop("in", torch.add)], 1)[0]
+    >>> model(torch.ones(1, 2))  # a residual connection around a layer
+    tensor([[2., 2.]])
+
+    The value is passed on as well. Raises ExecutionError if the name is no string, or empty.
+    """
     return Stash(_checked(name))
 
 
 def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
-    """A layer for `partition` whose value is `join(present, put aside)`, such as
-    `pop("in", torch.add)`.
+    """A layer for `partition` that takes up the value of an earlier `stash(name)`.
 
-    `join` is a function without parameters of its own. What was put aside is kept until the last
-    `pop` of its name, or until the name is put aside anew.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import partition, pop, stash
+    >>> model = partition([stash("in"), nn.ReLU(), pop("in", torch.mul)], 1)[0]
+    >>> model(torch.tensor([[-2.0, 3.0]]))
+    tensor([[-0., 9.]])
 
-    Raises ExecutionError where `join` is not callable.
+    Its value is `join(current value, stashed value)`. `join` is a function without parameters to
+    train. The stashed value is kept until the last `pop` of its name, or the next `stash` of it.
+
+    Raises ExecutionError if `join` is not callable, or if the name is no string, or empty.
     """
     if not callable(join):
         raise ExecutionError(
@@ -64,7 +80,7 @@ def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
 
 def _checked(name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise ExecutionError(f"what is put aside needs a name, a string, not {name!r}")
+        raise ExecutionError(f"stash and pop: a value needs a name, a string, not {name!r}")
     return name
 
 
@@ -82,10 +98,10 @@ class Layer:
 
 
 def layers_of(given: Layers) -> list[Layer]:
-    """Name the layers: those of an `nn.Sequential` as in its state dict, those of a sequence by
-    position, those of a mapping by key.
+    """Name the layers: of an `nn.Sequential` as in its state dict, of a sequence by position, of a
+    mapping by key.
 
-    Raises ExecutionError where there is none, or one is no layer.
+    Raises ExecutionError if there is no layer, or if an entry is no layer.
     """
     if isinstance(given, nn.Sequential):
         named = list(given._modules.items())  # children() would leave out one that is listed twice
@@ -99,7 +115,7 @@ def layers_of(given: Layers) -> list[Layer]:
             f"layers, not {type(given).__name__}"
         )
     if not named:
-        raise ExecutionError("there is no layer to make stages of")
+        raise ExecutionError("there is no layer to make stages of: the list is empty")
     found = [Layer(name, layer) for name, layer in named]
     for layer in found:
         _check(layer)
@@ -108,16 +124,16 @@ def layers_of(given: Layers) -> list[Layer]:
         for outer in accumulate(name.split("."), "{}.{}".format):
             if outer in names and outer != name:
                 raise ExecutionError(
-                    f"layers {outer} and {name} can't both be named so: the latter's parameters "
-                    "would have names of the former's"
+                    f"layers {outer} and {name} can't both have these names: parameters of the two "
+                    "could get the same name; rename one"
                 )
     return found
 
 
 def kept_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
-    """The names of values put aside before each layer and taken up at that layer or later.
+    """For each layer, the names of the values that were stashed before it and are still needed.
 
-    Raises ExecutionError where nothing is taken up, or nothing has been put aside.
+    Raises ExecutionError for a `stash` without a `pop`, and the other way round.
     """
     wanted: dict[str, int] = {}
     kept: list[tuple[str, ...]] = [()] * len(layers)
@@ -144,7 +160,7 @@ def _check(layer: Layer) -> None:
         raise ExecutionError(f"a layer's name must be a string, not {layer.name!r}")
     if isinstance(layer.given, type):
         raise ExecutionError(
-            f"layer {layer.name} is the class {layer.given.__name__}; make one of it, or list "
+            f"layer {layer.name} is the class {layer.given.__name__}; list an instance of it, or "
             f"deferred({layer.given.__name__}, …)"
         )
     if not (callable(layer.given) or isinstance(layer.given, (Deferred, Stash, Pop))):
@@ -163,8 +179,8 @@ def _check(layer: Layer) -> None:
         what = f"the module {type(held).__name__}" if isinstance(held, nn.Module) else "a parameter"
         raise ExecutionError(
             f"layer {layer.name} is a function that uses {what}, which its stage would neither "
-            "hold nor train; list a module that has it, or, where it is a layer of its own as "
-            "well, deferred(…).tied(key, use)"
+            "hold nor train; list a module that has it, or, if it is also a layer of the list, "
+            "deferred(…).tied(key, use)"
         )
 
 

@@ -36,18 +36,26 @@ def measured_costs(
     device: torch.device | str | None = None,
     repeats: int = 5,
 ) -> list[float]:
-    """Measure the seconds that each layer takes, forward and backward: `costs=` of `partition`.
+    """Measure the seconds that each layer takes, forward and backward: the `costs` of `partition`.
 
-    `inputs` is a microbatch of the size that will be trained. Layers run one after the other on
-    what the one before gives, each once to warm up and then `repeats` times, of which the median
-    counts. With a `loss_fn`, `loss_fn(output, target)` counts with the last layer. Deferred layers
-    are made on `device` one at a time. Weights, gradients, statistics and random numbers are left
-    as they were.
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import measured_costs
+    >>> layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
+    >>> costs = measured_costs(layers, torch.ones(4, 8), nn.MSELoss(), torch.zeros(4, 2))
+    >>> len(costs), min(costs) > 0
+    (3, True)
 
-    Of several processes, all of which must call it, the first measures, and all get its costs: by
-    costs of their own they would cut in different places.
+    `inputs` is a microbatch of the size that you will train with. Each layer runs on the output of
+    the layer before it, once to warm up and then `repeats` times; the median counts. With a
+    `loss_fn`, the time of `loss_fn(output, target)` is added to the last layer. Deferred layers are
+    made with `seed` on `device`, one at a time. Weights, gradients, statistics and random numbers
+    stay as they were.
 
-    Raises ExecutionError, on all, where a layer fails.
+    With several processes, all must call it. The first one measures, and all get its costs, so that
+    they cut in the same places.
+
+    Raises ExecutionError on all processes if a layer fails.
     """
     if not (is_number(repeats) and repeats):
         raise ExecutionError(f"repeats must be an int of at least 1, not {repeats!r}")
@@ -56,7 +64,7 @@ def measured_costs(
     making = Making(seed, torch.device(device) if device is not None else None)
 
     def timed(number: int, given: Any) -> tuple[float, Any]:
-        # As a stage of one layer, of which there is but one at a time.
+        # A stage of one layer; only one exists at a time.
         layer = stage_module(listed, (number, number + 1), kept, making)
         return _timed(partial(convention_of(layer, given, None), layer), layer, given, repeats)
 
@@ -78,7 +86,7 @@ def measured_costs(
     if made:
         init_process_group(None)
     try:
-        # The costs, or why there are none: the others wait for either.
+        # The costs, or the reason of the failure: the other processes wait for one of them.
         told: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
@@ -103,7 +111,7 @@ def _timed(
     parameters = [p for p in module.parameters() if p.requires_grad]
     times = []
     for _ in range(1 + repeats):
-        # Copies: a layer may work in place, which leaves do not allow.
+        # Copies: a layer may work in place, and autograd forbids that on leaves.
         leaves = [x for x in _tensors(given) if x.requires_grad]
         copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), given)
         _synchronize()

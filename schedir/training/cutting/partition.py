@@ -33,43 +33,63 @@ def partition(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], object] | None = None,
 ) -> Stages:
-    """Cut a model, given as its layers in order, into stages; none is left out, none is empty.
+    """Cut a model, given as its layers in order, into stages. No stage is empty.
 
-    `layers` is an `nn.Sequential`, a sequence, or a mapping from names to layers. A layer is a
-    module, any function of the layer's input, `deferred(make, …)`, or `stash` and `pop` of a skip
-    connection. `stages` is a schedule, of which the stages of this process are made (see
-    `held_stages`, which `rank` is for), or a number, for all of so many: `partition(layers, 1)[0]`
-    is the whole model. State dicts have the names of the whole: "3.weight" is the weight of layer
-    3, "head.weight" that of the layer named head.
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.training import partition
+    >>> schedule = build("1f1b", ranks=2, microbatches=4)
+    >>> layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
+    >>> print(partition(layers, schedule))
+    stage 0: 0 Linear, 1 ReLU; 72 parameters
+    stage 1: 2 Linear; 18 parameters
 
-    It is cut in one of these ways:
+    - `layers`: an `nn.Sequential`, a sequence, or a mapping from names to layers. A layer is a
+      module, a function of the layer's input, `deferred(make, …)`, or the `stash` or `pop` of a
+      skip connection.
+    - `stages`: a schedule, to make the stages of this process, or a number, to make that many
+      stages here: `partition(layers, 1)[0]` is the whole model.
+    - `rank`: this process's rank in the schedule. By default it is the rank that torchrun gave it;
+      without torchrun all stages are made.
 
-    - `by="parameters"`, the default: as many parameters on each stage as can be; or "uniform": as
-      many layers. These and `costs` are the optimal contiguous cut, see `balanced`.
-    - `by="type:REGEX"`: as many layers whose class, or whose function's name, matches the regular
-      expression, in any case (DeepSpeed's partition_method).
-    - `by="Et*3|(t*2|)*6,tL"`: Megatron-LM's --pipeline-model-parallel-layout, with `|` between
-      stages. `t` are the layers of the longest run of one class, `E` is all before it, each `m`
-      one layer after it, and `L` is the rest, if any: norm and head. Where there are not as many
-      `t` as that, each letter is one layer, of which there must be as many.
-    - `costs`: one number per layer, of any unit; those of `measured_costs`, say.
-    - `boundaries`: the first layer of each stage but the first, by number or name.
+    State dicts have the names of the whole model: "3.weight" is the weight of layer 3,
+    "head.weight" that of the layer named head.
 
-    Deferred layers are made where they are owned, on `device`, from random numbers of torch seeded
-    by `seed` and the layer's name, so that weights depend neither on the cut nor on what was drawn.
-    With `init` they are made on the device meta, as modules that are given may be, and get memory
-    there, and values by `init(module)` of every module in them: `lambda m: m.reset_parameters()`.
-    Modules are used as they are, moved to `device` if that is given; only of layers that share
-    parameters across stages of this process the later ones are copied. Such parameters, and those
-    of layers tied by key, are the result's `ties`.
+    Pass at most one of these ways to cut:
 
-    A layer is called with what the one before returns, as the executor calls stages: a tuple by
-    position and a mapping by keyword where it takes it so. What `stage_inputs=` of a step gives to
-    a stage by name goes to each of its layers that has a parameter of that name.
+    - `by="parameters"`, the default, balances the parameters of the stages, and `by="uniform"` the
+      layers. These and `costs` are optimal contiguous cuts; see `balanced`.
+    - `by="type:REGEX"` balances the layers whose class, or whose function's name, matches the
+      regular expression, in any case (DeepSpeed's partition_method).
+    - `by="Et*3|(t*2|)*6,tL"` is Megatron-LM's --pipeline-model-parallel-layout, with `|` between
+      stages. Each `t` is a layer of the longest run of one class, `E` is all layers before the run,
+      each `m` one layer after it, and `L` the rest, if any: norm and head. If the run has another
+      length than there are `t`, each letter is one layer, and there must be as many layers.
+    - `costs`: one number per layer, in any unit, such as those of `measured_costs`.
+    - `boundaries`: the first layer of each stage except stage 0, by number or name.
 
-    Every rank must cut the same list in the same way, which the executor compares.
+    How layers are made:
 
-    Raises ExecutionError for what can't be cut so, naming the layer.
+    - `seed`: deferred layers are made only on the process that owns them, from torch's random
+      numbers, seeded by `seed` and the layer's name. So weights depend neither on the cut nor on
+      earlier random numbers.
+    - `device`: deferred layers are made there. Modules are moved there if it is given; otherwise
+      they are used as they are.
+    - `init`: with it, deferred layers are made on the device meta, get memory on `device`, and
+      `init(module)` is called for every module in them to give it values: `lambda m:
+      m.reset_parameters()`. Modules may be on meta too, then.
+
+    If layers share parameters across stages of this process, the later ones are copied. Shared
+    parameters, and those of layers tied by key, are the result's `ties`.
+
+    A layer is called with the result of the layer before it, as the executor calls stages: a tuple
+    by position and a mapping by keyword, if the layer takes it so. A value that a step's
+    `stage_inputs` gives to a stage by name goes to each of its layers with a parameter of that
+    name.
+
+    Every rank must cut the same list in the same way; the executor compares the cuts.
+
+    Raises ExecutionError, with the layer's name, for a list that can't be cut so.
     """
     listed = layers_of(layers)
     number = stages.stages if isinstance(stages, Schedule) else stages
@@ -81,7 +101,10 @@ def partition(
     elif rank is None:
         here = range(number)
     else:
-        raise ExecutionError("rank= says whose stages to make of a schedule; a number has no ranks")
+        raise ExecutionError(
+            "rank= says which rank's stages of a schedule to make, but a number has no ranks; pass "
+            "the schedule in its place"
+        )
     ties = inventory.ties(spans)
     if init is not None:
         _check_untied(inventory)
@@ -131,7 +154,7 @@ def stage_module(
 
 
 def _check_untied(inventory: Inventory) -> None:
-    """Raise ExecutionError where layers on meta share a parameter, as init gives it two values."""
+    """Raise ExecutionError if layers on meta share a parameter: init would give it two values."""
     seen: dict[object, Layer] = {}
     for layer, held in zip(inventory.layers, inventory.holdings, strict=True):
         if not isinstance(layer.given, nn.Module) or not any(

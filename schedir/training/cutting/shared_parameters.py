@@ -18,7 +18,7 @@ from schedir.training.cutting.stages import Span, ties_of
 
 @attrs.frozen
 class Holding:
-    """A parameter as one layer has it: which it is, its name in the whole model, and its shape."""
+    """A parameter in one layer: its identity, its name in the whole model, and its shape."""
 
     identity: Hashable
     name: str
@@ -35,14 +35,14 @@ class Inventory:
     statistics: Sequence[frozenset[Hashable]]
 
     def parameters(self, span: Span) -> int:
-        """How many numbers the parameters of some layers hold; of shared ones there is one copy."""
+        """How many numbers the parameters of some layers hold; shared parameters count once."""
         sizes = {h.identity: h.size for held in self.holdings[slice(*span)] for h in held}
         return sum(sizes.values())
 
     def ties(self, spans: Sequence[Span]) -> tuple[TieOf, ...]:
         """The parameters that several stages hold, by stage and name.
 
-        Raises ExecutionError where stages share more than parameters.
+        Raises ExecutionError if stages share running statistics, or memory that is no parameter.
         """
         kept: dict[Hashable, tuple[int, Layer]] = {}
         stages: dict[int, nn.Module] = {}
@@ -55,8 +55,8 @@ class Inventory:
                     if other != stage:
                         raise ExecutionError(
                             f"layers {first} and {layer} share the running statistics of a "
-                            f"normalisation, but lie on stages {other} and {stage}, which would "
-                            "keep one each; put them on one stage"
+                            f"normalisation, but lie on stages {other} and {stage}, and each would "
+                            "keep its own; put both layers on one stage"
                         )
         held = [
             (stage, one.identity, one.name)
@@ -71,15 +71,15 @@ class Inventory:
             raise ExecutionError(
                 f"stages {found[0].stage} and {found[1].stage} share the memory of a tensor of "
                 f"shape {list(found[0].tensor.shape)}, but not as one parameter; let both have the "
-                "same nn.Parameter, which makes a tie of it, or give each layer a copy of its own"
+                "same nn.Parameter, which becomes a tie, or give each layer its own copy"
             )
         return ties
 
 
 def inventory_of(layers: Sequence[Layer]) -> Inventory:
-    """List the parameters of each layer; deferred ones are made on meta for that, one at a time.
+    """List the parameters of each layer; deferred layers are made on meta, one at a time.
 
-    Raises ExecutionError where layers that are tied by key are not alike.
+    Raises ExecutionError if layers that are tied by one key have different parameters.
     """
     holdings: list[tuple[Holding, ...]] = []
     statistics: list[frozenset[Hashable]] = []
@@ -107,7 +107,7 @@ def inventory_of(layers: Sequence[Layer]) -> Inventory:
 
 
 def _holdings(layer: str, module: nn.Module, owner: Hashable) -> tuple[Holding, ...]:
-    """The parameters of a module; `owner` is None for one that was given, which may share them."""
+    """The parameters of a module. `owner` is None for a module that may share them with others."""
     found = []
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -132,17 +132,18 @@ def _check_alike(
         raise ExecutionError(
             f"layers {first} and {layer} are tied by {key!r}, but the former has "
             f"{', '.join(others) or 'no parameters'} and the latter "
-            f"{', '.join(mine) or 'none'}; make both alike, with use= for what differs in their use"
+            f"{', '.join(mine) or 'none'}; make both alike, and pass use= to tied to call them "
+            "differently"
         )
 
 
 def with_own_parameters(
     layers: Sequence[Layer], spans: Sequence[Span], stages: Iterable[int]
 ) -> list[Layer]:
-    """Give each of some stages parameters of its own where several of them share them.
+    """Give each stage its own copy of the parameters that several stages here share.
 
-    The first stage that holds a parameter keeps the very object; later ones get equal copies, in
-    modules that are copied for that, all else being the same tensors.
+    The first stage keeps the original. The others get equal copies, in copied modules whose other
+    tensors are the same.
     """
     owner: dict[int, int] = {}
     found = list(layers)

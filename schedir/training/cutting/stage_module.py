@@ -16,16 +16,16 @@ from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.training.cutting.layers import Pop, Stash
 
 _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What layers raise of an input that they do not take."""
+"""The errors that layers raise for an input that they do not take."""
 
 
 @attrs.frozen(eq=False)
 class Link:
-    """One layer of a stage, and how it is called.
+    """One layer of a stage, and how to call it.
 
-    `label` is what it is called in messages. It is a `function`, or moves a `skip`, or is a module,
-    which is found by `name` at every call, so that it may be exchanged; `use`, if any, is called
-    with that and the value instead.
+    `label` is its name in messages. It is a `function`, a `skip`, or a module, which is looked up
+    by `name` at every call, so that it may be exchanged. `use`, if any, is called with the module
+    and the value.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Link:
 class StageModule(nn.Module):
     """Calls layers one after the other; their parameters have the names of the whole model.
 
-    Each is called as the executor calls stages: a tuple goes in by position and a mapping by
-    keyword where forward takes it so, else as one argument; so what is computed does not depend on
-    the cut. `before` says where the input comes from. `enters` and `leaves` are the names of what
-    is put aside and comes in, or goes out, behind the value itself, in a tuple.
+    A layer is called as the executor calls stages: a tuple goes in by position and a mapping by
+    keyword if forward takes it so, otherwise as one argument. So the result does not depend on the
+    cut. `before` says, for messages, where the input comes from. `enters` and `leaves` are the
+    names of stashed values, which come in and go out in a tuple, behind the layers' value.
 
-    What a stage is given beside its input, by name, goes to each of its layers whose forward, or
-    function, has a parameter of that name.
+    A value that the stage gets by name beside its input goes to each of its layers whose forward,
+    or function, has a parameter of that name.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StageModule(nn.Module):
             return link.use(layer, value, **beside or {})
         if isinstance(value, Tensor) and not beside:
             return layer(value)
-        # To find how a layer takes a value takes 30 µs; it is the same for all of one form.
+        # Finding out how a layer takes a value takes 30 µs, so it is kept by the value's form.
         form: object = None
         if isinstance(value, (Mapping, tuple, list)):
             form = tuple(value) if isinstance(value, Mapping) else len(value)
@@ -114,7 +114,7 @@ class StageModule(nn.Module):
         return self.get_submodule(link.name) if link.function is None else link.function
 
     def _takers(self, beside: Mapping[str, Any]) -> dict[Link, dict[str, Any]]:
-        """Find which layers take what the stage is given beside its input."""
+        """Find the layers that take the values which the stage gets beside its input."""
         found = {}
         for link in self._links:
             if link.skip is None:
@@ -132,16 +132,16 @@ class StageModule(nn.Module):
 
 
 def _parameters(layer: Callable[..., Any]) -> frozenset[str]:
-    """The names of a layer's parameters, as a function."""
+    """The names of the parameters of a layer's forward, or of a function."""
     try:
         function = layer.forward if isinstance(layer, nn.Module) else layer
         return frozenset(inspect.signature(function).parameters)
-    except ValueError:  # a builtin's are not known
+    except ValueError:  # a builtin without a signature
         return frozenset()
 
 
 def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module by a name that may lead through others."""
+    """Register a module by a name that may have dots."""
     *path, last = name.split(".")
     try:
         for part in path:
@@ -151,7 +151,8 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
         root.add_module(last, module)
     except KeyError:
         raise ExecutionError(
-            f"a layer can't be named {name}, as modules have an attribute of that name"
+            f"a layer can't be named {name}, because modules have an attribute of that name; "
+            "rename it"
         ) from None
 
 

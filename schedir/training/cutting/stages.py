@@ -22,9 +22,9 @@ Span = tuple[int, int]
 class StageSummary:
     """The layers and parameters that one stage of a model has.
 
-    `layers` are their names in the whole model, `parameters` how many numbers they hold, and `cost`
-    what the cut went by, where that was something else. `kinds` are the layers' classes, or what
-    functions are called, where that is told.
+    `layers` are the layers' names in the whole model, and `parameters` how many numbers they hold.
+    `cost` is the stage's cost, if the cut went by costs. `kinds` are the layers' classes, or the
+    names of functions, if known.
     """
 
     layers: tuple[str, ...]
@@ -35,11 +35,20 @@ class StageSummary:
 
 @attrs.frozen(eq=False)
 class Stages(Mapping[int, nn.Module]):
-    """The stages that this process holds: `stages=` of an executor.
+    """The stages that this process holds: the executor's `stages=`.
 
-    Their state dicts have the names of the whole model. `ties` are the parameters that its stages
-    share: `ties=` of the executor. `summaries` says what each of all stages got; printed, it is a
-    table.
+    >>> from torch import nn
+    >>> from schedir.training import partition
+    >>> stages = partition([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)], 2)
+    >>> stages.cut
+    '0 to 1 | 2 to 2'
+    >>> print(stages)
+    stage 0: 0 Linear, 1 ReLU; 72 parameters
+    stage 1: 2 Linear; 18 parameters
+
+    It is a mapping from a stage to its module. The modules' state dicts have the names of the whole
+    model. `ties` are the parameters that stages share: the executor's `ties=`. `summaries` has the
+    layers and parameters of all stages, also of other processes; printing shows it.
     """
 
     modules: Mapping[int, nn.Module]
@@ -83,8 +92,8 @@ def _run(names: Sequence[str], kind: str) -> str:
 def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
     """Find the parameters that several stages hold, by stage and name.
 
-    `held` are a stage, which parameter it holds, and the parameter's name there; of several names
-    of one parameter in a stage, the first counts.
+    Each entry of `held` is (stage, identity of a parameter, the parameter's name there). If a stage
+    has several names for a parameter, the first counts.
     """
     names: dict[Hashable, dict[int, str]] = {}
     for stage, parameter, name in held:
@@ -93,13 +102,13 @@ def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
 
 
 def held_stages(schedule: Schedule, rank: int | None = None) -> tuple[int, ...]:
-    """List the stages that this process holds.
+    """List the stages that this process holds: those of `rank`.
 
-    They are those of `rank`, by default the rank that torchrun gave it, and all where nobody did,
-    as for `Executor(…, in_process=True)`.
+    By default `rank` is the one that torchrun gave this process. Without torchrun it lists all
+    stages, as `Executor(…, in_process=True)` needs them.
 
-    Raises ExecutionError where the number of processes is not that of the schedule's ranks, so that
-    only the caller can know the rank: that of a mesh is `mesh.get_local_rank("pp")`.
+    Raises ExecutionError if the number of processes is not the schedule's number of ranks: then
+    pass `rank`, which for a mesh is `mesh.get_local_rank("pp")`.
     """
     if rank is None:
         processes = int(os.environ.get("WORLD_SIZE", "1"))

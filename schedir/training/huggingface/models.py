@@ -30,7 +30,7 @@ class Model:
 def model_of(model_or_config: Any, model_class: Any) -> Model:
     """Find the model that the user means.
 
-    Raises ExecutionError for what is none, and for the kinds of models that can't be cut.
+    Raises ExecutionError for an object that is no model, and for models that can't be cut.
     """
     try:
         import transformers
@@ -40,7 +40,7 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
         ) from None
     if isinstance(model_or_config, transformers.PreTrainedModel):
         if model_class is not None:
-            raise ExecutionError("model_class= says what to make of a config, not of a model")
+            raise ExecutionError("model_class= is for a config, not for a model; leave it out")
         found = Model(on_meta(model_or_config), model_or_config)
     elif isinstance(model_or_config, transformers.PreTrainedConfig):
         made = _class_of(model_or_config, model_class, transformers)
@@ -48,15 +48,15 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
         make = getattr(made, "_from_config", None) or getattr(made, "from_config", None)
         if make is None:
             raise ExecutionError(
-                f"model_class must be a class of transformers' models, not {model_class!r}"
+                f"model_class must be a model class of transformers, not {model_class!r}"
             )
         try:
             with torch.device("meta"):
                 found = Model(make(config), None)
-        except Exception as error:  # of transformers' own, which knows its configs
+        except Exception as error:  # transformers refuses the config
             raise ExecutionError(
                 f"transformers makes no {made.__name__} of this {type(config).__name__} "
-                f"({type(error).__name__}: {error}); give model_class="
+                f"({type(error).__name__}: {error}); pass model_class="
             ) from error
     else:
         raise ExecutionError(
@@ -67,14 +67,14 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
     reason = None
     if getattr(config, "output_router_logits", False):
         reason = (
-            "output_router_logits adds the balance of all blocks' experts to the loss, and no "
-            "stage has them all; set it to False, to train without that loss"
+            "output_router_logits adds a loss over the experts of all blocks, and no stage has "
+            "them all; set it to False, to train without that loss"
         )
     elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
         reason = "layerdrop leaves out blocks at random; set it to 0"
     if reason is not None:
         raise ExecutionError(f"{found.kind} can't be cut: {reason}")
-    # What it returns is to be its output alone, by name: no key-value cache, no hidden states.
+    # The model returns only its output, by name: no key-value cache, no hidden states.
     for config in _configs_of(found.skeleton):
         config.use_cache = config.output_attentions = config.output_hidden_states = False
         config.return_dict = True
@@ -84,15 +84,15 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
 def small_inputs(model: Model) -> dict[str, Tensor]:
     """Make inputs of a small microbatch of the model, without values.
 
-    Raises ExecutionError for a model of other inputs than tokens or images.
+    Raises ExecutionError for a model that takes neither tokens nor images.
     """
     config, name = model.skeleton.config, model.skeleton.main_input_name
     meta = torch.device("meta")
-    rows = 5  # unlike any pair that the model's code may take apart
+    rows = 5  # not 2 or 3: the model's code may unpack pairs
     if name == "input_ids":
         return {name: torch.empty(rows, 8, dtype=torch.long, device=meta)}
     if name == "pixel_values":
-        configs = [config, *_configs_of(model.skeleton)]  # of its parts, where its own has no size
+        configs = [config, *_configs_of(model.skeleton)]  # its own may have no size
         config = next((one for one in configs if hasattr(one, "image_size")), config)
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -115,7 +115,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor or parameter like another, unset, with the attributes put on that."""
+    """Make an unset tensor or parameter like another, with the other's attributes."""
     like = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         like = nn.Parameter(like, tensor.requires_grad)
@@ -124,15 +124,16 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def within(name: str, parts: Iterable[str]) -> bool:
-    """Whether a name is that of some parts of a model, or lies in one of them."""
+    """Whether a name is one of some parts of a model, or lies in one of them."""
     return f"{name}.".startswith(tuple(f"{part}." for part in parts))
 
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """Let a mixture of experts run on fake tensors meanwhile.
+    """Inside, a mixture of experts runs on fake tensors.
 
-    Which expert takes which token is a value; in this way of transformers' no shape depends on it.
+    Which expert takes a token depends on values. In this mode of transformers no shape depends on
+    that.
     """
     found = [(one, getattr(one, "_experts_implementation", None)) for one in _configs_of(model)]
     before = [(config, way) for config, way in found if way is not None]
@@ -152,18 +153,19 @@ def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
         raise ExecutionError(
-            f"config.architectures names {name}, which is not of transformers; give model_class="
+            f"config.architectures names {name}, which transformers does not have; pass "
+            "model_class="
         )
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
         if type(config) in kind._model_mapping:
             return kind
     raise ExecutionError(
-        f"{type(config).__name__} does not say which model it is of; give model_class=, or set "
+        f"{type(config).__name__} does not say which model to make; pass model_class=, or set "
         "config.architectures"
     )
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """The configs that a model and its parts go by."""
+    """The configs of a model and its parts."""
     held = [module.config for module in model.modules() if hasattr(module, "config")]
     return list({id(config): config for config in held}.values())

@@ -1,8 +1,8 @@
-"""Find what a model runs before its blocks and what behind them, by one run without values.
+"""Find the modules that a model runs before and after its blocks, by one run without values.
 
 The model runs once on fake tensors, which have shapes and gradients but no memory. It can be cut
-between two blocks where nothing but the hidden states leads from one to the next; whether that is
-so, the gradients tell.
+between two blocks if only the hidden states lead from one to the next. The gradients show whether
+that is so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_SHAPES = frozenset(
 @attrs.frozen
 class Call:
     """How a block is called: it takes the hidden states as its first argument, or by `keyword`, and
-    returns them alone, or as the first of so many `values`."""
+    returns only them, or a tuple of `values` entries with them first."""
 
     keyword: str | None
     values: int | None
@@ -46,12 +46,12 @@ class Call:
 
 @attrs.frozen
 class Outline:
-    """How a model is made up, in names of its modules and parameters.
+    """The structure of a model, in names of its modules and parameters.
 
-    `blocks` is the list of its blocks, `calls` how each is called. A *unit* is a module beside
-    them: a child of one of the modules that the list is in. `first` are the units and single
-    parameters that belong to the first stage, `last` those of the last one; all other units, which
-    have no parameters, every stage has.
+    `blocks` is the list of its blocks, and `calls` says how each is called. A *unit* is a module
+    beside the blocks: a child of one of the modules that contain the list. `first` are the units
+    and single parameters of the first stage, `last` those of the last stage. All other units have
+    no parameters, and every stage has them.
     """
 
     blocks: str
@@ -61,7 +61,7 @@ class Outline:
 
     @property
     def ancestors(self) -> tuple[str, ...]:
-        """The modules that the list of blocks is in, from the model itself down."""
+        """The modules that contain the list of blocks, from the model itself down."""
         return _ancestors(self.blocks)
 
 
@@ -71,10 +71,10 @@ def joined(*names: str) -> str:
 
 
 def blocks_of(model: nn.Module, kind: str) -> str:
-    """Find the name of the list of a model's blocks: as transformers' pipeline plan says
-    (`base_model_pp_plan`), else the largest list of modules.
+    """Find the name of a model's list of blocks.
 
-    Raises ExecutionError where there is none.
+    It is the list in transformers' pipeline plan (`base_model_pp_plan`), otherwise the largest list
+    of modules. Raises ExecutionError if there is no list.
     """
     lists = {
         name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)
@@ -86,7 +86,7 @@ def blocks_of(model: nn.Module, kind: str) -> str:
     def size(name: str) -> int:
         return sum(p.numel() for p in lists[name].parameters())
 
-    # Of lists as large as each other, one is in the other and alone there; the outer comes first.
+    # If two lists have the same size, one contains only the other; the outer one comes first.
     found: str = max(planned or lists, key=size)
     return found
 
@@ -94,10 +94,10 @@ def blocks_of(model: nn.Module, kind: str) -> str:
 def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
     """Find the outline of a model on meta, from `inputs` of a small microbatch, on meta too.
 
-    Raises ExecutionError, which names what stands in the way, for a model that can't be cut.
+    Raises ExecutionError, with the reason, for a model that can't be cut.
     """
     blocks = blocks_of(model, kind)
-    model = on_meta(model)  # a run may leave something behind
+    model = on_meta(model)  # a copy, because a run may leave state behind
     tracer = _Tracer(model, blocks, kind)
     try:
         with faking(model.eval()), tracer.watching():
@@ -106,7 +106,7 @@ def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Out
             return tracer.outline(tensors, output)
     except ExecutionError:
         raise
-    except Exception as error:  # the model's own code, on what it may not expect
+    except Exception as error:  # the model's code may not expect fake tensors
         raise ExecutionError(
             f"{kind} can't be cut: it does not run without values on {_shapes(inputs)}: {error}"
         ) from error
@@ -118,8 +118,8 @@ def _shapes(inputs: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def faking(model: nn.Module) -> Iterator[None]:
-    """Have new tensors be fake ones, and a model run on them."""
-    disabled, _LOG.disabled = _LOG.disabled, True  # the error alone says what fails
+    """Inside, new tensors are fake, and a model runs on them."""
+    disabled, _LOG.disabled = _LOG.disabled, True  # the error itself says what fails
     try:
         with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             yield
@@ -128,7 +128,7 @@ def faking(model: nn.Module) -> Iterator[None]:
 
 
 def fake_values(model: nn.Module) -> dict[str, Tensor]:
-    """Make a fake tensor for each of a model's."""
+    """Make a fake tensor for each tensor of a model."""
     tensors = fakes_of(dict(model.named_parameters()))
     for p in tensors.values():
         p.requires_grad_(p.is_floating_point())
@@ -196,14 +196,16 @@ class _Tracer:
             )
         if i:
             return None
-        # Behind a new leaf, whatever else of the beginning reaches the end is seen.
+        # After a new leaf, gradients show whatever else of the beginning reaches the end.
         self._start = hidden
         leaf = hidden.detach().requires_grad_()
         return ((leaf, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: leaf})
 
     def _hidden_of(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Under which name a block is given the hidden states, None for the first position; they
-        are all that it may be given of what comes of parameters."""
+        """The name by which a block is given the hidden states, None for the first position.
+
+        Raises ExecutionError if the block is given more values that were computed from parameters.
+        """
         names = [*inspect.signature(type(self._blocks[i]).forward).parameters][1:]
         given: dict[str | None, Any] = {
             (names[at] if at < len(names) else f"argument {at}") if at else None: value
@@ -248,7 +250,7 @@ class _Tracer:
         return ExecutionError(f"{self._kind} can't be cut: {reason}")
 
     def outline(self, tensors: Mapping[str, Tensor], output: Any) -> Outline:
-        """Tell the outline from the run. `tensors` are the model's, by name."""
+        """The outline that the run has shown. `tensors` are the model's, by name."""
         if len(self._calls) != len(self._blocks):
             raise self._refusal(
                 f"it runs {len(self._calls)} of the {len(self._blocks)} {self._name}"
@@ -258,7 +260,7 @@ class _Tracer:
         for name, unit in self._units.items():
             called, holds = self._called[name], any(True for _ in unit.parameters())
             if holds and ("between" in called or len(called) > 1):
-                raise self._refusal(f"{name} is used in more places than one, before and behind it")
+                raise self._refusal(f"{name} is used in several places, not only before the blocks")
             if called == {"before"} and (holds or name in self._carries):
                 first.add(name)
             elif called == {"after"} or holds:
@@ -267,7 +269,7 @@ class _Tracer:
             for own, _ in self._model.get_submodule(above).named_parameters(recurse=False):
                 name = joined(above, own)
                 (first if _reached({name: tensors[name]}, self._start) else last).add(name)
-        # What the beginning has computed may not be used behind the blocks.
+        # Values that are computed before the blocks may not be used after them.
         shared = {names[0] for names in tied_names(self._model)}
         begun = {
             name: tensors[name]
@@ -276,7 +278,7 @@ class _Tracer:
         }
         for leaf in _tensors_in(dict(output)):
             if found := _reached(begun, leaf):
-                raise self._refusal(f"what {found[0]} gives is used behind the blocks as well")
+                raise self._refusal(f"the output of {found[0]} is used after the blocks too")
         return Outline(self._name, frozenset(first), frozenset(last), tuple(self._calls))
 
 
@@ -292,7 +294,7 @@ def _reached(parameters: Mapping[str, Tensor], result: Tensor) -> list[str]:
 
 
 def _ancestors(name: str) -> tuple[str, ...]:
-    """The names of the modules that one is in, from the whole down."""
+    """The names of the modules that contain a module, from the whole model down."""
     parts = name.split(".")[:-1]
     return tuple(".".join(parts[:depth]) for depth in range(len(parts) + 1))
 
@@ -302,20 +304,20 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class _Derived(TorchDispatchMode):
-    """Tracks, while it is entered, which tensors are computed from those that were added, by any
-    operation on their values, those that have no gradient among them."""
+    """While it is entered, tracks the tensors that are computed from added ones, by any operation
+    on their values, also without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors: Any = WeakTensorKeyDictionary()
 
     def add(self, value: Any) -> None:
-        """Count all tensors in `value`, however nested, among them."""
+        """Add all tensors in `value`, however nested."""
         for tensor in _tensors_in(value):
             self._tensors[tensor] = True
 
     def any_in(self, value: Any) -> bool:
-        """Whether a tensor in `value` is one of them, or trained."""
+        """Whether `value` holds a tracked tensor, or one that requires grad."""
         return any(x.requires_grad or x in self._tensors for x in _tensors_in(value))
 
     def __torch_dispatch__(

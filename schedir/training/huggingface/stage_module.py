@@ -1,4 +1,4 @@
-"""The module of one stage: a Hugging Face model's own forward, over what the stage owns."""
+"""The module of one stage: a Hugging Face model's own forward, over the stage's modules."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _HIDDEN, _GIVEN = "hidden_states", "inputs"
 
 
 class PretrainedStage(nn.Module):
-    """A stage of a Hugging Face model. Names of its state dict are the whole model's.
+    """A stage of a Hugging Face model. Its state dict has the names of the whole model.
 
-    The first takes what the model takes, as a tensor or by name; what it returns, the next one
-    takes: the hidden states, and beside them the model's inputs, which masks and positions are made
-    of. The last returns the logits, (rows, …), or what the model's output has instead.
+    The first stage takes the model's inputs, as a tensor or by name. It passes on the hidden states
+    and, beside them, the model's inputs, because masks and positions are computed from those. The
+    last stage returns the logits, (rows, …), or the model's other outputs.
 
-    The children are those of `model`, a copy of the whole model in which other modules stand for
-    what the stage does not own.
+    The children are those of `model`, a copy of the whole model with stand-ins for the modules that
+    the stage does not own.
     """
 
     def __init__(self, model: nn.Module, received: _Received, main_input: str) -> None:
         super().__init__()
-        self._model = (model,)  # no child, for names are to begin below it
+        self._model = (model,)  # in a tuple: as a child it would add a prefix to all names
         self._received = received
         self._main_input = main_input
         self._modules, self._parameters = model._modules, model._parameters
@@ -44,7 +44,7 @@ class PretrainedStage(nn.Module):
         self._takes = tuple(inspect.signature(model.forward).parameters)
 
     def train(self, mode: bool = True) -> PretrainedStage:
-        """Set the mode of all modules, those that hold others too."""
+        """Set the mode of all modules, including those that contain others."""
         self._model[0].train(mode)
         self.training = mode
         return self
@@ -58,7 +58,7 @@ class PretrainedStage(nn.Module):
             given = self._named(boundary)
         main, name = given.get(self._main_input), self._main_input
         inputs, carried = dict(given), dict(given)
-        # Of images or sound, which only the first stage reads, the shape of a sample travels on.
+        # Only the first stage reads images or sound; later ones get the shape of a sample.
         if isinstance(main, Tensor) and main.is_floating_point():
             carried[name] = tuple(main.shape[1:])
         elif hidden is not None and isinstance(main, tuple):
@@ -72,7 +72,7 @@ class PretrainedStage(nn.Module):
             return {_HIDDEN: left.hidden, _GIVEN: carried}
         finally:
             self._received.hidden = None
-        # The logits; where there are none, the only tensor, or all by name.
+        # The logits; without logits, the only tensor, or all tensors by name.
         if "logits" in output:
             return output["logits"]
         found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
@@ -84,8 +84,8 @@ class PretrainedStage(nn.Module):
             return {self._main_input: inputs}
         if not isinstance(inputs, Mapping):
             raise ExecutionError(
-                f"a step's inputs are {self._main_input} or a mapping of what the model takes, not "
-                f"{type(inputs).__name__}"
+                f"a step's inputs must be {self._main_input} or a mapping of the model's inputs by "
+                f"name, not {type(inputs).__name__}"
             )
         given = {name: value for name, value in inputs.items() if value is not None}
         if "labels" in given:
@@ -103,10 +103,10 @@ def assembled(
     blocks: range,
     copies: Mapping[str, nn.Parameter],
 ) -> PretrainedStage:
-    """Make the stage that owns `blocks` of `real`, whose modules it takes as they are, but for the
-    parameters that it has `copies` of.
+    """Make the stage that owns `blocks` of `real`.
 
-    `skeleton` is the same model on meta, which the stage has of all that it does not own.
+    The stage takes the modules of `real` as they are, with `copies` in place of some parameters.
+    For what it does not own it has the modules of `skeleton`, the same model on meta.
     """
     received = _Received()
     dropped: set[str] = set()
@@ -145,13 +145,13 @@ def assembled(
 
 @attrs.define(eq=False)
 class _Received:
-    """The hidden states that the running forward of a stage was given."""
+    """The hidden states that the current forward of a stage was given."""
 
     hidden: Tensor | None = None
 
 
 class _Left(Exception):  # noqa: N818 (it is none)
-    """The forward has come to a block of the next stage."""
+    """Raised when the forward comes to a block of the next stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -159,16 +159,16 @@ class _Left(Exception):  # noqa: N818 (it is none)
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a module of the first stage in all others: no parameters, and of the real module
-    what its attributes say.
+    """Stands for a module of the first stage in later stages: the real module's attributes, without
+    its parameters.
 
-    What the model's code makes of its output never gets past the blocks in front. It is NaN, so
-    that it could not go unnoticed if it did.
+    The model's code may use its output only before blocks of earlier stages, which ignore it. The
+    output is NaN, so any other use would show.
     """
 
     def __init__(self, real: nn.Module, received: _Received) -> None:
         super().__init__()
-        self._real = (real,)  # no child
+        self._real = (real,)  # in a tuple, so that it is no child
         self._received = received
 
     def __getattr__(self, name: str) -> Any:
@@ -183,15 +183,15 @@ class _Elsewhere(nn.Module):
         if hidden is None:
             kind = type(self._real[0]).__name__
             raise ExecutionError(
-                f"with these inputs {kind} runs before the blocks, which the last stage has; the "
-                "model can be cut for its main input alone"
+                f"with these inputs {kind} runs before the blocks, but only the last stage has it; "
+                "pass only the model's main input, for which it was cut"
             )
         return hidden.new_full(hidden.shape, math.nan)  # in full: it may be changed in place
 
 
 class _BlockElsewhere(_Elsewhere):
-    """Stands for a block of another stage: of an earlier one, its output is what the stage was
-    given; of a later one, its input is what the stage returns."""
+    """Stands for a block of another stage. If that is an earlier one, its output is the stage's
+    input; if it is a later one, its input is the stage's output."""
 
     def __init__(self, real: nn.Module, received: _Received, call: Call, earlier: bool) -> None:
         super().__init__(real, received)
@@ -206,7 +206,7 @@ class _BlockElsewhere(_Elsewhere):
 
 
 def _with_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
-    """Copy a module with another parameter of that name; it shares all else."""
+    """Copy a module with another parameter of that name; the copy shares the rest."""
     like = _shallow(module)
     child, _, rest = name.partition(".")
     if rest:

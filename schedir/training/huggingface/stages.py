@@ -40,35 +40,47 @@ def stages_of(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Stages:
-    """Make the stages of a model of Hugging Face's transformers, for `schedule`.
+    """Cut a model of Hugging Face's transformers into stages.
 
-    `model_or_config` is an instance, whose modules the stages take as they are, or a config: then
-    what this process owns, and nothing else, is made on `device` (the CPU by default), with weights
-    that depend on `seed` alone, drawn as the model's own code says. Of a config, `model_class`
-    says which model it is, such as `AutoModelForSequenceClassification`; by default the one of
-    `config.architectures`, or else a causal language model (of images, a classifier).
+    >>> from transformers import GPT2Config
+    >>> from schedir.training import stages_of
+    >>> sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64}
+    >>> stages = stages_of(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0), 2)
+    >>> stages.cut
+    'transformer.wte to transformer.h.0 | transformer.h.1 to lm_head'
 
-    The blocks that repeat are cut into contiguous parts, none empty: `by` "parameters" gives each
-    stage about as many, the embedding counted with the first block and the head with the last,
-    "uniform" as many blocks; `boundaries` says the first block of each stage but the first. An int
-    for `schedule` gives all of so many stages, whoever asks: of 1 the model uncut. `rank` is this
-    process's in the schedule, by default the one that torchrun gave it.
+    - `model_or_config`: a model, whose modules become the stages' modules, or a config. From a
+      config only the parts that this process owns are made, by the model's own initialisation, with
+      weights that depend only on `seed`.
+    - `schedule`: a schedule, to make the stages of this process, or a number, to make that many
+      stages here; 1 makes the whole model.
+    - `model_class`: for a config, the class of the model, such as
+      `AutoModelForSequenceClassification`. By default it is the one of `config.architectures`,
+      otherwise a causal language model (for images, a classifier).
+    - `by`: "parameters" balances the parameters of the stages; the embedding counts with the first
+      block, the head with the last. "uniform" balances the blocks.
+    - `boundaries`: in place of `by`, the number of the first block of each stage except stage 0.
+    - `rank`: this process's rank in the schedule, by default the one that torchrun gave it.
+    - `device`: where the modules are made, or moved to; for a config the CPU by default.
 
-    A step's `inputs` are what the model takes, a tensor of input_ids, (rows, tokens), or of
-    pixel_values, (rows, channels, height, width), or a mapping: attention_mask and other inputs by
-    name go from stage to stage beside the hidden states. The last stage returns the logits,
-    (rows, …). The key-value cache is off. `Stages.ties` are for the executor's `ties=`; a stage's
-    state dict has the names of the uncut model's.
+    The repeated blocks of the model are cut into contiguous stages, none of them empty.
 
-    Raises ExecutionError without transformers, for more stages than blocks, and for a model that
-    can't be cut, with the reason: an encoder-decoder or two towers, say, with the classes of its
-    family that can be, or blocks that take more of other stages than hidden states.
+    A step's `inputs` are a tensor of input_ids, (rows, tokens), or of pixel_values, (rows,
+    channels, height, width), or a mapping of the model's inputs by name: attention_mask and others
+    travel from stage to stage beside the hidden states. The last stage returns the logits, (rows,
+    …). The key-value cache is off. Pass the result's `ties` to the executor. A stage's state dict
+    has the names of the whole model.
+
+    Raises ExecutionError if transformers is not installed, for more stages than blocks, and for a
+    model that can't be cut, with the reason: an encoder-decoder or a model of two towers, with the
+    classes of its family that can be cut, or a model whose blocks take more from other stages than
+    hidden states.
     """
     model = model_of(model_or_config, model_class)
     if _is_encoder_decoder(model.skeleton):
         raise _refusal(
             model,
-            "it is an encoder-decoder, whose decoder needs the encoder's output in each stage",
+            "it is an encoder-decoder, and its decoder needs the encoder's output in each stage",
         )
     inputs = small_inputs(model)
     try:
@@ -101,14 +113,14 @@ def stages_of(
         for stage in held
     }
     if device is not None:
-        for one in stages.values():  # of an instance, what this process owns alone
+        for one in stages.values():  # of an instance only the parts that this process owns
             one.to(device)
     summaries = [StageSummary(tuple(own), _parameters(model.skeleton, own)) for own in parts]
     return Stages(stages, ties, tuple(summaries))
 
 
 def _is_encoder_decoder(model: Any) -> bool:
-    """Whether a model has both; some classes of such a family have one alone."""
+    """Whether a model has both parts; some classes of such a family have only one."""
     parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     return bool(getattr(model.config, "is_encoder_decoder", False)) and parts >= {
         "encoder",
@@ -123,7 +135,7 @@ def _towers(model: Any) -> dict[str, str]:
 
 
 def _refusal(model: Model, reason: str) -> ExecutionError:
-    """Say why a model can't be cut, and which classes of its family can be, as tried."""
+    """Say why a model can't be cut, and which classes of its family can be: each is tried."""
     own = model.skeleton.config
     parts = [getattr(own, name) for name in getattr(own, "sub_configs", ())]
     configs = {type(config): config for config in (own, *parts)}
@@ -139,7 +151,7 @@ def _can_be_cut(family: Any, name: str, configs: Mapping[type, Any]) -> bool:
     try:
         model = model_of(configs[made.config_class], made)
         outline_of(model.skeleton, small_inputs(model), model.kind)
-    except Exception:  # whatever it is, it is no way out
+    except Exception:  # for any reason
         return False
     return not _is_encoder_decoder(model.skeleton)
 
@@ -156,14 +168,14 @@ def _spans(
         starts = [0, *boundaries, blocks]
         if len(starts) != number + 1 or any(a >= b for a, b in pairwise(starts)):
             raise ExecutionError(
-                f"boundaries: the first blocks of {number} stages but the first rise from 1 to "
-                f"{blocks - 1} at most, unlike {list(boundaries)}"
+                f"boundaries: {number} stages need {number - 1} first blocks (of each stage except "
+                f"stage 0), rising, from 1 to {blocks - 1} at most, not {list(boundaries)}"
             )
         return spans_of(boundaries, blocks)
     if by == "uniform":
         return balanced([1] * blocks, number)
     if by != "parameters":
-        raise ExecutionError(f'by is "parameters" or "uniform", not {by!r}')
+        raise ExecutionError(f'by must be "parameters" or "uniform", not {by!r}')
     costs = [_parameters(skeleton, [joined(outline.blocks, str(i))]) for i in range(blocks)]
     costs[0] += _parameters(skeleton, outline.first)
     costs[-1] += _parameters(skeleton, outline.last)
@@ -171,7 +183,7 @@ def _spans(
 
 
 def _parameters(model: nn.Module, parts: Collection[str]) -> int:
-    """Count the numbers that some parts of a model hold; of shared ones there is one copy."""
+    """Count the numbers in some parts of a model; shared parameters count once."""
     named = model.named_parameters(remove_duplicate=False)
     return sum({id(p): p.numel() for name, p in named if within(name, parts)}.values())
 
@@ -191,7 +203,7 @@ def _parts_of(model: nn.Module, outline: Outline, span: Span) -> list[str]:
 def _ties(
     skeleton: nn.Module, real: nn.Module, parts: Sequence[Collection[str]], held: Collection[int]
 ) -> tuple[tuple[TieOf, ...], dict[int, dict[str, nn.Parameter]]]:
-    """Find the parameters that several stages share, and make the copies that `held` ones need."""
+    """Find the parameters that several stages share, and make copies for the stages in `held`."""
     stage_of = {
         name: stage
         for stage, own in enumerate(parts)
@@ -213,10 +225,10 @@ def _ties(
 
 
 def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: str) -> None:
-    """Run all stages of a model on fake tensors; `inputs` are those of a small microbatch.
+    """Run all stages of a model on fake tensors, with the `inputs` of a small microbatch.
 
-    Raises ExecutionError where one does not run: the model's code may do with what stands for a
-    module of the first stage what it can't do with hidden states.
+    Raises ExecutionError if a stage does not run: the model's code may use a module of the first
+    stage in a way that its stand-in, which only returns hidden states, does not support.
     """
     whole = nn.ModuleList(stages).eval()
     with faking(whole), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Make weights for what this process owns of a model on meta, the same however it is cut."""
+"""Make the weights that this process owns of a model on meta; they do not depend on the cut."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from schedir.training.huggingface.models import empty_like, within
 def materialise(
     model: Any, owned: Collection[str], seed: int, device: torch.device, kind: str
 ) -> None:
-    """Give the owned modules and parameters of a model on meta memory on `device`, and the values
-    that the model's own code initialises them with.
+    """Give the owned modules and parameters of a model on meta memory on `device` and values.
 
-    A parameter's random values are drawn by the seed and its name, so they depend on nothing else.
-    Buffers get their values everywhere, for every stage may read them.
+    The model's own code initialises them. A parameter's random values depend only on the seed and
+    its name. All buffers get values, because every stage may read them.
 
-    Raises ExecutionError for a model whose code leaves some as they are.
+    Raises ExecutionError if the model's code leaves a tensor without values.
     """
     wanted = [b for b in model.buffers() if b.is_meta]
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -32,7 +31,7 @@ def materialise(
             wanted.append(p)
     real = {id(tensor): empty_like(tensor, device) for tensor in wanted}
     for tensor in real.values():
-        if tensor.is_floating_point():  # so that one sees whether it was written
+        if tensor.is_floating_point():  # NaN shows which tensors stay unwritten
             torch.nn.init.constant_(tensor, torch.nan)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -43,14 +42,13 @@ def materialise(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
             raise ExecutionError(
-                f"{kind} can't be made stage by stage: its code does not initialise {name}; give "
-                "stages_of an instance of the model"
+                f"{kind} can't be made stage by stage: its code does not initialise {name}; pass "
+                "stages_of a model in place of a config"
             )
 
 
 class _Seeds(TorchDispatchMode):
-    """Seeds every draw of random numbers by the name of what they are for, and which of its draws
-    it is."""
+    """Seeds every draw of random numbers by the parameter's name and the number of the draw."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
