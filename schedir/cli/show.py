@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steady",
         action="store_true",
         help="draw an asynchronous schedule with a full pipeline instead: two periods of its "
-        "steady state, and the time per microbatch. schedir gives a generator enough microbatches to "
-        "reach it. Exit code 2 if there is no steady state",
+        "steady state, and the time per microbatch. schedir gives a generator enough "
+        "microbatches to reach it. Exit code 2 if there is no steady state",
     )
     parser.add_argument(
         "--actions",

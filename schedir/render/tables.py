@@ -257,7 +257,8 @@ def _said(comparison: Comparison) -> Iterator[str]:
     if shares:
         yield (
             "All schedules train the same model. A schedule with more stages than ranks has "
-            f"smaller stages: an activation counts as {' or '.join(map(str, sorted(shares)))} of one."
+            "smaller stages: an activation counts as "
+            f"{' or '.join(map(str, sorted(shares)))} of one."
         )
     if comparison.memory_limit is not None:
         above = sum(row.fits is False for row in comparison.rows)
