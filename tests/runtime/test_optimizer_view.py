@@ -240,7 +240,7 @@ def test_optimizers_that_do_not_go_together_are_refused() -> None:
     bare = numbered([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
     with (
         executor_of(without_empty_groups, bare) as executor,
-        pytest.raises(ExecutionError, match="stage 0 has 2 param groups, that of stage 1 1; make"),
+        pytest.raises(ExecutionError, match="stage 0 has 2 param groups, that of stage 1 1; give"),
     ):
         _ = executor.optimizer
     with (
