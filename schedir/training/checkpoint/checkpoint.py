@@ -39,7 +39,7 @@ _SHOWN = 5
 
 
 class Checkpoint:
-    """Saves in a folder all that a training needs to go on as if it had never stopped.
+    """Saves in a folder everything that a training needs to continue as if it had never stopped.
 
     >>> from tempfile import TemporaryDirectory
     >>> import torch
@@ -67,8 +67,9 @@ class Checkpoint:
     A checkpoint has the weights and buffers; the optimisers' state and param groups, by the
     parameters' names; the state of an executor's scaler; the number of the next step; and the
     generators of torch, the device, Python and numpy. A resumed training equals one that was never
-    interrupted, bit for bit and including dropout, if its executor has the same `seed`. Gradients
-    are not saved: save after a step that updates. Loading drops the gradients that are there.
+    interrupted, bit for bit, if its executor has the same `seed` and adds gradients in the same
+    order. With dropout the model must be cut at the same places. Gradients are not saved: save
+    after a step that updates. Loading drops the gradients that are there.
 
     If several processes hold the same data, as replicas do, the first one writes it. A tied
     parameter is saved under all its names, and its optimiser state under the first. The states of
