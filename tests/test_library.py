@@ -181,7 +181,7 @@ def test_sources_take_no_part_in_equality(file: Path) -> None:
         ("1f1b", {"chunks": 2}, "1f1b runs one stage per rank, not 2: leave chunks out"),
         ("mine.py", {"once": True}, "it has: twice"),
         ("mine.py", {"twice": "no"}, "twice of mine is true or false, not 'no'"),
-        ("builtins:dict", {}, "dict is no function that yields actions"),
+        ("builtins:dict", {}, "dict is not a function that yields actions"),
     ],
 )
 @pytest.mark.usefixtures("file")
