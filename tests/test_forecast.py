@@ -338,7 +338,7 @@ def test_ranks_that_take_turns_in_one_process_have_no_band() -> None:
     for place in columns.where(*COMPUTE).tolist():
         starts[place] = order.index(str(columns.action(place)))
     line = Timeline(schedule, starts, starts + 0.75, unit="s", measured=Measured(1))
-    with pytest.raises(SchedirError, match="took turns in one process. So the duration"):
+    with pytest.raises(SchedirError, match="took turns in one process"):
         schedir.forecast(schedule, CostModel.fit([line] * 6))
 
 
