@@ -1,4 +1,20 @@
-"""schedir: write, prove and run pipeline-parallel training schedules."""
+"""schedir: write, prove and run pipeline-parallel training schedules.
+
+>>> import schedir
+>>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+>>> schedir.check(schedule)
+<Report clean under rank and every other channel model>
+>>> schedir.simulate(schedule).makespan
+9
+
+`CHANNELS` names the channel models, the strictest first. `Placement` is the type of
+`Schedule.placement`, which names the ranks of each stage:
+
+>>> schedir.CHANNELS
+('host', 'rank', 'pair', 'edge', 'async')
+>>> schedule.placement
+((0,), (1,))
+"""
 
 from typing import TYPE_CHECKING
 

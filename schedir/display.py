@@ -1,7 +1,7 @@
-"""What schedules, timelines and results show of themselves in Python: a line, a text, a picture.
+"""How schedules, timelines and results show themselves in Python: a line, a text, a picture.
 
-The objects lie below `schedir.render`, which knows how each is shown. So this is the one door that
-leads upwards: `schedir.render.objects` is imported when somebody looks, and never before.
+`schedir.render` draws these objects, and it imports the packages that define them. So this module
+imports `schedir.render.objects` only when somebody looks at an object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def _shown() -> Any:
 
 
 class Displayed:
-    """What can be shown: `repr` is a line, `str` what the command prints, a notebook draws it."""
+    """An object that shows itself: `repr` is one line, `str` is what the command prints, and a
+    notebook draws it."""
 
     __slots__ = ()
 
@@ -33,22 +34,22 @@ class Displayed:
         return _shown().Renderable(self)
 
     def show(self, width: int | None = None, start: float = 0, end: float | None = None) -> None:
-        """Print it as the command does, in at most `width` columns.
+        """Print the object as the command does, in at most `width` columns.
 
-        On a terminal it has colours and fits the screen, elsewhere it is complete. Of a drawing
-        what runs from `start` to `end` is shown, in the unit of its time axis. Raises SchedirError
-        where nothing lies between them.
+        On a terminal the output has colours and fits the screen; elsewhere it is complete. `start`
+        and `end` select a part of a drawing, in the unit of its time axis. Raises SchedirError if
+        that part is empty.
         """
         _shown().show(self, width, start, end)
 
 
 class Looks(TypedDict, total=False):
-    """How a picture looks: what `Timeline.svg`, `png` and `pdf` take.
+    """How a picture looks: the arguments of `Timeline.svg`, `png` and `pdf`.
 
-    `against` is a second timeline on the same axis, below; with `memory` what each rank keeps is
-    drawn as well. `title` stands in place of the schedule's name and shape, "" for none. `width` is
-    "16cm", or a number of columns, each as wide as a letter. `greyscale` is for print. From `start`
-    to `end` is drawn, in the unit of the time axis.
+    `against` is a second timeline, drawn below on the same axis. `memory` also draws what each rank
+    keeps. `title` replaces the schedule's name and shape; "" leaves the title out. `width` is
+    "16cm", or a number of columns, each as wide as a letter. `greyscale` is for print. `start` and
+    `end` select a part, in the unit of the time axis.
     """
 
     against: Any
@@ -61,56 +62,59 @@ class Looks(TypedDict, total=False):
 
 
 class DisplayedTimeline(Displayed):
-    """A timeline is drawn, as text or as a picture; the methods of `schedir.Timeline`."""
+    """The methods of `schedir.Timeline` that draw it, as text or as a picture."""
 
     __slots__ = ()
 
     def svg(self, **looks: Unpack[Looks]) -> str:
-        """The picture, for papers and READMEs.
+        """The timeline as an SVG picture, for papers and READMEs.
 
-        `against` is a second timeline on the same axis; with `memory` what each rank keeps is drawn
-        too. `title` stands in place of the schedule's shape, "" for none; `width` is "16cm" or a
-        number of columns; `greyscale` is for print; from `start` to `end` is drawn.
+        `against` is a second timeline on the same axis. `memory` also draws what each rank keeps.
+        `title` replaces the schedule's name and shape; "" leaves it out. `width` is "16cm" or a
+        number of columns. `greyscale` is for print. `start` and `end` select a part.
 
-        Raises SchedirError for a width that is none, and for a window without anything.
+        Raises SchedirError for a bad width, and if nothing lies between `start` and `end`.
         """
         return str(_shown().exported(self, "svg", **looks))
 
     def png(self, **looks: Unpack[Looks]) -> bytes:
-        """The picture of `svg` in pixels, 192 an inch. It takes what that takes.
+        """The picture of `svg` as a PNG, at 192 pixels an inch. It takes the same arguments.
 
-        Raises SchedirError without the extra: pip install 'schedir[pictures]'.
+        Raises SchedirError if the extra is missing: pip install 'schedir[pictures]'.
         """
         return bytes(_shown().exported(self, "png", **looks))
 
     def pdf(self, **looks: Unpack[Looks]) -> bytes:
-        """The picture of `svg` as a page of its size, as `png`."""
+        """The picture of `svg` as a PDF page of its size. It takes the same arguments, and raises
+        as `png` does."""
         return bytes(_shown().exported(self, "pdf", **looks))
 
     def html(self, against: Any = None, memory: bool = False) -> str:
-        """One page to look around in with a browser; `against` is a second timeline below."""
+        """An HTML page to explore the timeline in a browser; `against` is a second timeline
+        below."""
         return str(_shown().exported(self, "html", against=against, memory=memory))
 
     def perfetto(self, against: Any = None) -> str:
-        """A trace for ui.perfetto.dev, as JSON; `against` is a second timeline in it."""
+        """A trace for ui.perfetto.dev, as JSON; `against` is a second timeline in the same
+        trace."""
         return str(_shown().exported(self, "perfetto", against=against))
 
 
 class DisplayedComparison(Displayed):
-    """A comparison is a table; the methods of `schedir.Comparison`."""
+    """The methods of `schedir.Comparison` that show it as a table."""
 
     __slots__ = ()
 
     def table(self, form: Literal["table", "markdown", "latex", "csv", "json"] = "table") -> str:
         """The table as `schedir compare --format` writes it; "csv" and "json" hold raw numbers.
 
-        Raises ValueError for another form.
+        Raises ValueError for any other form.
         """
         return str(_shown().compared(self, form))
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each schedule and the columns of "csv".
 
-        Raises SchedirError where pandas is not installed.
+        Raises SchedirError if pandas is not installed.
         """
         return _shown().frame(self)

@@ -1,4 +1,4 @@
-"""The one way to write a file: aside, until it is whole, and then in place of what was there."""
+"""The one way to write a file: to a temporary file first, which then replaces the old file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TextIO
 
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
-"""What stands for an open file, which others may be writing to as well."""
+"""Paths of open files, which other programs may be writing to as well."""
 
 
 @contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[TextIO]:
-    """Open a file of text, in UTF-8, that replaces the one at `path` when the block ends.
+    """Open a UTF-8 text file that replaces the file at `path` when the block ends.
 
-    Until then, and where the block raises, `path` is as it was. The file keeps its permissions and,
-    where the user may give it away, its owner; of a link the file it leads to is replaced. What is
-    no file, a pipe or /dev/stdout, is written to directly.
+    Until then, and if the block raises, `path` stays unchanged. The new file keeps the old
+    permissions and, if the user may set it, the old owner. If `path` is a link, the file that it
+    points to is replaced. A pipe or /dev/stdout is written to directly.
 
-    Raises OSError, as `check_writable` where nothing can be written.
+    Raises OSError if nothing can be written, as `check_writable` does.
     """
     target, before = Path(os.path.realpath(path)), check_writable(path)
     if _is_stream(path, before):
@@ -53,10 +53,10 @@ def write_text(path: str | PathLike[str], text: str) -> None:
 
 
 def check_writable(path: str | PathLike[str]) -> os.stat_result | None:
-    """What is at `path`, None where nothing is.
+    """The status of the file at `path`, None if there is no file.
 
-    Raises OSError, with the path, where it is a folder, or neither it nor its folder may be written
-    to.
+    Raises OSError, with the path, if `path` is a folder, or if the user may not write to it or to
+    its folder.
     """
     try:
         found = os.stat(path)

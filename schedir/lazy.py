@@ -1,4 +1,5 @@
-"""Names of a package that are imported once somebody asks for them, so that commands start soon."""
+"""Import the modules behind a package's names when they are first used, so that commands start
+fast."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 
 
 def on_demand(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562), which imports a module with its `names` where one
-    of these is asked for, or the module itself."""
+    """The `__getattr__` of a package (PEP 562). `names` maps each module to the names that it
+    defines; the module is imported when somebody asks for one of these names, or for the module
+    itself."""
 
     def of_package(name: str) -> Any:
         for module, held in names.items():

@@ -1,1 +1,1 @@
-"""The standard library of schedules, one generator per file, of the form that a user writes."""
+"""The standard library of schedules: one generator per file, in the form that a user writes."""

@@ -16,7 +16,7 @@ from schedir import (
 
 @schedule("chimera", placement=mirrored)
 def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """1F1B down the ranks and up at once, each in the gaps of the other: half the bubble of 1F1B.
+    """Two 1F1B pipelines, one down the ranks and one up, each filling the gaps of the other.
 
     4 microbatches on 4 ranks, a backward twice as long as a forward, `*` the optimiser's step:
 
@@ -29,11 +29,16 @@ def chimera(pipe: Pipeline, rank: int) -> Iterator[Action]:
         rank 3 stage 0  F2 F3                         B2---       B3---*
         rank 3 stage 3           F0 B0--- F1 B1---                     *
 
-    Every stage is on two ranks, s and ranks - 1 - s (the middle one of an odd number on one). As
-    many microbatches as ranks are a unit, whose first half goes down the ranks, the second half
-    up. More are units one after the other (the paper's direct concatenation), whose
-    forwards fill the gaps at the end of the unit before; fewer at the end are a shorter unit. For
-    an even number of ranks and K whole units the bubble is (ranks - 2) (B + (K - 1) (B - F)).
+    Stage s is on two ranks, s and ranks - 1 - s. (With an odd number of ranks, the middle stage is
+    on one.) A unit is as many microbatches as ranks: the first half goes down the ranks, the second
+    half up. Units follow each other (the paper's direct concatenation), and the forwards of a unit
+    fill the gaps at the end of the unit before. The last unit may be shorter. For an even number
+    of ranks and K whole units, a rank idles for (ranks - 2) (B + (K - 1) (B - F)).
+
+    Bubble: (P - 2) * (M + P) / (3 * M * P + (P - 2) * (M + P)) if P % 2 == 0 and M % P == 0
+    Memory: min(M, P)
+    Choose it for about as many microbatches as ranks, if backwards cannot be split and every rank
+    has room for the weights of two stages. Its bubble grows with every unit of P microbatches.
     """
     if pipe.chunks > 1:
         raise ValueError(f"chimera takes one chunk, not {pipe.chunks}")

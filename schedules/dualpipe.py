@@ -26,10 +26,10 @@ Chunk: TypeAlias = tuple[int, range]  # a stage, and the microbatches that it ru
 
 @schedule("dualpipe", placement=mirrored)
 def dualpipe(pipe: Pipeline, rank: int) -> Entries:
-    """Two pipelines, down and up the ranks: forwards of one run beside backwards of the other.
+    """Two pipelines, down and up the ranks: forwards of one overlap backwards of the other.
 
-    8 microbatches on 4 ranks, a backward (B, or I and W apart) twice as long as a forward; what
-    is in both lanes of a rank at once runs as one:
+    8 microbatches on 4 ranks, a backward (B, or I and W apart) twice as long as a forward; two
+    actions in both lanes of a rank at once are an overlapped pair:
 
         rank 0 stage 0  F0 F1 F2             F3------    B0------          B1------       I2 ...
         rank 0 stage 3           F4 I4 W4 F5 B5------    F6------ B6---    F7------ B7---    ...
@@ -40,10 +40,15 @@ def dualpipe(pipe: Pipeline, rank: int) -> Entries:
         rank 3 stage 0  F4 F5 F6             F7------    B4------          B5------       I6 ...
         rank 3 stage 3           F0 I0 W0 F1 B1------    F2------ B2---    F3------ B3---    ...
 
-    Every stage is on two ranks, s and ranks - 1 - s; the first half of the microbatches goes down
-    the ranks, the second half up. Takes an even number of ranks, and two microbatches or more for
-    each rank; the upper half is one short where their number is odd. With F&B for an overlapped
-    pair the bubble is (ranks / 2 - 1) (F&B + B - 3 W).
+    Stage s is on two ranks, s and ranks - 1 - s. The first half of the microbatches goes down the
+    ranks, the second half up. The number of ranks must be even, and each rank needs two
+    microbatches or more. With an odd number of microbatches the second half is one short. With
+    F&B for an overlapped pair, a rank idles for (ranks / 2 - 1) (F&B + B - 3 W).
+
+    Bubble: (P - 2) / (3 * M + P - 2) if M % 2 == 0
+    Memory: P + 1
+    Choose it if the model is built to overlap a forward with a backward, as experts that wait
+    for all-to-all are, and every rank has room for the weights of two stages.
     """
     ranks, microbatches = pipe.ranks, pipe.microbatches
     if ranks % 2 or microbatches < 2 * ranks or pipe.chunks > 1:
@@ -66,7 +71,7 @@ def dualpipe(pipe: Pipeline, rank: int) -> Entries:
 
 @schedule("dualpipev", placement=wave, chunks=2)
 def dualpipev(pipe: Pipeline, rank: int) -> Entries:
-    """DualPipe folded to a V: each stage once, and what was the other direction is the way back.
+    """DualPipe folded into a V: each stage is held once, on its way down or back up.
 
     4 microbatches on 2 ranks, stages 0 and 3 on the first, 1 and 2 on the second; a backward twice
     as long as a forward, `;` between two that run as one:
@@ -74,7 +79,12 @@ def dualpipev(pipe: Pipeline, rank: int) -> Entries:
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----     3F2;0B0---- 3B2----     3F3;0B1---- ...
         rank 1      1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1...
 
-    Takes two chunks, and two microbatches or more for each rank.
+    It needs two chunks, and two microbatches or more for each rank.
+
+    Bubble: (P - 1) / (3 * M + P - 1)
+    Memory: P + 1 / 2
+    Choose it over `dualpipe` if the weights of two stages do not fit: it holds each stage once
+    and overlaps the same pairs.
     """
     ranks, microbatches = pipe.ranks, pipe.microbatches
     if microbatches < 2 * ranks or pipe.chunks != 2:
@@ -89,8 +99,9 @@ def dualpipev(pipe: Pipeline, rank: int) -> Entries:
 
 
 def _eight_steps(ranks: int, rank: int, near: Chunk, far: Chunk) -> Entries:
-    """The list of a rank of DualPipeV, or of half of DualPipe's: 0 is its chunk nearer to the
-    input, 1 the farther one."""
+    """The list of a rank of DualPipeV, or half of the list of a rank of DualPipe.
+
+    Chunk 0 is the one nearer to the input, chunk 1 the other one."""
     microbatches, later = len(near[1]), ranks - rank - 1
     forwards = [iter([forward(stage, m) for m in batch]) for stage, batch in (near, far)]
     backwards = [iter([(stage, m) for m in batch]) for stage, batch in (near, far)]
@@ -135,7 +146,7 @@ def _eight_steps(ranks: int, rank: int, near: Chunk, far: Chunk) -> Entries:
 
 
 def _without(microbatch: int, entries: Iterable[Action | Together]) -> Entries:
-    """The entries, one microbatch left out."""
+    """The entries without one microbatch."""
     for entry in entries:
         actions = entry.actions if isinstance(entry, Together) else (entry,)
         kept = [action for action in actions if action.microbatch != microbatch]

@@ -16,8 +16,13 @@ def fill_drain(pipe: Pipeline, rank: int, *, order: str = "ascending") -> Iterat
         rank 2        F0 F1 F2 F3          B0--- B1--- B2--- B3---*
         rank 3           F0 F1 F2 F3 B0--- B1--- B2--- B3---*
 
-    `order` is that of the backwards: "ascending" as drawn, or "descending" (torchgpipe's), which
-    starts with the microbatch whose activations are the freshest.
+    `order` is the order of the backwards: "ascending" as drawn, or "descending" as in torchgpipe,
+    which starts with the newest activations.
+
+    Bubble: (P - 1) / (M + P - 1)
+    Memory: M
+    Choose it for its simplicity, if every activation fits, or to compare with GPipe. `1f1b`
+    takes as long and holds less.
     """
     if order not in ("ascending", "descending"):
         raise ValueError(f"order must be 'ascending' or 'descending', not {order!r}")

@@ -29,16 +29,21 @@ def interleaved_1f1b(
         rank 0  0F0 0F1 2F0 2F1 0F2     2B0---- 0F3 2B1---- 2F2 0B0---- 2F3 0B1----     2B2---- ...
         rank 1      1F0 1F1 3F0 3B0---- 3F1 3B1---- 1F2 1B0---- 1F3 1B1---- 3F2 3B2---- 3F3 ...
 
-    Forwards go group by group of `group_size` microbatches, within a group chunk by chunk;
-    backwards likewise, the last chunk first. By default the microbatches are split into
-    max(1, microbatches // ranks) equal groups; where that does not divide, into groups of `ranks`
-    microbatches with a shorter last one. The order is that of Megatron-LM's schedule table wherever
-    Megatron takes the groups: it wants `ranks` microbatches or more, in the last one too.
+    Forwards go in groups of `group_size` microbatches, and within a group chunk by chunk. Backwards
+    do the same, the last chunk first. By default there are max(1, microbatches // ranks) equal
+    groups, or, if that does not divide the microbatches, groups of `ranks` microbatches and a
+    shorter last one. The order is that of Megatron-LM's schedule table for all groups that Megatron
+    accepts: `ranks` microbatches or more, also in the last group.
 
-    Groups of fewer than `ranks` microbatches hold fewer activations, (chunks - 1) * group_size +
-    ranks at most. Their ranks run ahead by half as much, and split backwards, so that the rank
-    before need not wait for the gradient of the weights (grouped interleaving, in Qi et al.'s code
-    of arXiv 2405.15362). Groups below ranks / 2 save no more: a chunk then waits for several.
+    Groups of fewer than `ranks` microbatches hold fewer activations: at most
+    (chunks - 1) * group_size + ranks. Their ranks run half as far ahead and split backwards, so
+    that the rank before does not wait for the gradient of the weights (grouped interleaving, in
+    Qi et al.'s code of arXiv 2405.15362). Groups below ranks / 2 save no more memory.
+
+    Bubble: (P - 1) / (V * M + P - 1) if M % P == 0
+    Memory: min(M, ((V + 1) * P - 1) / V) if M % P == 0
+    Choose it over `1f1b` if links are quick: V chunks divide the bubble by V, and multiply the
+    messages by V.
     """
     group_size = equal_groups(pipe) if group_size is None else group_size
     small = type(group_size) is int and group_size < min(pipe.ranks, pipe.microbatches)
@@ -49,15 +54,21 @@ def interleaved_1f1b(
 def grouped_interleaved_1f1b(
     pipe: Pipeline, rank: int, *, group_size: int | None = None
 ) -> Iterator[Action]:
-    """Interleaved 1F1B that runs ahead by half as much: less memory, and a bubble smaller still.
+    """Interleaved 1F1B that runs half as far ahead: less memory, and a smaller bubble.
 
     2 chunks on 2 ranks, 4 microbatches, I the gradient of the input and W that of the weights:
 
         rank 0  0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0B0---- 2F2 0B1---- 2F3 2I2 2W2 ...
         rank 1      1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1F2 1I0 1W0 1F3 1I1 1W1 3F2 3I2 3W2 3F3 ...
 
-    What small groups of `interleaved-1f1b` do, for groups of any size, by default of `ranks`
-    microbatches (grouped interleaving, in Qi et al.'s code of arXiv 2405.15362).
+    It does for groups of any size what `interleaved-1f1b` does for small ones (grouped
+    interleaving, in Qi et al.'s code of arXiv 2405.15362). By default a group is `ranks`
+    microbatches.
+
+    Bubble: 2 * (P - 1) / (3 * V * M + 2 * (P - 1)) if M % P == 0
+    Memory: min(M, P)
+    Choose it over `interleaved-1f1b` if backwards can be split: two thirds of its idle time, at
+    the memory of `1f1b`.
     """
     group_size = pipe.ranks if group_size is None else group_size
     yield from _in_groups(pipe, rank, group_size, small=True)
@@ -85,13 +96,13 @@ def _in_groups(pipe: Pipeline, rank: int, group_size: int, small: bool) -> Itera
 @lru_cache(maxsize=1, typed=True)
 def _order(pipe: Pipeline, group_size: int, small: bool) -> list[tuple[int, int, int]]:
     """The (slot, chunk, microbatch) of every forward, the same on all ranks."""
-    # Between the chunks of a microbatch there is half the way around the ranks at least, where
-    # groups are smaller than that.
+    # The chunks of a microbatch are at least half the way around the ranks apart, if groups are
+    # smaller than that.
     slot = slots_in_groups(pipe, group_size, apart=(pipe.ranks + 1) // 2 if small else 1)
     pairs = [(chunk, m) for m in range(pipe.microbatches) for chunk in range(pipe.chunks)]
     order = sorted((slot(chunk, m), chunk, m) for chunk, m in pairs)
     if small or 0 < pipe.microbatches % group_size < pipe.ranks:
         return order
     # As in Megatron's table, a short last group leaves no slot empty. One of fewer microbatches
-    # than ranks has to, for its chunks may wait for each other for ever; Megatron refuses it.
+    # than ranks must, because its chunks may wait for each other forever; Megatron refuses it.
     return [(at, chunk, m) for at, (_, chunk, m) in enumerate(order)]

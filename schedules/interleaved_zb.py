@@ -17,7 +17,7 @@ from schedir import (
 
 @schedule("interleaved-zb", aliases=("interleaved-zero-bubble",), chunks=2)
 def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) -> Iterator[Action]:
-    """Interleaved 1F1B with backwards split: rank r keeps r weight gradients back for its drain.
+    """Interleaved 1F1B with split backwards: rank r keeps r weight gradients for its drain.
 
     2 chunks on 2 ranks, stages 0 and 2 on the first, 1 and 3 on the second; 4 microbatches, I the
     gradient of the input and W that of the weights:
@@ -25,14 +25,20 @@ def interleaved_zb(pipe: Pipeline, rank: int, *, group_size: int | None = None) 
         rank 0  0F0 0F1 2F0 2F1     2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 ...
         rank 1      1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 ...
 
-    `group_size` and its default are those of interleaved 1F1B, and torch's order where torch takes
-    the number of microbatches. Every rank holds (chunks - 1) * group_size + ranks activations at
-    most, for groups of at least ranks / 2; below, a chunk waits for several groups.
+    `group_size` and its default are those of `interleaved-1f1b`. The order is torch's for all
+    numbers of microbatches that torch accepts. Every rank holds at most
+    (chunks - 1) * group_size + ranks activations, in groups of ranks / 2 or more. Smaller groups
+    save no more memory.
+
+    Bubble: (P - 1) / (3 * V * M + P - 1) if M % P == 0
+    Memory: P if M % P == 0
+    Choose it over `interleaved-1f1b` if backwards can be split: a third of its idle time, at the
+    memory of `1f1b`. Other numbers of microbatches may take longer.
     """
     ranks, microbatches, chunks = pipe.ranks, pipe.microbatches, pipe.stages_of(rank)
     group_size = equal_groups(pipe) if group_size is None else group_size
-    # Each F, I and W has a slot; between the chunks of a microbatch there is half the way around
-    # the ranks at least, but where one group holds all.
+    # Each F, I and W has a slot. The chunks of a microbatch are at least half the way around the
+    # ranks apart, unless one group holds all.
     whole = type(group_size) is int and group_size >= microbatches
     slot = slots_in_groups(pipe, group_size, apart=1 if whole else (ranks + 1) // 2)
     ahead = slot(len(chunks) - 1, 0) + ranks - rank - 1

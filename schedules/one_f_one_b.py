@@ -15,6 +15,11 @@ def one_f_one_b(pipe: Pipeline, rank: int) -> Iterator[Action]:
         rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
         rank 2        F0 F1       B0--- F2 B1--- F3 B2---    B3---*
         rank 3           F0 B0--- F1 B1--- F2 B2--- F3 B3---*
+
+    Bubble: (P - 1) / (M + P - 1)
+    Memory: min(M, P)
+    Choose it first: one stage a rank, few messages, and memory that does not grow with the
+    microbatches. It is what the others are measured against.
     """
     (stage,) = pipe.stages_of(rank)
     warmup = min(pipe.ranks - rank - 1, pipe.microbatches)

@@ -9,17 +9,24 @@ from schedir import Action, Pipeline, backward, forward, optim_step, schedule
 def pipedream_2bw(
     pipe: Pipeline, rank: int, *, gradient_accumulation: int | None = None
 ) -> Iterator[Action]:
-    """1F1B without a flush that updates once a batch, on every stage one update late.
+    """1F1B without a flush: one update a batch, and every gradient is one update late.
 
-    A batch is `gradient_accumulation` microbatches, whose mean gradient makes one update (`*`):
-    batch t runs at version max(0, t - 1) on every stage, and two versions are alive at most. 6
+    A batch is `gradient_accumulation` microbatches, and their mean gradient makes one update (`*`).
+    Batch t runs at version max(0, t - 1) on every stage. At most two versions are alive. 6
     microbatches on 2 ranks, 2 in each batch, a backward twice as long as a forward:
 
         rank 0  F0 F1       B0--- F2 B1---*F3 B2--- F4 B3---*F5 B4---    B5---*
         rank 1     F0 B0--- F1 B1---*F2 B2--- F3 B3---*F4 B4--- F5 B5---*
 
-    By default a batch is the least divisor of the microbatches from the number of ranks on, which
-    is what the paper asks for, or all of them. Where it does not divide, the last one is shorter.
+    By default the size of a batch is the smallest divisor of the number of microbatches that is at
+    least the number of ranks, as the paper asks for, or all of them. If the size does not divide
+    the microbatches, the last batch is shorter.
+
+    Bubble: (P - 1) / (M + P - 1)
+    Bubble once full: 0
+    Memory: min(M, P)
+    Choose it to train asynchronously with few weight versions: two on every rank, and every
+    gradient one update old.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches, size = pipe.microbatches, gradient_accumulation

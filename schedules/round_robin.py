@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def replicated(
     pipe: Pipeline, *, costs: CostModel, replicas: str | int | None = None
 ) -> Sequence[Sequence[int]]:
-    """Every stage on as many ranks as `replicas` says, or as PipeDream's planner finds best."""
+    """Every stage on `replicas` ranks, by default as PipeDream's planner finds best."""
     if pipe.chunks > 1:
         raise ValueError("1f1b-rr runs one stage on each rank: leave chunks out")
     if replicas is None:
@@ -36,21 +36,27 @@ def replicated(
 
 @schedule("1f1b-rr", aliases=("round-robin",), placement=replicated)
 def round_robin(pipe: Pipeline, rank: int, *, flush: bool = True) -> Iterator[Action]:
-    """1F1B with the replicas of a stage in turn, for stages that take unequally long.
+    """1F1B for stages of unequal length: the replicas of a stage take microbatches in turn.
 
-    `replicas=2,1` gives the first stage two ranks and the second one; by default they are planned
-    from the costs: of those given for each stage, or of two equal stages. 6 microbatches on 3
-    ranks, a backward twice as long as a forward:
+    `replicas=2,1` gives the first stage two ranks and the second stage one. Without it the replicas
+    are planned from the costs, as PipeDream does: one stage for each cost, or two equal stages.
+    6 microbatches on 3 ranks, a backward twice as long as a forward:
 
         rank 0 stage 0  F0 F2       B0--- F4          B2---             B4---         *
         rank 1 stage 0  F1 F3                B1--- F5          B3---             B5---*
         rank 2 stage 1     F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*
 
-    Microbatch m runs on replica m mod r of a stage with r of them. Those of the first stage have
-    NOAM = ceil(ranks / r) microbatches in flight, those of a later one as many as if the ranks
-    before it were not there. With `flush=false` all is as in the paper: the replicas of a stage add
-    up their gradients and step after each round of them, a stage on one rank steps after every
-    microbatch, and a backward differentiates at the version that its forward read.
+    Microbatch m runs on replica m mod r of a stage with r replicas. A replica of the first stage
+    has ceil(ranks / r) microbatches in flight (NOAM in the paper). A replica of a later stage has
+    as many as if the ranks before it were not there. With `flush=false` the schedule is that of the
+    paper: the replicas of a stage sum their gradients and update after each round, a stage on one
+    rank updates after every microbatch, and a backward differentiates at the version that its
+    forward read.
+
+    Bubble: P / (2 * M + P) if P % 2 == 0 and M % (P // 2) == 0
+    Memory: P if P % 2 == 0 and M >= P
+    Choose it if one stage takes much longer than the others and cannot be cut further: several
+    ranks share it. The formulas are those of two equal stages, each on half of the ranks.
     """
     (stage,) = pipe.stages_of(rank)
     held = pipe.placement[stage]

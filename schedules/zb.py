@@ -30,7 +30,7 @@ def zb(
     held_until: str | None = None,
     costs: CostModel,
 ) -> Iterator[Action]:
-    """Short spans for given costs, within a memory limit: a heuristic places each F, I and W.
+    """A heuristic places each F, I and W for the given costs, within a memory limit.
 
     8 microbatches on 4 ranks, I the gradient of the input and W that of the weights:
 
@@ -39,13 +39,22 @@ def zb(
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 F7 I5 W0 I6 W1 I7 W2 W3 W4 W5 W6 W7*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 F7 I7 W0 W1 W2 W3 W4 W5 W6 W7*
 
-    A rank runs as many forwards before its first I as it has time and memory for, then forwards and
-    I in turn, and W where it would wait or its memory is full. Of a few such lists that with the
-    shortest longest span is taken: steps without a flush follow each other at that distance.
+    Before its first I, a rank runs as many forwards as it has time and memory for. Then it runs
+    forwards and I in turn, and a W when it would wait or its memory is full. Of several such lists
+    `zb` takes the one whose longest span is the shortest: steps without a flush follow each other
+    at that distance.
 
-    `max_activations` is what a rank may hold, in activations of its stage, by default 2 * ranks. An
-    activation counts in full until its I, and then, until its W, by the costs' `deferred_bytes`, or
-    half where they know no bytes; with `held_until` "W" in full, with "I" not at all.
+    `max_activations` limits the activations that a rank holds, by default to 2 * ranks. An
+    activation counts in full until its I. Between its I and its W it counts by the costs'
+    `deferred_bytes`, or as half if the costs have no bytes. With `held_until=W` it counts in full
+    until its W, with `held_until=I` only until its I.
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P)
+    Choose it if your costs are known and unequal, or your memory lies between that of `zb-1p`
+    and `zb-2p`. It is a heuristic: these formulas hold at equal costs; at others see `schedir
+    compare`, and how far `schedir search` gets.
     """
     limit = 2 * pipe.ranks if max_activations is None else max_activations
     return _listed(pipe, rank, limit, held_until, costs)
@@ -61,6 +70,11 @@ def zb_1p(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
         rank 1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5*
         rank 2        F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5*
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Memory: min(M, P)
+    Choose it over `zb-h1` if F, I and W take unequally long. It is a heuristic, and the
+    formulas hold at equal costs.
     """
     return _listed(pipe, rank, pipe.ranks, None, costs)
 
@@ -75,6 +89,12 @@ def zb_2p(pipe: Pipeline, rank: int, *, costs: CostModel) -> Iterator[Action]:
         rank 1     F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5*
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5*
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= P
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P)
+    Choose it over `zb-h2` if F, I and W take unequally long. It is a heuristic, and the
+    formulas hold at equal costs.
     """
     return _listed(pipe, rank, 2 * pipe.ranks, None, costs)
 
@@ -95,7 +115,7 @@ def _listed(
 def _lists(
     pipe: Pipeline, costs: CostModel, limit: int, held_until: str | None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The lists of all ranks, without their steps: made for the first rank that asks."""
+    """The lists of all ranks without updates, made once, for the first rank that asks."""
     shares = tuple(_share(costs, stage, held_until) for stage in range(pipe.stages))
     in_full = (1.0,) * pipe.stages  # holds less, and may be no slower
     drafts = [
@@ -117,8 +137,11 @@ def _share(costs: CostModel, stage: int, held_until: str | None) -> float:
 
 
 def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[int, ...]]:
-    """How many forwards each rank may run before its first I: those of ZB-H1 and of ZB-H2, those
-    that are done before its first gradient arrives, and one more."""
+    """How many forwards each rank may run before its first I, to be tried.
+
+    As many as in ZB-H1, as in ZB-H2, as are done before the first gradient arrives, and one
+    more.
+    """
     ranks, most = range(pipe.ranks), min(limit, pipe.microbatches)
     yield tuple(min(most, pipe.ranks - rank) for rank in ranks)
     yield tuple(min(most, 2 * (pipe.ranks - rank) - 1) for rank in ranks)
@@ -143,7 +166,7 @@ def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[in
 
 
 def _of(value: Any, key: int | tuple[int, int]) -> float:
-    """A cost of the stage, boundary or link `key`."""
+    """The cost of the stage, boundary or link `key`."""
     try:
         of_key: float = value if isinstance(value, int | float) else value[key]
     except LookupError:
@@ -152,7 +175,7 @@ def _of(value: Any, key: int | tuple[int, int]) -> float:
 
 
 def _link(costs: CostModel, rank: int, to: int) -> tuple[float, float]:
-    """How long what a rank sends occupies the channel, and how much later it arrives."""
+    """How long a transfer occupies the channel, and how much later it arrives."""
     occupied = _of(costs.boundary_bytes, min(rank, to)) / _of(costs.bandwidth, (rank, to))
     return occupied, _of(costs.latency, (rank, to))
 
@@ -195,12 +218,11 @@ class _Draft:
 
     @property
     def worth(self) -> tuple[float, float, int]:
-        """The less the better: longest span, makespan, most activations that wait for their W."""
+        """The sort key: longest span, makespan, most activations that wait for a W."""
         return max(self.span), max(self.clock), self.peak
 
     def run(self, forwards: tuple[int, ...]) -> None:
-        """Place everything: so many forwards of each rank, then an I and a forward of each at a
-        time, and Ws between."""
+        """Place the first forwards of each rank, then I and F in turn, and Ws between."""
         for rank in self.ranks:
             for _ in range(forwards[rank]):
                 self.add(rank, FORWARD)
@@ -217,8 +239,8 @@ class _Draft:
                 self.add(rank, WEIGHT)
 
     def fill(self, rank: int, kind: int) -> None:
-        """Run Ws as memory wants them, and while the rank would wait: also one that takes longer,
-        where waiting would make its span the longest."""
+        """Run Ws when memory is full and while the rank would wait, even one that takes longer than
+        the wait if waiting would make its span the longest."""
         ready = self.ready(rank, kind)
         if rank == 0 and self.done[rank][FORWARD] == self.microbatches:
             ready = inf  # nobody waits for its Is
@@ -231,16 +253,16 @@ class _Draft:
             self.add(rank, WEIGHT)
 
     def deferred(self, rank: int) -> bool:
-        """Whether a W could run."""
+        """True if a W could run."""
         return self.done[rank][WEIGHT] < self.done[rank][INPUT]
 
     def ready(self, rank: int, kind: int) -> float:
-        """When the next one of a kind has its input."""
+        """When the next action of a kind has its input."""
         arrivals = self.arrivals[kind][rank] if kind != WEIGHT else []
         return arrivals[self.done[rank][kind]] if arrivals else 0.0
 
     def add(self, rank: int, kind: int) -> None:
-        """Run the next one of a kind, and send what it makes."""
+        """Run the next action of a kind, and send its result."""
         waited = max(0.0, self.ready(rank, kind) - self.clock[rank])
         self.clock[rank] += waited
         if self.lists[rank]:

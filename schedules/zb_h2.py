@@ -7,7 +7,7 @@ from schedir import Action, Pipeline, backward_input, backward_weight, forward, 
 
 @schedule("zb-h2")
 def zb_h2(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """Forwards fill the time until the first backward, weight gradients the drain.
+    """Forwards fill the wait for the first backward, and weight gradients fill the drain.
 
     8 microbatches on 4 ranks, I the gradient of the input and W that of the weights:
 
@@ -16,9 +16,15 @@ def zb_h2(pipe: Pipeline, rank: int) -> Iterator[Action]:
         rank 2        F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 F7 I5 W1 I6 W2 I7 W3 W4 W5 W6 W7*
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7*
 
-    No rank idles between its first and its last action where F, I and W cost the same; the longest
-    span has (ranks - 1) (F + I - 2 W) of idle time where F + I >= 2 W. Every rank holds at most
-    2 ranks - 1 activations, until their W: one fewer than if it ran a forward before each W.
+    If F, I and W cost the same, no rank idles between its first action and its last. If
+    F + I >= 2 W, the longest span has (ranks - 1) (F + I - 2 W) of idle time. Every rank holds at
+    most 2 * ranks - 1 activations until their W.
+
+    Bubble: (P - 1) / (3 * M + P - 1) if M >= 2 * P - 1
+    Bubble of the longest span: 0 if M >= 2 * P - 1
+    Memory: min(M, 2 * P - 1)
+    Choose it over `zb-h1` if there is memory for twice the activations, and nothing makes the
+    ranks wait for each other between steps.
     """
     (stage,) = pipe.stages_of(rank)
     microbatches = pipe.microbatches

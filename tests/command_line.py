@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,10 @@ rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
 
 
 def runner(capsys: pytest.CaptureFixture[str]) -> Run:
-    """A function that runs a command: exit code, stdout, stderr. It fails on a traceback."""
+    """A function that runs a command: exit code, stdout, stderr without its last line `see: …`.
+
+    It fails on a traceback, and on an error that names no page of the docs.
+    """
 
     def call(*argv: str) -> tuple[int, str, str]:
         try:
@@ -31,6 +35,16 @@ def runner(capsys: pytest.CaptureFixture[str]) -> Run:
             code = end.code if isinstance(end.code, int) else -1
         out, err = capsys.readouterr()
         assert "Traceback" not in err
+        err, see = without_page(err)
+        assert see or code == 0 or not err.startswith("error")
         return code, out, err
 
     return call
+
+
+def without_page(err: str) -> tuple[str, str]:
+    """What is said on stderr, without the line that names a page of the docs, and that line."""
+    found = re.fullmatch(r"(.*?)(^see: [^\n]*\n)?", err, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    assert "see: schedir" not in found[1]
+    return found[1], found[2] or ""

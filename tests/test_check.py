@@ -285,8 +285,8 @@ def test_microbatches_are_said_as_ranges(microbatches: Sequence[int], said: str)
     facts = {"step": 0, "applied": tuple(microbatches), "expected": (0,)}
     finding = Diagnostic(rule, place, facts)
     assert finding.message == (
-        f"OPTIM_STEP 0 of stage 1 applies microbatches {said}; that of stage 0, which shares "
-        "parameters with it, 0"
+        f"OPTIM_STEP 0 of stage 1 applies microbatches {said}, but that of the tied stage 0 "
+        "applies 0"
     )
 
 

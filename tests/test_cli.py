@@ -22,7 +22,7 @@ from schedir.ir import COMMUNICATION, TRANSPORTS, Kind, loads_torch_csv
 from schedir.library import built_in
 from schedir.render import outputs_of
 from schedir.simulator import load_timelines
-from tests.command_line import DEADLOCK, Run, runner
+from tests.command_line import DEADLOCK, Run, runner, without_page
 from tests.findings import odd
 from tests.sweeps import sweep
 
@@ -91,6 +91,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     failed = schedir_process("show", "nope", cwd=tmp_path)
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith("error: no schedule is named 'nope'; ")
+    assert failed.stderr.endswith("\nsee: schedir docs authoring\n")
 
 
 def on_terminal(cwd: Path, *argv: str, columns: int = 100, lines: int = 24, **extra: str) -> str:
@@ -278,7 +279,42 @@ def test_version_and_usage(run: Run) -> None:
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert len(err.splitlines()) == 1
-        assert " --help`" in err
+
+
+def test_an_error_names_its_page_of_the_docs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("bad.sched").write_text("nonsense")
+    Path("costs.json").write_text('{"forwrd": 1}')
+    Path("cut.json").write_text("{")
+    for command, page in (
+        ("check dead.sched", "S301"),
+        ("check dead.sched dead.sched 1f1b", "S301"),
+        ("check nope dead.sched", "authoring"),
+        ("check 1f1b --strict", ""),
+        ("show bad.sched", "text-form"),
+        ("show 1f1b --costs costs.json", "costs-file"),
+        ("show 1f1b --costs cut.json", "costs-file"),
+        ("compare 1f1b --cost forward=1,2", ""),
+        ("show 1f1b --cost forward=1 --cost forward=1", "costs-file"),
+        ("show cut.json", "measure-and-predict"),
+        ("show 1f1b --steady", "show"),
+        ("explain S000", "explain"),
+        ("export 1f1b -o no/such.sched", "export"),
+        *((f"check dead.sched --output-format {form}", "") for form in ("concise", "json")),
+    ):
+        main(command.split())
+        _, see = without_page(capsys.readouterr().err)
+        assert see == (f"see: schedir docs {page}\n" if page else ""), command
+    for command, line in (
+        ("check", "see: schedir check --help, or schedir docs check\n"),
+        ("chek", "see: schedir --help, or schedir docs commands\n"),
+    ):
+        with pytest.raises(SystemExit):
+            main(command.split())
+        assert without_page(capsys.readouterr().err)[1] == line
 
 
 def test_a_command_leaves_the_logger_as_it_was(run: Run) -> None:
@@ -758,7 +794,7 @@ def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_where_else_a_li
     code, out, _ = run("check", "dead.sched")
     assert code == 1
     assert "   = note: under --channel rank; clean under edge and async\n" in out
-    assert "   = note: it runs on gloo, which is async; NCCL can be relied on for rank " in out
+    assert "   = note: it runs on gloo (async), but it can hang on NCCL (rank)\n" in out
     assert out.endswith("\ndead.sched: 1 error under rank\n")
     # What runs on gloo can be drawn.
     assert run("show", "dead.sched", "--json")[0] == 0
@@ -915,10 +951,11 @@ def test_standard_input_that_is_no_schedule(tmp_path: Path) -> None:
             done = schedir_process("check", "-", *argv, cwd=tmp_path, stdin=stdin)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(f"error: {message}")
-        assert len(done.stderr.splitlines()) == 1
+        assert len(done.stderr.splitlines()) == 2
     closed = f"{sys.executable} -m schedir check - <&-"
     done = subprocess.run(["bash", "-c", closed], capture_output=True, text=True, timeout=250)
-    assert (done.returncode, done.stderr) == (2, "error: <stdin>: Bad file descriptor\n")
+    error, _ = without_page(done.stderr)
+    assert (done.returncode, error) == (2, "error: <stdin>: Bad file descriptor\n")
 
 
 @pytest.mark.parametrize(
@@ -1128,13 +1165,16 @@ def test_a_csv_that_is_exported_by_its_extension_is_the_whole_list(run: Run) -> 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-o", "x.txt"], "x.txt does not tell the format: end it in .sched or .csv or "),
-        (["-o", "x.gif"], "x.gif does not tell the format"),
+        (["-o", "x.txt"], "the extension of x.txt names no format: use .sched or .csv or "),
+        (["-o", "x.gif"], "the extension of x.gif names no format"),
         (
             ["-o", "x.csv", "--format", "sched"],
-            "--format sched contradicts x.csv, which is to hold",
+            "--format sched contradicts x.csv, whose extension means",
         ),
-        (["-o", "x.sched", "--format", "torch-csv"], "contradicts x.sched, which is to hold sched"),
+        (
+            ["-o", "x.sched", "--format", "torch-csv"],
+            "contradicts x.sched, whose extension means sched",
+        ),
     ],
 )
 def test_an_extension_that_tells_something_else(run: Run, argv: list[str], message: str) -> None:
@@ -1166,7 +1206,7 @@ def test_explain(run: Run, code: str) -> None:
 def test_explain_a_code_that_is_retired(run: Run) -> None:
     status, out, err = run("explain", "s402")
     assert (status, err) == (0, "")
-    assert out.startswith("S402 is not reported any more: S105 says what it said.\n\nerror[S105]")
+    assert out.startswith("S402 is no longer reported: see S105 instead.\n\nerror[S105]")
 
 
 def test_explain_lists_all(run: Run) -> None:

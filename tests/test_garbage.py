@@ -25,6 +25,7 @@ from schedir.cli.terminal import tell
 from schedir.ir import dumps_torch_csv, loads_torch_csv
 from schedir.passes import strip_communication
 from tests.built_in import NAMES
+from tests.command_line import without_page
 from tests.sweeps import long, sweep
 
 Parse = Callable[[str | bytes], Schedule]
@@ -248,7 +249,7 @@ def check(capsys: pytest.CaptureFixture[str], target: Path) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
-    return err
+    return without_page(err)[0]
 
 
 @pytest.mark.parametrize("suffix", [".sched", ".csv"])
@@ -535,7 +536,7 @@ def test_huge_garbage(check_limited: Check, name: str) -> None:
     done = check_limited(name, case.content(), case.memory)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-1000:]
     assert len(done.stderr) < 1000
-    warnings, _, shown = done.stderr.partition("error: ")
+    warnings, _, shown = without_page(done.stderr)[0].partition("error: ")
     assert len(warnings.splitlines()) == name.startswith("only not modelled")
     header, *excerpt = shown.splitlines()
     assert re.match(f"{name}:{case.place}: ", header)
@@ -558,6 +559,6 @@ def test_huge_but_right(check_limited: Check, between: str) -> None:
 def test_a_million_ranks_get_their_verdict(check_limited: Check) -> None:
     content = START + b"placement 0\n" + numbered(b"rank %d:\n", 13 * MB)
     done = check_limited("x.sched", content, 16)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (1, "see: schedir docs S105\n")
     assert "S105" in done.stdout
     assert len(done.stdout) < 10_000

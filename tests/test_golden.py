@@ -2,8 +2,8 @@
 
 Each case has a transcript in tests/golden, the output of `schedir check` in every format. Cases are
 the example of each rule, and the files in tests/golden and in examples/broken. `pytest
-tests/test_golden.py --update-golden` writes the transcripts and docs/rules.md anew; read the
-difference before you commit it.
+tests/test_golden.py --update-golden` writes the transcripts anew; read the difference before you
+commit it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import attrs
 import pytest
-from write_rules import REFERENCE, reference
 
 import schedir
 from schedir.checker import RULES, Rule
@@ -85,10 +84,6 @@ def test_what_is_said_of_a_file(
 ) -> None:
     monkeypatch.chdir(ROOT)
     compare(GOLDEN / f"{path.stem}.txt", transcript(command(path), capsys), request)
-
-
-def test_the_rule_reference_is_current(request: pytest.FixtureRequest) -> None:
-    compare(REFERENCE, reference(), request)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=case)

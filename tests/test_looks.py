@@ -69,7 +69,7 @@ def test_bytes_go_to_a_pipe_and_to_no_terminal(
     piped = subprocess.run(command, capture_output=True, check=True, timeout=250)
     assert piped.stdout == schedir.simulate(schedir.build("1f1b")).png()
     on_terminal(tmp_path, *command[3:])
-    assert b"png is no text: write it to a file, -o x.png" in capfdbinary.readouterr().err
+    assert b"png is not text: write it to a file, -o x.png" in capfdbinary.readouterr().err
 
 
 def test_without_the_extra_a_line_says_what_to_install(
@@ -177,13 +177,13 @@ def test_a_window_without_anything_is_refused(
 ) -> None:
     code, out, err = run(*command, *window)
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: nothing is to be seen from \d+ to .*: .* from 0 to 33\n", err)
+    assert re.fullmatch(r"error: there is nothing to draw from \d+ to .*: .* from 0 to 33\n", err)
 
 
 @pytest.mark.parametrize("start", [-1, 27, float("nan")])
 def test_a_window_is_within_the_timeline(line: Timeline, start: float) -> None:
     for draw in (line.svg, line.show):
-        with pytest.raises(schedir.SchedirError, match="nothing is to be seen from"):
+        with pytest.raises(schedir.SchedirError, match="there is nothing to draw from"):
             draw(start=start)
 
 
@@ -194,7 +194,7 @@ def test_a_window_is_within_the_timeline(line: Timeline, start: float) -> None:
 def test_looks_are_for_pictures_alone(run: Run, form: str, look: tuple[str, ...]) -> None:
     code, out, err = run("export", "1f1b", "--format", form, *look)
     assert (code, out) == (2, "")
-    assert f"are for pictures, svg, png and pdf: {form} takes none of them" in err
+    assert f"are for pictures (svg, png, pdf); {form} takes none of them" in err
 
 
 def test_a_mark_of_an_update_can_be_seen() -> None:

@@ -273,7 +273,7 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     unknown = attrs.evolve(line, starts=starts)
     written = outputs_of("export")["perfetto"].write(unknown, Page())
     assert list(written.left_out) == [
-        f"{sends.sum()} of {len(sends)} actions are left out, as it is not known when they ran: "
+        f"{sends.sum()} of {len(sends)} actions are left out because their times are unknown: "
         "rank 0 #1 0SEND_ACT0 is the first"
     ]
     events = json.loads(plain(written.blocks))["traceEvents"]

@@ -370,7 +370,7 @@ def test_what_does_not_repeat_within_the_bound_is_not_guessed(run: Run) -> None:
     options += ["--set", "gradient_accumulation=6"]
     code, out, err = run("show", "pipedream-2bw", "--steady", *options)
     assert (code, out) == (2, "")
-    assert "pipedream-2bw shows no steady state: in a list of 8192 microbatches its actions" in err
+    assert "pipedream-2bw shows no steady state: in 8192 microbatches its actions" in err
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -434,7 +434,9 @@ pipedream              36           4  1.000   25.0%              0.0%          
 groups.py              54           6  1.500   50.0%             50.0%                 6  \
                3      0"""
     )
-    assert "Once full: what a schedule costs that goes on after its updates" in out
+    assert (
+        "Once full: the figures of an asynchronous schedule while its pipeline stays full." in out
+    )
 
 
 def test_the_keys_of_the_json(run: Run) -> None:
@@ -489,8 +491,8 @@ def test_show_says_why_there_is_none(run: Run) -> None:
     Path("short.sched").write_text(schedir.dumps(schedir.build("pipedream")))
     Path("run.json").write_text("[]")
     for target, said in (
-        ("1f1b", "1f1b has no steady state: in 8 microbatches no stage goes on after its"),
-        ("short.sched", "short.sched shows no steady state: in a list of 8 microbatches"),
+        ("1f1b", "1f1b has no steady state: in 8 microbatches no stage works after its"),
+        ("short.sched", "short.sched shows no steady state: in 8 microbatches"),
         ("run.json", "--steady is for schedules"),
     ):
         code, out, err = run("show", target, "--steady")

@@ -371,7 +371,7 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     unknown = attrs.evolve(line, ends=ends)
     written = outputs_of("export")["svg"].write(unknown, Page())
     assert list(written.left_out) == [
-        "2 of 14 actions are left out, as it is not known when they ran: rank 0 #0 0F0 is the first"
+        "2 of 14 actions are left out because their times are unknown: rank 0 #0 0F0 is the first"
     ]
     assert len(lanes(plain(written.blocks))[0].cells) == 4
 

@@ -6,13 +6,12 @@ mis-paired here.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from check_torch import Verdict, computed, table, verdicts
 
 from schedir import CHANNELS, append_steps
 from schedir.library import load
+from tests.pages import DOCS
 
 MIS_PAIRED = {
     ("ScheduleInterleavedZeroBubble", 2),
@@ -60,6 +59,6 @@ def test_the_built_in_schedule_of_each_is_torchs_list(
     assert ours.placement == listed.placement
 
 
-def test_the_readme_holds_the_table() -> None:
-    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-    assert table() in readme
+def test_the_page_on_proofs_holds_the_table() -> None:
+    page = DOCS / "explanation" / "schedules-and-proof.md"
+    assert table() in page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes docs/pictures, the pictures of the README.
+"""Writes docs/pictures, the pictures of the documentation.
 
     python tools/write_pictures.py
     python tools/write_pictures.py --measure
@@ -39,7 +39,6 @@ BY_COST = 4.06, 3.08
 def pictures() -> dict[str, str]:
     """Each picture by the name of its file."""
     one_f_one_b = _simulated("1f1b")
-    both_ways, other = _both_ways()
     predicted, measured = load_timelines(MEASURED)
     return {
         "1f1b.svg": one_f_one_b.svg(),
@@ -47,7 +46,6 @@ def pictures() -> dict[str, str]:
         "zb-h1.svg": _simulated("zb-h1").svg(),
         "memory.svg": _simulated("fill-drain").svg(against=one_f_one_b, memory=True),
         "predicted-and-measured.svg": predicted.svg(against=measured),
-        "both-ways.svg": both_ways.svg(against=other),
         "1f1b-rr.svg": _round_robin().svg(),
         "train-images.svg": _on_two("interleaved-1f1b", 1, 1, 1, 1).svg(
             against=_on_two("1f1b", 2, 2)
@@ -56,13 +54,6 @@ def pictures() -> dict[str, str]:
         "train-masked.svg": _on_two("1f1b", 1, 1).svg(),
         "pipedream.svg": curves.picture(*curves.load(LOSSES)),
     }
-
-
-def _both_ways() -> tuple[Timeline, Timeline]:
-    own = EXAMPLES / "own_schedule" / "both_ways.py"
-    both = (schedir.build(target, ranks=4, microbatches=4) for target in (own, "1f1b"))
-    first, second = map(schedir.simulate, both)
-    return first, second
 
 
 def _on_two(target: str, *forward: float) -> Timeline:

@@ -1,4 +1,4 @@
-"""What a check finds, as data; `render` draws it."""
+"""The findings of a check, as data; `render` prints them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Severity = Literal["error", "warning", "note"]
 
 @attrs.frozen
 class Location:
-    """A place in the lists. `index` is None where the fault is that an action is missing.
+    """A place in the lists. `index` is None if the fault is a missing action.
 
-    `action` is what stands there, or what is missing; `source` the line of Python that made it.
-    `within` is the entry that it is a part of, in short, where that has several.
+    `action` is the action at the place, or the missing one. `source` is the line of Python that
+    made it. `within` is the entry that contains the action, in short, if the entry has several
+    actions.
     """
 
     rank: int
@@ -70,8 +71,8 @@ def locations(schedule: Schedule, places: Iterable[int]) -> tuple[Location, ...]
 
 @attrs.frozen
 class Excerpt:
-    """A piece of a rank's list, from `first` on, as text; `marked` are the indices of what is at
-    fault.
+    """A piece of a rank's list as text, from the index `first` on. `marked` are the indices of the
+    entries at fault.
 
     `total` is the length of the whole list.
     """
@@ -84,23 +85,24 @@ class Excerpt:
 
 
 Text: TypeAlias = "str | Callable[[Diagnostic], str]"
-"""What is said of a finding: a template (`fill`), or a function where something is computed."""
+"""The text of a finding: a template (`fill`), or a function if something is computed."""
 
 Texts: TypeAlias = "tuple[str, ...] | Callable[[Diagnostic], Iterable[str]]"
 
 
 @attrs.frozen(kw_only=True)
 class Rule:
-    """A bad pattern: what a check says where it finds it, and what `schedir explain` says of it.
+    """A bad pattern: what a check says about it, and what `schedir explain` says about it.
 
-    `code` is stable and never reused; `name` is the bad pattern's. `strict` says whether `schedir
-    check --strict` fails for it. `meaning` is what the rule rejects, and `example` a whole `.sched`
-    text that it rejects, with the `options` of `check` that this needs.
+    `code` is stable and never reused. `name` names the bad pattern. `strict` says whether `schedir
+    check --strict` fails for it. `meaning` is what the rule rejects. `example` is a whole `.sched`
+    text that it rejects, with the `options` of `check` that the example needs.
 
-    A finding's texts are made when somebody reads them. `labels` are one for each location, or
-    fewer; `advice` is what to do where no change is known that ends the fault, `after_change` what
-    to add where one is. `trace` makes rows of a table that shows how it comes about, a wait cycle
-    say; the first `listed` locations are listed beside that, all by default.
+    A finding's texts are made when somebody reads them. There is one of the `labels` for each
+    location, or fewer. `advice` is the help line if no known change removes the fault;
+    `after_change` is added to the help line if one does. `trace` makes the rows of a table that
+    shows how the fault comes about, such as a wait cycle. The first `listed` locations are listed
+    beside that table, by default all.
     """
 
     code: str
@@ -132,12 +134,20 @@ class Rule:
 
 @attrs.frozen
 class Diagnostic:
-    """One finding: which rule rejects what, where, and what to do.
+    """One finding: the rule that rejects the schedule, the places, and what to do.
 
-    The `rule` has the texts, which are made of the `facts`; both are read as attributes too, as in
-    `finding.why`. The first of `locations` is the primary one. `change` ends the fault, if such a
-    change is known; `tried` says that nothing new comes of it. `more` says how many findings of the
-    same code a report leaves out after this one.
+    The `rule` has the texts, which are filled in with the `facts`. Attributes of both can be read
+    from the finding, as in `finding.why`. The first of the `locations` is the primary one. `change`
+    is a change that removes the fault, if one is known; `tried` says that the change causes no new
+    finding. `more` says how many findings of the same code the report leaves out after this one.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0B0 0B0"])
+    >>> finding = schedir.check(schedule).diagnostics[0]
+    >>> finding.code, finding.message, str(finding.locations[0])
+    ('S104', '0B0 is listed twice', 'rank 0 #2 0B0')
+    >>> finding.help
+    'remove 0B0 at rank 0 #2'
     """
 
     rule: Rule
@@ -154,17 +164,17 @@ class Diagnostic:
 
     @property
     def code(self) -> str:
-        """The rule's: S301, say."""
+        """The code of the rule, such as S301."""
         return self.rule.code
 
     @property
     def name(self) -> str:
-        """The bad pattern's: wait-cycle, say."""
+        """The name of the bad pattern, such as wait-cycle."""
         return self.rule.name
 
     @property
     def severity(self) -> Severity:
-        """Whether it is an error, a warning or a note."""
+        """One of "error", "warning" and "note"."""
         return self.rule.severity
 
     @property
@@ -174,17 +184,17 @@ class Diagnostic:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each location has to do with it; may be shorter than the locations."""
+        """What each location has to do with the fault; there may be fewer labels than locations."""
         return self._all_said(self.rule.labels)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else there is to know."""
+        """Further facts, one line each."""
         return self._all_said(self.rule.notes)
 
     @property
     def help(self) -> str | None:
-        """What to do."""
+        """What to do, None if no advice is known."""
         if self.change is not None:
             return f"{self.change}{self._said(self.rule.after_change)}"
         return None if self.rule.advice is None else self._said(self.rule.advice)
@@ -198,17 +208,17 @@ class Diagnostic:
 
     @property
     def listed(self) -> tuple[Location, ...]:
-        """The locations to list, but for those that the trace shows."""
+        """The locations to list beside the trace."""
         return self.locations[: self.rule.listed]
 
     @property
     def trace(self) -> tuple[tuple[str, ...], ...]:
-        """Rows of a table that shows how it comes about: a wait cycle, say."""
+        """The rows of a table that shows how the fault comes about, such as a wait cycle."""
         return () if self.rule.trace is None else tuple(self.rule.trace(self))
 
     @property
     def excerpts(self) -> tuple[Excerpt, ...]:
-        """The pieces of the lists that it is about."""
+        """The pieces of the lists that show the fault."""
         found: tuple[Excerpt, ...] = self.facts.get("excerpts", ())
         return found
 
@@ -219,12 +229,12 @@ class Diagnostic:
 
     @property
     def index(self) -> int | None:
-        """The index of the primary location in its rank's list, None where it is missing."""
+        """The index of the primary location in its rank's list, None if the action is missing."""
         return self.locations[0].index
 
     @property
     def action(self) -> Action:
-        """What stands at the primary location, or is missing there."""
+        """The action at the primary location, or the action that is missing there."""
         return self.locations[0].action
 
     @property
@@ -246,13 +256,20 @@ class Diagnostic:
 
 @attrs.frozen(repr=False)
 class Report(Displayed):
-    """Every finding of a check, but that of thousands of one code the first are held, and the
-    number of the others with the last of these.
+    """Every finding of a check. Of one code, at most the first 4000 findings are kept; the last of
+    them counts the rest (`Diagnostic.more`).
 
-    `channel` is the model that the errors were judged under; `clean_channels` are those, strictest
-    first, under which the schedule runs to its end (empty where errors kept that from being known).
-    `schedule` is the complete list that was proved, communication and all; None where there is an
-    error.
+    `channel` is the channel model that the errors were judged under. `clean_channels` are the
+    models under which the schedule runs to its end, strictest first; empty if errors prevented the
+    analysis. `schedule` is the complete list that was proved, communication included; None if there
+    is an error.
+
+    >>> import schedir
+    >>> report = schedir.check(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> report.ok, report.diagnostics
+    (True, ())
+    >>> report.clean_channels
+    ('host', 'rank', 'pair', 'edge', 'async')
     """
 
     channel: str
@@ -262,7 +279,7 @@ class Report(Displayed):
 
     @property
     def ok(self) -> bool:
-        """True where there is no error; warnings and notes are allowed."""
+        """True if there is no error; warnings and notes are allowed."""
         return not self.errors
 
     @property
@@ -271,12 +288,12 @@ class Report(Displayed):
         return tuple(d for d in self.diagnostics if d.severity == "error")
 
     def raise_if_errors(self) -> None:
-        """Raise ScheduleError, with every diagnostic, where there is an error."""
+        """Raise ScheduleError, with every diagnostic, if there is an error."""
         if self.errors:
             raise self._error()
 
     def proved(self) -> Schedule:
-        """`schedule`. Raises ScheduleError, with every diagnostic, where there is none."""
+        """`schedule`. Raises ScheduleError, with every diagnostic, if it is None."""
         if self.schedule is None:
             raise self._error()
         return self.schedule

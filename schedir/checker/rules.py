@@ -1,8 +1,8 @@
-"""The rules: what a check rejects, with what is said of a finding and what `schedir explain` says.
+"""The rules: what a check rejects, its texts, and what `schedir explain` says about it.
 
 Codes are stable and never reused. S1xx structure, S2xx ordering, S3xx communication, S4xx memory
-and weights, S5xx performance. A rule's texts are templates, or functions where something is
-computed; each example is a whole `.sched` text that the rule rejects.
+and weights, S5xx performance. A rule's texts are templates, or functions if something is computed;
+each example is a whole `.sched` text that the rule rejects.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ UNKNOWN_MICROBATCH = Rule(
     code="S102",
     name="unknown-microbatch",
     meaning="An action names a microbatch outside 0..M-1.",
-    why="A step has exactly M microbatches; there is no data for another.",
-    fix="Correct the microbatch, or the schedule's number of them.",
+    why="A step has exactly M microbatches, so no other microbatch has data.",
+    fix="Correct the microbatch, or the schedule's number of microbatches.",
     example=_example(1, "0", "0F0 0B0 0F1 0B1"),
     message="there is no microbatch {action.microbatch}; the schedule has {microbatches}",
     after_change=", or say that the schedule has more microbatches",
@@ -48,7 +48,7 @@ UNKNOWN_MICROBATCH = Rule(
 WRONG_RANK = Rule(
     code="S103",
     name="wrong-rank",
-    meaning="An action stands in the list of a rank that doesn't hold its stage.",
+    meaning="An action is listed on a rank that doesn't hold its stage.",
     why="The rank has neither the module nor its tensors.",
     fix="Move the action to a rank that holds the stage, or change the placement.",
     example=_example(1, "0 1", "0F0 1B0 0B0", "1F0"),
@@ -59,13 +59,13 @@ WRONG_RANK = Rule(
 
 def _duplicate(finding: Diagnostic) -> str:
     # A forward is the same whatever version it reads.
-    return f"{attrs.evolve(finding.action, version=None)} stands in the lists a second time"
+    return f"{attrs.evolve(finding.action, version=None)} is listed twice"
 
 
 DUPLICATE_ACTION = Rule(
     code="S104",
     name="duplicate-action",
-    meaning="The same action stands in the lists more than once.",
+    meaning="The same action is listed more than once.",
     why="Each stage runs each microbatch once; a second backward would add its gradient twice.",
     fix="Remove all but one.",
     example=_example(1, "0", "0F0 0B0 0B0"),
@@ -77,9 +77,8 @@ MISSING_ACTION = Rule(
     code="S105",
     name="missing-action",
     meaning="A stage never runs the forward, or the backward, of a microbatch.",
-    why="Its gradient would silently lack that microbatch, and what a forward keeps for its "
-    "backward would stay in memory to the end of the step. A backward is one B, or an I and "
-    "its W.",
+    why="The gradient would silently lack that microbatch, and the forward's activation would stay "
+    "in memory to the end of the step. A backward is one B, or an I and its W.",
     fix="Add the missing action.",
     example=_example(2, "0", "0F0 0B0 0F1"),
     message="stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}",
@@ -117,9 +116,9 @@ def _split_parts(finding: Diagnostic) -> tuple[str, ...]:
 SPLIT_MICROBATCH = Rule(
     code="S107",
     name="split-microbatch",
-    meaning="The backward, or the recomputation, of a microbatch stands on another replica of the "
-    "stage than its forward.",
-    why="What the backward needs, the forward left on its own rank.",
+    meaning="The forward of a microbatch runs on one replica of the stage, its backward, "
+    "recomputation or copy on another.",
+    why="The backward needs the activation, which stays on the rank that ran the forward.",
     fix="Run both on the same rank.",
     example=_example(1, "0,1", "0F0 0REDUCE_GRAD 0OPTIM_STEP", "0B0 0REDUCE_GRAD 0OPTIM_STEP"),
     message=_split,
@@ -129,7 +128,7 @@ SPLIT_MICROBATCH = Rule(
 # S2xx: each rank's compute is in an order that makes sense, and each gradient is applied once.
 
 _LISTED_EARLY = "{action} is listed before {other.action}, whose result it uses"
-_NEEDS_LATER = ("needs what comes later", "listed here")
+_NEEDS_LATER = ("uses a later result", "listed here")
 
 BACKWARD_BEFORE_FORWARD = Rule(
     code="S201",
@@ -146,7 +145,7 @@ WEIGHT_BEFORE_INPUT = Rule(
     code="S202",
     name="weight-before-input",
     meaning="A W is listed before the I of the same stage and microbatch.",
-    why="W uses what I has computed.",
+    why="W uses the result of I.",
     fix="Move W after its I.",
     example=_example(2, "0", "0F0 0W0 0I0 0F1 0I1 0W1"),
     message=_LISTED_EARLY,
@@ -158,7 +157,7 @@ INPUT_NOT_READY = Rule(
     name="input-not-ready",
     meaning="An action is listed before the neighbouring stage on the same rank has made its "
     "input.",
-    why="A rank runs its list in order, so the input can't be there.",
+    why="A rank runs its list in order, so the input does not exist yet.",
     fix="Run the stages forward in ascending order, and backward in descending order.",
     example=_example(1, "0 0", "1F0 0F0 1B0 0B0"),
     message=_LISTED_EARLY,
@@ -182,8 +181,9 @@ GRADIENT_NEVER_APPLIED = Rule(
     code="S205",
     name="gradient-never-applied",
     meaning="A stage has no OPTIM_STEP although other stages have.",
-    why="It would never learn. A schedule without any OPTIM_STEP leaves the update to the caller.",
-    fix="Give every stage its OPTIM_STEP, on each rank that holds it, or none.",
+    why="The stage would never learn. A schedule may leave the update to the caller, but then it "
+    "has no OPTIM_STEP for any stage.",
+    fix="List an OPTIM_STEP for every stage, on each rank that holds it, or none for any stage.",
     example=_example(1, "0 0", "0F0 1F0 1B0 0B0 1OPTIM_STEP"),
     message="stage {action.stage} has no OPTIM_STEP on rank {rank}, though other stages have",
 )
@@ -191,9 +191,9 @@ GRADIENT_NEVER_APPLIED = Rule(
 EMPTY_STEP = Rule(
     code="S206",
     name="empty-step",
-    meaning="An OPTIM_STEP is listed where no gradient has been accumulated since the one before.",
-    why="There is nothing to apply: most likely it is a duplicate, or stands in the wrong place.",
-    fix="Remove it, or move it after the backwards that it belongs to.",
+    meaning="An OPTIM_STEP has no gradient to apply: none was accumulated since the one before.",
+    why="Most likely it is a duplicate, or in the wrong place.",
+    fix="Remove it, or move it after the backwards whose gradients it applies.",
     example=_example(1, "0", "0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"),
     message="stage {action.stage} has accumulated no gradient since its last OPTIM_STEP",
 )
@@ -201,11 +201,10 @@ EMPTY_STEP = Rule(
 UNEVEN_STEPS = Rule(
     code="S207",
     name="uneven-steps",
-    meaning="Two stages that share parameters group the microbatches differently into their "
-    "OPTIM_STEPs.",
-    why="A tied parameter gets one gradient in each step, the sum over its stages; of different "
-    "microbatches that is the gradient of no loss.",
-    fix="Give the tied stages their OPTIM_STEPs after the same sets of microbatches.",
+    meaning="Two stages share parameters, but their OPTIM_STEPs apply different microbatches.",
+    why="A tied parameter gets one gradient in each step, the sum over its stages. If the stages "
+    "apply different microbatches, that sum is not the gradient of any loss.",
+    fix="List the OPTIM_STEPs of tied stages after the same microbatches.",
     example=_example(
         3,
         "0 0",
@@ -213,26 +212,27 @@ UNEVEN_STEPS = Rule(
         "1B2 0B1 0B2 0OPTIM_STEP 1OPTIM_STEP",
     ),
     options=(("ties", ((0, 1),)),),
-    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that "
-    "of stage {other.action.stage}, which shares parameters with it, {expected:ranges}",
-    advice="give both stages their OPTIM_STEPs after the same microbatches",
+    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}, but "
+    "that of the tied stage {other.action.stage} applies {expected:ranges}",
+    advice="list the OPTIM_STEPs of both stages after the same microbatches",
 )
 
 REDUCE_BEFORE_GRADIENTS = Rule(
     code="S208",
     name="reduce-before-gradients",
     meaning="A REDUCE_GRAD is listed before the gradients of its step are complete.",
-    why="What is computed after it is not summed over the replicas: they drift apart.",
+    why="Gradients computed after it are not summed over the replicas, so their weights drift "
+    "apart.",
     fix="Move the REDUCE_GRAD after the last backward before the OPTIM_STEP.",
     example=_example(2, "0", "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP"),
     message="{late} of stage {action.stage}'s gradients {late:comes|come} after its REDUCE_GRAD",
-    labels=("sums what is there so far", "the last gradient"),
+    labels=("sums the gradients so far", "the last gradient"),
 )
 
 
 def _unsummed(finding: Diagnostic) -> str:
     held = finding.facts["held"]
-    reason = "those of other stages on one rank are summed"
+    reason = "other stages on one rank have one"
     if len(held) > 1:
         reason = f"the stage lives on ranks {ranges(held)}"
     return f"no REDUCE_GRAD sums stage {finding.action.stage}'s gradients, though {reason}"
@@ -241,10 +241,10 @@ def _unsummed(finding: Diagnostic) -> str:
 STEP_WITHOUT_REDUCE = Rule(
     code="S209",
     name="step-without-reduce",
-    meaning="Gradients of a stage on several ranks are not summed by a REDUCE_GRAD; or those of a "
-    "stage on one rank are not, though other such stages' are, over a group that the schedule "
-    "hides.",
-    why="Each replica would apply its own gradients only: they drift apart.",
+    meaning="No REDUCE_GRAD sums the gradients of a stage that lives on several ranks. Or a stage "
+    "on one rank has no REDUCE_GRAD although other stages on one rank have one, which sums over "
+    "replicas outside the schedule.",
+    why="Each replica would apply only the gradients that it computed, so the weights drift apart.",
     fix="Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank.",
     example=_example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP"),
     message=_unsummed,
@@ -253,24 +253,24 @@ STEP_WITHOUT_REDUCE = Rule(
 EMPTY_REDUCE = Rule(
     code="S210",
     name="empty-reduce",
-    meaning="A REDUCE_GRAD is listed where no replica has a gradient that is not summed yet.",
-    why="Gradients that are summed already would be summed once more, or none at all.",
-    fix="Remove it, or move it after the backwards that it belongs to.",
+    meaning="A REDUCE_GRAD has nothing to sum: no replica has a gradient that is not summed yet.",
+    why="It would sum the same gradients a second time, or none.",
+    fix="Remove it, or move it after the backwards whose gradients it sums.",
     example=_example(
         2,
         "0,1",
         "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
         "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
     ),
-    message="no replica of stage {action.stage} has a gradient that is not summed yet",
+    message="no replica of stage {action.stage} has a new gradient to sum",
 )
 
 UNEVEN_REPLICAS = Rule(
     code="S211",
     name="uneven-replicas",
     meaning="The replicas of a stage have different numbers of OPTIM_STEPs.",
-    why="From the first step that one of them lacks, their weights differ.",
-    fix="Give every replica the same OPTIM_STEPs.",
+    why="Their weights differ from the first missing step on.",
+    fix="List the same OPTIM_STEPs on every replica.",
     example=_example(
         2,
         "0,1",
@@ -294,9 +294,9 @@ def _across(finding: Diagnostic) -> str:
 REDUCE_ACROSS_STEPS = Rule(
     code="S212",
     name="reduce-across-steps",
-    meaning="REDUCE_GRADs that meet belong to different OPTIM_STEPs of their replicas.",
-    why="The sum mixes the gradients of two steps, and the replicas apply different ones.",
-    fix="Give every replica as many REDUCE_GRADs between two OPTIM_STEPs.",
+    meaning="REDUCE_GRADs that meet belong to different OPTIM_STEPs on different replicas.",
+    why="The sum mixes the gradients of two steps, and the replicas apply different sums.",
+    fix="List the same number of REDUCE_GRADs between two OPTIM_STEPs on every replica.",
     example=_example(
         4,
         "0,1",
@@ -312,8 +312,8 @@ NO_STEP = Rule(
     severity="note",
     strict=False,
     meaning="No stage has an OPTIM_STEP, so the schedule updates nothing itself.",
-    why="The gradients only accumulate: whoever runs the schedule is to apply them, and to clear "
-    "them. That is a choice, and the only one in torch's format, so `--strict` allows it.",
+    why="The gradients only accumulate: the caller must apply them, and clear them. Schedules in "
+    "torch's format always work this way, so `--strict` allows it.",
     fix="End each list with the OPTIM_STEPs of its stages, as the option `--add-steps` and "
     "`schedir.append_steps` do, or step the optimizer yourself.",
     example=_example(1, "0", "0F0 0B0"),
@@ -327,7 +327,7 @@ RECOMPUTE_BEFORE_FORWARD = Rule(
     name="recompute-before-forward",
     meaning="An R is listed before the forward of the same stage and microbatch.",
     why="R runs the forward again, on the input that F keeps.",
-    fix="Move the R after its forward, or leave it out: F then keeps its activation.",
+    fix="Move the R after its forward, or remove it: F then keeps its activation.",
     example=_example(1, "0", "0R0 0F0 0B0"),
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
@@ -337,8 +337,9 @@ BACKWARD_BEFORE_RECOMPUTE = Rule(
     code="S215",
     name="backward-before-recompute",
     meaning="A backward is listed before the recomputation of the same stage and microbatch.",
-    why="Where there is an R, its forward keeps the input alone: R makes what the backward needs.",
-    fix="Move the R before its B or I, or leave it out: F then keeps its activation.",
+    why="A forward with an R keeps only its input, and R makes the activation that the backward "
+    "needs.",
+    fix="Move the R before its B or I, or remove it: F then keeps its activation.",
     example=_example(1, "0", "0F0 0B0 0R0"),
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
@@ -349,32 +350,32 @@ DIFFERENT_RATES = Rule(
     name="different-rates",
     severity="note",
     strict=False,
-    meaning="Stages step after different sets of microbatches: one of them oftener than another, "
-    "say.",
-    why="A step takes the mean over its own microbatches, so each stage trains; but no update is "
-    "one of the whole model. PipeDream's replicated stages work so by design, which is why "
-    "`--strict` allows it: they step once in a round of their replicas, the others after every "
-    "minibatch. Where it is not meant, an OPTIM_STEP is in the wrong place.",
-    fix="Give every stage its OPTIM_STEPs after the same sets of microbatches.",
+    meaning="Stages step after different sets of microbatches; for example, one steps more often.",
+    why="Each step applies the mean over its microbatches, so every stage trains. But no update "
+    "covers the whole model with the same microbatches. PipeDream's replicated stages work this "
+    "way, so `--strict` allows it: they step once per round of their replicas, the other stages "
+    "after every minibatch. If you did not intend this, an OPTIM_STEP is in the wrong place.",
+    fix="List the OPTIM_STEPs of every stage after the same sets of microbatches.",
     example=_example(
         2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
     ),
-    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}; that "
-    "of the loss stage {expected:ranges}",
-    labels=("the mean over its own", "the loss stage's"),
+    message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}, but "
+    "that of the loss stage applies {expected:ranges}",
+    labels=("the mean over these", "the loss stage's"),
     notes=(
-        "{differing} of the {stages} stages {differing:groups|group} the microbatches otherwise "
-        "than the loss stage",
+        "{differing} of the {stages} stages {differing:groups|group} the microbatches differently "
+        "from the loss stage",
     ),
-    advice="give both stages their OPTIM_STEPs after the same microbatches, unless it is meant",
+    advice="list the OPTIM_STEPs of both stages after the same microbatches, unless you intend "
+    "this",
 )
 
 USED_TOO_EARLY = Rule(
     code="S217",
     name="used-too-early",
-    meaning="An action is listed before another one of its rank that makes what it uses.",
-    why="A rank runs its list in order, so that is not there yet.",
-    fix="Move the action after the one that makes what it uses.",
+    meaning="An action uses a value that a later action of its rank makes.",
+    why="A rank runs its list in order, so the value does not exist yet.",
+    fix="Move the action after the one that makes the value.",
     example=_example(1, "0", "0F0 0OFFLOAD0 0B0 0RELOAD0"),
     message="{action} is listed before {other.action}, which makes its {word}",
     labels=_NEEDS_LATER,
@@ -385,23 +386,25 @@ def _not_alive(finding: Diagnostic) -> str:
     word, label = finding.facts["word"], finding.facts["label"]
     if label == "twice":
         return f"{finding.action} makes the {word} while there is one"
-    end = f"after {finding.other.action} has ended it" if label == "gone" else "that nobody makes"
+    end = (
+        f"after {finding.other.action} has ended it" if label == "gone" else "that no action makes"
+    )
     return f"{finding.action} uses the {word} {end}"
 
 
 USED_AFTER_ITS_END = Rule(
     code="S218",
     name="used-after-its-end",
-    meaning="An action uses what another one has ended, or nobody makes; or it makes what is there "
-    "already.",
-    why="Nothing is there to be used, or one of two is lost.",
-    fix="List the action where what it uses is alive, or add what makes it.",
+    meaning="An action uses a value that does not exist: another action has ended it, or no action "
+    "makes it. Or the action makes a value that already exists.",
+    why="There is nothing to use, or one of two values is lost.",
+    fix="List the action while the value exists, or add the action that makes it.",
     example=_example(1, "0", "0F0 0B0 0OFFLOAD0"),
     message=_not_alive,
-    advice="list {action} where that is alive",
+    advice="list {action} where the {word} exists",
 )
 
-# S3xx: each send meets its receive, compute has its input, and nobody waits for ever.
+# S3xx: each send meets its receive, compute has its input, and nobody waits forever.
 
 MEETS = "waits for"
 
@@ -415,7 +418,7 @@ def _deadlock(finding: Diagnostic) -> str:
 
 
 def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
-    """Each action of the cycle, why it waits, and the one that it waits for."""
+    """Each action of the cycle, why it waits, and the action that it waits for."""
     places, reasons = finding.locations, finding.facts["reasons"]
     following = [*map(str, places[1:]), f"{places[0]}   (cycle)"]
     for place, why, awaited in zip(places, reasons, following, strict=True):
@@ -423,19 +426,19 @@ def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
 
 
 def _clean_under(finding: Diagnostic) -> Iterator[str]:
-    """Under which models it is clean."""
+    """The channel models under which the schedule is clean."""
     channel, clean = finding.facts["channel"], finding.facts["clean"]
     if clean:
         yield f"under --channel {channel}; clean under {joined(clean)}"
         # Not where a model was asked for that no transport can be relied on for.
         if channel == DEFAULT_CHANNEL:
-            yield "it runs on gloo, which is async; NCCL can be relied on for rank alone"
+            yield "it runs on gloo (async), but it can hang on NCCL (rank)"
     elif finding.facts["complete"]:
         yield f"under --channel {channel}, and under every other"
     else:
         yield "under every channel model"
     if finding.facts["inserted"]:
-        yield "in the list as schedir completes it, which `schedir export` prints"
+        yield "in the list with the communication that schedir inserts: `schedir export` prints it"
 
 
 def _no_move(finding: Diagnostic) -> str:
@@ -455,14 +458,15 @@ WAIT_CYCLE = Rule(
     code="S301",
     name="wait-cycle",
     meaning="Some actions wait for each other in a circle: a deadlock.",
-    why="None of them can ever run. A transfer needs both ends posted, stages that share "
-    "parameters (`--tie`) step together, and a transport keeps a part of each list's order "
-    "(`--channel`), so an action may have to wait for one that is listed before it: "
+    why="None of them can ever run. A transfer needs both ends posted. Stages that share "
+    "parameters (`--tie`) step together. And a transport keeps a part of each list's order, so an "
+    "action may have to wait for one that is listed before it. The channel models (`--channel`) "
+    "say how much order a transport keeps: "
     + "; ".join(f"`{model}`, {words}" for model, words in CHANNELS_IN_WORDS.items())
-    + ". What is clean under `rank` runs on NCCL and on gloo, what is clean under `async` on "
-    "gloo alone; `pair` and `edge` ask of a driver what CUDA does not promise.",
-    fix="Post one of the actions of the cycle earlier, post a rank's sends and receives that block "
-    "each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`, or use a transport that keeps less "
+    + ". A list that is clean under `rank` runs on NCCL and on gloo. A list that is clean only "
+    "under `async` runs on gloo. `pair` and `edge` need more than CUDA promises.",
+    fix="Post one of the actions of the cycle earlier. Or post a rank's sends and receives that "
+    "block each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`. Or use a transport that keeps less "
     "order.",
     example=_example(
         2,
@@ -491,7 +495,7 @@ UNMATCHED = Rule(
     name="unmatched",
     meaning="A send has no receive, a receive no send, or a REDUCE_GRAD no counterpart on some "
     "replica.",
-    why="It waits for ever, or the transport matches it with something else.",
+    why="It waits forever, or the transport matches it with another transfer.",
     fix="Add the other end, or remove this one.",
     example=_example(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0"),
     message=_unmatched,
@@ -512,7 +516,7 @@ class Pair:
 
 
 def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
-    """The channel around the first wrong pair: what meets what, in order."""
+    """The transfers around the first wrong pair of the channel, in order."""
     yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
     for pair in finding.facts["pairs"]:
         yield (
@@ -524,7 +528,7 @@ def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
 
 
 def _payload(send: Action) -> str:
-    """What a send carries, in words."""
+    """The payload of a send, in words."""
     what = "output" if send.kind is Kind.SEND_ACT else "input gradient"
     return f"the {what} of stage {send.stage} for microbatch {send.microbatch}"
 
@@ -532,10 +536,10 @@ def _payload(send: Action) -> str:
 MIS_PAIRED = Rule(
     code="S303",
     name="mis-paired",
-    meaning="The j-th send of a channel and its j-th receive name different boundaries or "
+    meaning="The j-th send and the j-th receive of a channel name different boundaries or "
     "microbatches.",
-    why="There are no tags: the receiver would get another tensor than it expects, without a word.",
-    fix="Post sends and receives of a channel in the same order.",
+    why="Transfers have no tags, so the receiver would silently get the wrong tensor.",
+    fix="List the sends and the receives of a channel in the same order.",
     example=_example(
         2,
         "0 1",
@@ -561,7 +565,7 @@ MISSING_RECEIVE = Rule(
     code="S304",
     name="missing-receive",
     meaning="A compute action runs before, or without, the receive of its input.",
-    why="It would work on whatever the buffer holds.",
+    why="It would compute on whatever the buffer holds.",
     fix="List the receive before the action.",
     example=_example(
         1,
@@ -570,7 +574,7 @@ MISSING_RECEIVE = Rule(
         "1F0 1RECV_ACT0 1B0 1SEND_GRAD0",
     ),
     message=_unreceived,
-    labels=("uses what it brings", "the receive, listed later"),
+    labels=("uses the received tensor", "the receive, listed later"),
 )
 
 SEND_BEFORE_COMPUTE = Rule(
@@ -622,15 +626,15 @@ VERSION_NOT_AVAILABLE = Rule(
     why="Version v exists once v OPTIM_STEPs of the stage have run.",
     fix="Name an existing version, or move the forward after the OPTIM_STEP that makes it.",
     example=_example(1, "0", "0F0@1 0B0 0OPTIM_STEP"),
-    message="stage {action.stage} has version {newest} at most here, not {action.version}",
+    message="stage {action.stage} has no version {action.version} here; its newest is {newest}",
     after_change=", or list the forward after the OPTIM_STEP that makes version {action.version}",
 )
 
 DELAY_ABOVE_LIMIT = Rule(
     code="S403",
     name="delay-above-limit",
-    meaning="A gradient is applied more updates after the version that it was computed at than "
-    "allowed.",
+    meaning="A gradient is applied too many updates after the weight version that it was computed "
+    "at.",
     why="A gradient that is stale by many updates can keep training from converging.",
     fix="Keep fewer microbatches in flight between updates, or raise --max-delay.",
     example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
@@ -645,7 +649,7 @@ VERSIONS_ABOVE_LIMIT = Rule(
     code="S404",
     name="versions-above-limit",
     meaning="More weight versions of a stage are alive at once than allowed.",
-    why="Each version beside the newest is a copy of the stage's weights.",
+    why="Each version besides the newest is a copy of the stage's weights.",
     fix="Keep fewer microbatches in flight between updates, or raise --max-versions.",
     example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
     options=(("max_versions", 1),),
@@ -664,9 +668,9 @@ ACTIVATIONS_ABOVE_LIMIT = Rule(
     code="S405",
     name="activations-above-limit",
     meaning="A rank holds more activations at once than allowed.",
-    why="What each forward keeps for its backward may not fit the device's memory.",
+    why="The activations may not fit in the device's memory.",
     fix="Start backwards earlier, run forwards again (`schedir.recompute`), or raise "
-    "--max-activations; `--held-until I` counts none between its I and its W.",
+    "--max-activations. With `--held-until I` an activation doesn't count between its I and its W.",
     example=_example(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2"),
     options=(("max_activations", 2),),
     message="rank {rank} holds {peak} activations at once; the limit is {limit}",
@@ -679,9 +683,9 @@ VERSIONS_DISAGREE = Rule(
     name="versions-disagree",
     severity="note",
     meaning="A microbatch runs at different weight versions on different stages.",
-    why="Its gradient is that of no single version of the model. PipeDream works so by design; "
-    "its vertical sync gives every stage the same version.",
-    fix="Name the version that all stages share: `0F4@1`.",
+    why="Its gradient does not belong to any single version of the model. PipeDream works this way "
+    "by design; its vertical sync gives every stage the same version.",
+    fix="Name one version for all stages, as in `0F4@1`.",
     example=_example(
         2,
         "0 0",
@@ -700,9 +704,9 @@ TIED_VERSIONS_DISAGREE = Rule(
     code="S407",
     name="tied-versions-disagree",
     meaning="Stages that share parameters run a microbatch at different versions of them.",
-    why="A tied parameter is one parameter: two of its versions in one forward pass are no model, "
-    "and the sum of their gradients is the gradient of none.",
-    fix="Name the version that the tied stages share (`0F4@1`, as in vertical sync), update after "
+    why="A tied parameter is one parameter. One forward pass would use two versions of it, and the "
+    "sum of their gradients is not the gradient of any model.",
+    fix="Name one version for the tied stages (`0F4@1`, as in vertical sync), update after "
     "all microbatches, or leave the parameter untied.",
     example=_example(
         2,
@@ -723,10 +727,10 @@ TIED_VERSIONS_DISAGREE = Rule(
 RECOMPUTE_AT_ANOTHER_VERSION = Rule(
     code="S408",
     name="recompute-at-another-version",
-    meaning="An R names another weight version than the one that its forward reads.",
-    why="What is run again at other weights is another forward: its gradient belongs to no output "
-    "that the stage has handed on.",
-    fix="Leave the version out of the R: it reads that of its forward.",
+    meaning="An R names a different weight version from the one that its forward reads.",
+    why="At other weights the R computes another output than the one that the stage sent on, so "
+    "the gradient would be wrong.",
+    fix="Leave the version out of the R: it then reads the version of its forward.",
     example=_example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP"),
     message="{action} reads version {action.version}, but {other.action} reads version {version}",
     labels=("reads one version", "reads another"),
@@ -735,17 +739,17 @@ RECOMPUTE_AT_ANOTHER_VERSION = Rule(
 NEVER_ENDED = Rule(
     code="S409",
     name="never-ended",
-    meaning="An action makes what no other one ends.",
-    why="It would stay in memory to the end of the step.",
-    fix="Add the action that ends it, or leave out the one that makes it.",
+    meaning="An action makes a value that no other action ends.",
+    why="The value would stay in memory to the end of the step.",
+    fix="Add the action that ends the value, or remove the one that makes it.",
     example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
-    message="nobody ends the {word} that {action} makes",
-    advice="add what ends it, or leave out what makes it",
+    message="no action ends the {word} that {action} makes",
+    advice="add the action that ends it, or remove {action}",
 )
 
-# S5xx: what is right, but slower than it need be.
+# S5xx: correct, but slower than necessary.
 
-_UNIT = "times are in forwards of one stage, a backward taking two"
+_UNIT = "times are in forwards of one stage; a backward takes two"
 
 
 def _late_receives(finding: Diagnostic) -> Iterator[str]:
@@ -762,7 +766,7 @@ LATE_RECEIVE = Rule(
     "posted while that rank still computed.",
     why="A transfer starts when both its ends are posted, so this one can't overlap with compute, "
     "and its sender may wait for it.",
-    fix="Post the receive ahead of the compute before it; or leave it to schedir's placement.",
+    fix="Post the receive ahead of the compute before it, or let schedir insert the communication.",
     example=_example(
         2,
         "0 1",
@@ -781,8 +785,9 @@ EARLY_RECEIVE = Rule(
     severity="warning",
     meaning="A receive is posted so early that it holds up other communication, and the step takes "
     "longer.",
-    why="A transport that keeps order can't pass a receive whose payload is not made yet.",
-    fix="Post the receive after what it holds up, or use a transport that keeps less order.",
+    why="A transport that keeps order can't skip a receive whose payload does not exist yet.",
+    fix="Post the receive after the action that it holds up, or use a transport that keeps less "
+    "order.",
     example=_example(
         3,
         "0 1 2",
@@ -793,10 +798,10 @@ EARLY_RECEIVE = Rule(
         "2RECV_ACT0 2F0 2RECV_ACT1 2B0 2SEND_GRAD0 2F1 2RECV_ACT2 2B1 2SEND_GRAD1 2F2 2B2 "
         "2SEND_GRAD2",
     ),
-    message="{action} holds {other.action} up for {held:g}",
-    labels=("waits for its payload", "could go, but has to wait for it"),
+    message="{action} holds up {other.action} for {held:g}",
+    labels=("waits for its payload", "could run, but must wait for it"),
     notes=(
-        "the step takes {makespan:g} under --channel {channel}, and {possible:g} where nothing is "
+        "the step takes {makespan:g} under --channel {channel}, and {possible:g} if nothing is "
         "held up",
         _UNIT,
     ),
@@ -815,8 +820,8 @@ NEEDLESS_SPLIT = Rule(
     code="S503",
     name="needless-split",
     severity="note",
-    meaning="An I is directly followed by its W: nothing is gained by splitting that backward.",
-    why="A split backward goes through the graph twice, which one B does once.",
+    meaning="An I is directly followed by its W, so splitting that backward gains nothing.",
+    why="A split backward goes through the autograd graph twice, one B only once.",
     fix="Write one B, or put other work between the two.",
     example=_example(1, "0", "0F0 0I0 0W0"),
     message=_splits,
@@ -827,9 +832,9 @@ GROUP_SIZE = Rule(
     code="S504",
     name="group-size",
     severity="note",
-    meaning="An interleaved schedule goes through the microbatches in groups of another size than "
-    "the number of ranks, and takes longer for it.",
-    why="With groups of as many microbatches as there are ranks, each chunk's last microbatch "
+    meaning="An interleaved schedule runs the microbatches in groups whose size is not the number "
+    "of ranks, which makes the step longer.",
+    why="If a group has as many microbatches as there are ranks, each chunk's last microbatch "
     "leaves just when the next chunk's first one is due (arXiv 2104.04473, section 2.2).",
     fix="Make the group size the number of ranks: `--set group_size=P`.",
     example=_example(
@@ -867,9 +872,9 @@ LATE_SEND = Rule(
     code="S505",
     name="late-send",
     severity="warning",
-    meaning="A send is listed after compute that does not make its payload, and the step takes "
-    "longer for it.",
-    why="The payload is there, but stays where it is while other stages wait for it.",
+    meaning="A send is listed after compute that does not make its payload, which makes the step "
+    "longer.",
+    why="The payload is ready, but it is not sent while other stages wait for it.",
     fix="List each send right after the compute that makes its payload.",
     example=_example(
         2,
@@ -888,4 +893,4 @@ RULES: dict[str, Rule] = {
 }
 
 RETIRED = {"S402": "S105"}
-"""Codes that are not reported any more, each with the one that says what it said."""
+"""Codes that are not reported any more, each with the code that now covers its fault."""

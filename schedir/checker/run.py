@@ -1,4 +1,4 @@
-"""Runs the rule families over a schedule, in the order in which they build on each other."""
+"""Runs the families of rules over a schedule, in the order in which they build on each other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MOST_OF_A_CODE = 4000
 
 @attrs.frozen
 class _Terms:
-    """What a schedule is judged by, but for the channel model."""
+    """What a schedule is judged by, besides the channel model."""
 
     limits: Limits
     ties: Ties
@@ -62,8 +62,11 @@ class _Terms:
 
 @attrs.frozen
 class _Judgement:
-    """What is wrong with a schedule, but for deadlock; and its complete form to look for that in.
-    There is none where a wait has no meaning yet."""
+    """The faults of a schedule, deadlock excepted, and the complete form in which to look for
+    deadlocks.
+
+    `complete` is None if some wait has no meaning yet.
+    """
 
     found: list[Faults]
     complete: Schedule | None = None
@@ -79,18 +82,32 @@ def check(
     held_until: HeldUntil = "W",
     ties: Iterable[Iterable[int]] = (),
 ) -> Report:
-    """Everything that is wrong with a schedule, errors judged under a channel model: by default
-    `rank`, what NCCL can be relied on for. `report.clean_channels` says where else it runs.
+    """Find everything that is wrong with a schedule.
 
-    Findings locate the schedule as it was given. Where it is compute-only and sound, its
-    communication is inserted and proved as well; `report.schedule` is what has been proved.
-    `max_delay` limits the updates between the version that a gradient is computed at and the one
-    that it is applied to; `max_versions` the weight versions of a stage alive at once, the newest
-    included; `max_activations` the (stage, microbatch) activations of a rank, `held_until` their B
-    or "W", or their B or "I", after which only what W needs is left. `ties` are groups of stages
-    that share parameters, whose gradients are summed before any of them steps: so the k-th
-    OPTIM_STEPs of a group happen together. Raises ValueError for an unknown channel, a bad limit
-    or a bad tie, TypeError for what is no Schedule.
+    Errors are judged under a channel model, by default `rank`, which NCCL can be relied on for.
+    `report.clean_channels` names every model under which the schedule runs.
+
+    Findings locate the schedule as you gave it. If it is compute-only and sound, its communication
+    is inserted and proved too; `report.schedule` is the list that was proved. `max_delay` limits
+    the number of updates between the weight version that a gradient is computed at and the version
+    that it is applied to. `max_versions` limits the weight versions of a stage that are alive at
+    once, the newest included. `max_activations` limits the (stage, microbatch) activations that a
+    rank holds. `held_until` is "W" if an activation counts until its B or W, or "I" if it counts
+    until its B or I, after which only the tensors that W needs are left. `ties` are groups of
+    stages that share parameters. Their gradients are summed before any of them steps, so the k-th
+    OPTIM_STEPs of a group happen together.
+
+    Raises ValueError for an unknown channel, a bad limit or a bad tie, and TypeError for anything
+    that is not a Schedule.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"])
+    >>> print(schedir.check(schedule))
+    error[S206]: stage 0 has accumulated no gradient since its last OPTIM_STEP  (empty-step)
+      --> rank 0 #3 0OPTIM_STEP
+       = help: remove 0OPTIM_STEP at rank 0 #3
+    <BLANKLINE>
+    the schedule: 1 error under rank
     """
     expect_schedule(schedule)
     limits = Limits(max_delay, max_versions, max_activations, held_until)
@@ -100,21 +117,20 @@ def check(
 def prove(
     schedule: Schedule, channel: str = DEFAULT_CHANNEL, *, ties: Iterable[Iterable[int]] = ()
 ) -> Report:
-    """`check` without the advice: for whoever wants the complete schedule, `report.schedule`, and
-    the findings only where there is none.
+    """`check` without advice: for the complete schedule, `report.schedule`, or the errors.
 
-    What is proved once is known of that Schedule object and of its complete form from then on,
-    to `check` as well. Raises what `check` raises.
+    The result is stored with that Schedule object and its complete form, and `check` uses it too.
+    Raises what `check` raises.
     """
     expect_schedule(schedule)
     return _report(schedule, channel, _Terms(Limits(), ties_of(schedule, ties)), advise=False)
 
 
 def sound(schedule: Schedule) -> Schedule | None:
-    """The complete form of a schedule with which nothing is wrong, but that it may block; None
-    where something is. `prove` says what, and whether it blocks.
+    """The complete form of a schedule, None if it has an error other than a deadlock. `prove` names
+    the error, and says whether the schedule blocks.
 
-    For whoever runs it to its end anyhow, and so sees whether it gets there.
+    This is for callers that run the schedule to its end anyway, and so see whether it blocks.
     """
     known = schedule.memo.get((_Judgement, ()))
     if isinstance(known, _Judgement):
@@ -124,7 +140,7 @@ def sound(schedule: Schedule) -> Schedule | None:
 
 
 def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
-    """The errors; where there are none, what else there is to say, if advice is wanted."""
+    """The errors; if there are none and `advise` is set, the warnings and notes."""
     channel = channel_model(channel)
     judged = _judged(schedule, terms)
     found, complete = [*judged.found], judged.complete
@@ -143,7 +159,7 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
 
 
 def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
-    """The judgement of a schedule. One without errors is remembered with it."""
+    """The judgement of a schedule. A judgement without errors is stored with the schedule."""
     key = _Judgement, terms.ties
     known = schedule.memo.get(key)
     if isinstance(known, _Judgement):
@@ -165,12 +181,13 @@ def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
 
 
 def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
-    """The ties that are waited for: none where steps are wrong, of which that would be an echo."""
+    """The ties that ranks wait for: none if steps are wrong, because waiting for a wrong step is an
+    echo."""
     return () if any(faults.rule in _WRONG_STEPS for faults in found) else ties
 
 
 def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
-    """The channel models that a complete schedule runs under, remembered with it."""
+    """The channel models that a complete schedule runs under, stored with the schedule."""
     key = clean_channels, ties
     known = complete.memo.get(key)
     if not isinstance(known, tuple):
@@ -183,8 +200,10 @@ def _present(found: Iterable[Faults]) -> list[Faults]:
 
 
 def _proof(schedule: Schedule, terms: _Terms) -> Iterator[Faults | Schedule]:
-    """What is wrong with a schedule of sound structure, but for deadlock; at last its complete form
-    to look for that in, unless some wait has no meaning yet, or would be an echo."""
+    """The faults of a schedule of sound structure, deadlock excepted, and last its complete form.
+
+    There is no complete form if some wait has no meaning yet, or would only echo an error.
+    """
     wrong = _present(ordering(schedule, terms.ties))
     yield from wrong
     yield from _present(memory(schedule, terms.limits, terms.ties))
@@ -211,7 +230,7 @@ def _proof(schedule: Schedule, terms: _Terms) -> Iterator[Faults | Schedule]:
 
 
 def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
-    """What is wrong with a changed schedule, whose structure is known to be sound."""
+    """The faults of a changed schedule whose structure is sound."""
     right, ties = True, terms.ties
     for each in _proof(schedule, terms):
         if not isinstance(each, Schedule):
@@ -227,8 +246,8 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
-    """How much of a schedule can never run: of its compute alone, where that blocks already, and
-    of the complete list."""
+    """How many actions can never run: of the compute alone, if that blocks, and of the complete
+    list."""
     if not schedule.is_complete:
         alone = blocked(schedule, _WEAKEST, terms.ties)
         if alone:
@@ -249,8 +268,8 @@ def _lints(schedule: Schedule, complete: Schedule, channel: str) -> Iterator[Fau
 
 
 def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic | None:
-    """The finding with its places counted without the communication that was inserted; None where
-    it is about that."""
+    """The finding with its places counted without the inserted communication; None if the finding
+    is about that communication."""
     columns, locations = complete.columns, []
     kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
     for each in finding.locations:
@@ -269,8 +288,8 @@ def _has_errors(found: list[Faults]) -> bool:
 def _diagnostics(
     schedule: Schedule, channel: str, terms: _Terms, found: list[Faults]
 ) -> tuple[Diagnostic, ...]:
-    """The findings in words, by place: the first thousand of each code, each with the first change
-    that fixes it, where one is known."""
+    """The findings, sorted by place: the first ones of each code, each with the first change that
+    fixes it, if one is known."""
     by_code: dict[str, list[Faults]] = {}
     for faults in found:
         by_code.setdefault(faults.rule.code, []).append(faults)
@@ -304,7 +323,7 @@ def _first(several: list[Faults]) -> Iterator[tuple[int, Finding, int]]:
 
 
 def _place(finding: Diagnostic) -> tuple[int, int, str, str]:
-    """By place, then code: the order of the lists, and the same on every run."""
+    """The sort key of a finding: place, then code. It gives the same order on every run."""
     place = finding.locations[0]
     index = sys.maxsize if place.index is None else place.index
     return place.rank, index, finding.code, finding.message

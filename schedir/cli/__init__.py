@@ -1,4 +1,4 @@
-"""The command line: stdout is the artefact, stderr the rest.
+"""The command line: results on stdout, everything else on stderr.
 
 Exit codes: 0 success, 1 a schedule with errors, 2 a target or option that can't be used.
 """
@@ -15,21 +15,42 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import schedir
-from schedir.cli.terminal import RefusedError, fail, refuse, say, tell
+from schedir.cli.terminal import RefusedError, fail, refuse, say, see, tell
 from schedir.errors import SchedirError
 from schedir.render import legible
 
-_COMMANDS = {
-    "list": "list the schedules that have a name",
-    "show": "draw the timeline of a schedule",
-    "check": "prove that a schedule is right",
-    "compare": "compare schedules, and say which is best",
-    "search": "find a schedule for given costs and limits",
-    "export": "write a schedule or its timeline to a file",
-    "explain": "explain a diagnostic",
-    "completion": "print a script that completes commands in a shell",
+_ABOUT = "schedir: write, prove and run pipeline-parallel training schedules."
+
+TASKS = {
+    "see schedules": {
+        "list": "list the schedules that have a name",
+        "show": "draw the timeline of a schedule, and say why ranks are idle",
+    },
+    "prove one right": {
+        "check": "prove a schedule free of deadlocks, or list its faults",
+        "explain": "explain a code that check prints, such as S301",
+    },
+    "compare and predict": {
+        "compare": "rank schedules by time and memory, for your costs",
+    },
+    "find a better one": {
+        "search": "find a quick schedule for your costs and memory limit",
+    },
+    "write files": {
+        "export": "write a picture, a trace, torch's CSV, or the list of actions",
+    },
+    "get help": {
+        "docs": "open a page of the documentation",
+        "completion": "print a script that completes commands in a shell",
+    },
 }
-"""What each command is for; its module here has the rest."""
+"""The commands by what people do with them, each with one line. A command's module has the rest."""
+
+_TRAIN = """\
+train
+  torchrun      run a training script on several processes; in a checkout, try
+    torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,15 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     legible(sys.stderr)
     with _warnings():
         try:
-            args = _parser().parse_args(argv)
-            code: int = args.run(args)
+            args = parser().parse_args(argv)
+            try:
+                code: int = args.run(args)
+            except SchedirError as error:
+                code = tell(error)
+                see(error.page or command_of(args))
             if sys.stdout is not None:
                 sys.stdout.flush()
             return code
         except RefusedError as refused:
             return refuse(refused)
-        except SchedirError as error:
-            return tell(error)
         except BrokenPipeError:
             _silence_stdout()
             return 141  # as the shell sees a program that SIGPIPE ends
@@ -57,40 +80,76 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fail(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
-    for name, text in _COMMANDS.items():
-        commands.add_parser(name, help=text, allow_abbrev=False)
-    parser.set_defaults(whole=parser, commands=commands.choices)
-    return parser
+def command_of(args: argparse.Namespace) -> str:
+    """The name of the command that was given."""
+    prog: str = args.parser.prog
+    return prog.split()[-1]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = _Parser(prog="schedir", description=_ABOUT, allow_abbrev=False)
+    whole.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
+    for task in TASKS.values():
+        for name, text in task.items():
+            commands.add_parser(name, help=text, allow_abbrev=False)
+    whole.set_defaults(whole=whole, commands=commands.choices)
+    return whole
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, as the commands do."""
+    """A parser that reports an error in one line, as the commands do."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(fail(f"{message}; see `{self.prog} --help`"))
+        fail(message)
+        page = self.prog.split()[-1] if " " in self.prog else "commands"
+        print(f"see: {self.prog} --help, or schedir docs {page}", file=sys.stderr)
+        self.exit(2)
+
+    def format_help(self) -> str:
+        """What people do with schedir, and the commands for it."""
+        tasks = [
+            "\n".join([task, *(f"  {name:12}  {text}" for name, text in commands.items())]) + "\n"
+            for task, commands in TASKS.items()
+        ]
+        return "\n".join(
+            [
+                "usage: schedir [-h] [--version] COMMAND ...\n",
+                f"{self.description}\n",
+                *tasks[:-1],
+                _TRAIN,
+                tasks[-1],
+                "`schedir COMMAND --help` shows examples first, then every option.\n",
+            ]
+        )
 
 
-class _Command(_Parser):
-    """The parser of a command, whose module is imported, and asked for its arguments, once the
-    command is given."""
+class Command(_Parser):
+    """The parser of a command. Its module is imported once the command is given."""
+
+    examples: Sequence[str] = ()
 
     def fill(self) -> None:
-        """Have all arguments of the command."""
+        """Add the arguments of the command."""
         command = import_module(f"schedir.cli.{self.prog.split()[-1]}")
         command.add_arguments(self)
+        self.examples = command.EXAMPLES
         self.set_defaults(run=command.run, parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, which the command adds first."""
         self.fill()
         return super().parse_known_args(args, namespace)
 
+    def format_help(self) -> str:
+        """Usage, examples, and then what argparse writes."""
+        usage, _, rest = argparse.ArgumentParser.format_help(self).partition("\n\n")
+        return "\n".join([usage, "", "examples:", *(f"  {e}" for e in self.examples), "", rest])
+
 
 class _ToStderr(logging.Handler):
-    """Writes `warning: …`, on the `sys.stderr` of the moment, as callers of `main` replace it."""
+    """Writes `warning: …` to the current `sys.stderr`, which callers of `main` may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.levelname.lower(), record.getMessage())
@@ -98,7 +157,7 @@ class _ToStderr(logging.Handler):
 
 @contextmanager
 def _warnings() -> Iterator[None]:
-    """Show what schedir logs."""
+    """Print on stderr what schedir logs."""
     logger = logging.getLogger("schedir")
     handler = _ToStderr()
     logger.addHandler(handler)
@@ -109,7 +168,7 @@ def _warnings() -> Iterator[None]:
 
 
 def _silence_stdout() -> None:
-    """Nobody takes what is still buffered: keep the flush at exit from failing once more."""
-    # Where there is no file behind it, no flush can fail.
+    """Drop the text that stdout still buffers, so that the flush at exit does not fail again."""
+    # If stdout has no file behind it, no flush can fail.
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

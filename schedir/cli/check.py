@@ -1,4 +1,4 @@
-"""`schedir check`: prove a schedule right, or say everything that is wrong with it."""
+"""`schedir check`: prove a schedule right, or list its faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from schedir.checker import Report, check
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.target import TARGET, add_channel, add_targets, at_least, load_target, subject_of
-from schedir.cli.terminal import progress, tell
+from schedir.cli.terminal import progress, see, tell
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import CHANNELS_IN_WORDS, TRANSPORTS, printable, ties_of
@@ -19,42 +19,55 @@ from schedir.render.diagnostics import report_data
 from schedir.render.terminal import page_for, write
 from schedir.render.text import Piece, as_json
 
+EXAMPLES = (
+    "schedir check 1f1b --channel nccl",
+    "schedir export 1f1b -o mine.sched && schedir check mine.sched",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Prove that schedules are complete, matched and free of deadlocks, or print "
-        "everything that is wrong with them. Exit code: 0 no error, 1 errors, 2 a target could "
-        "not be loaded; of several targets the worst, as one that can't be loaded stops no other. "
-        'The JSON of several is {"targets": [...]}: what is said of each, or its "error", behind '
-        'its "target".'
+        "Prove that schedules are complete and free of deadlocks, or list their faults. Exit code: "
+        "0 no error, 1 errors, 2 a target could not be loaded. With several targets the worst "
+        "counts; one that can't be loaded does not stop the others."
+    )
+    parser.epilog = (
+        "JSON: {ok, channel, diagnostics: [{code, name, severity, message, locations: [{rank, "
+        'index, action}]}]}. With several targets: {"targets": [...]}, the report of each, or its '
+        '"error", with its "target".'
     )
     add_targets(parser, TARGET)
     add_channel(
         parser,
-        "the transport that errors are judged under (default: %(default)s). Strictest first, "
-        + "; ".join(f"{model}: {words}" for model, words in CHANNELS_IN_WORDS.items())
-        + ". A transport stands for its model: "
-        + ", ".join(f"{transport} for {model}" for transport, model in TRANSPORTS.items()),
+        "the channel model to prove under, which says what a transport blocks on (default: "
+        "%(default)s). The strictest first: "
+        + "; ".join(f"{model}, {words}" for model, words in CHANNELS_IN_WORDS.items())
+        + ". You can name a transport instead: "
+        + ", ".join(f"{transport} is {model}" for transport, model in TRANSPORTS.items()),
     )
     for option, least, text in (
-        ("--max-delay", 0, "a gradient is applied more than N updates after its weights were read"),
-        ("--max-versions", 1, "more than N weight versions of a stage are alive at once"),
+        (
+            "--max-delay",
+            0,
+            "gradients are applied more than N updates after their weights were read",
+        ),
+        ("--max-versions", 1, "a stage has more than N weight versions alive at once"),
         (
             "--max-activations",
             1,
-            "a rank holds more than N activations, one per (stage, microbatch)",
+            "a rank holds more than N activations, one for each (stage, microbatch)",
         ),
     ):
         parser.add_argument(
-            option, type=at_least(least), metavar="N", help=f"an error where {text}"
+            option, type=at_least(least), metavar="N", help=f"report an error if {text}"
         )
     parser.add_argument(
         "--held-until",
         choices=HELD_UNTIL,
         default="W",
-        help="whether --max-activations counts an activation until its W, or until its I, after "
-        "which only what W needs is left (default: %(default)s)",
+        help="how long --max-activations counts an activation of a split backward: until the "
+        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
     )
     parser.add_argument(
         "--tie",
@@ -62,36 +75,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="STAGE,STAGE",
-        help="stages that share parameters, so that they step together; repeat for more ties",
+        help="stages that share parameters, and so must step together; repeat for more ties",
     )
     parser.add_argument(
         "--output-format",
         choices=outputs_of("check"),
         default="full",
-        help=f"how to print what is found (default: %(default)s). {described('check')}",
+        help=f"the form of the report (default: %(default)s). {described('check')}",
     )
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit with 1 on warnings and notes as well, except for S213",
+        help="exit with 1 on warnings and notes too, except on S213",
     )
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report of each target; the worst of them is the exit code."""
+    """Print the report of each target; the worst one decides the exit code."""
     several, form = len(args.targets) > 1, args.output_format
-    codes, content = [], []
+    codes, content, pages = [], [], []
     for target in args.targets:
         named = {"target": name_of(target)}
         try:
             report, subject = _checked(args, target)
         except SchedirError as error:
             codes.append(tell(error))
+            pages.append(error.page or "check")
             content.append({**named, "error": str(error)})
             continue
-        strict = any(each.rule.strict for each in report.diagnostics)
-        codes.append(int(strict if args.strict else not report.ok))
+        wrong = [
+            each
+            for each in report.diagnostics
+            if each.severity == "error" or (args.strict and each.rule.strict)
+        ]
+        codes.append(int(bool(wrong)))
+        if form == "full":
+            pages += [each.code for each in wrong[:1]]
         content.append({**named, **report_data(report)})
         if several and form == "full":
             write([Piece(f"{printable(subject)}:\n", "bold")], sys.stdout)
@@ -100,11 +120,14 @@ def run(args: argparse.Namespace) -> int:
             write(outputs_of("check")[form].write(report, page).blocks, sys.stdout)
     if several and form == "json":
         write([Piece(as_json({"targets": content}))], sys.stdout)
+    if pages:
+        see(pages[0])
     return max(codes)
 
 
 def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
-    """The report of a target, and what to call it. Raises SchedirError where there is none."""
+    """The report of a target, and its name in messages. Raises SchedirError if it can't be
+    loaded."""
     with progress("checking"):
         schedule = load_target(args, target, costs=costs_of(args) if costs_given(args) else None)
         try:

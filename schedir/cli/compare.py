@@ -1,4 +1,4 @@
-"""`schedir compare`: which of several schedules is best, under the same costs."""
+"""`schedir compare`: which of several schedules is best for the same costs."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
 from schedir.cli.target import TARGET_OR_RUN, add_channel, add_targets, at_least, parameters_of
-from schedir.cli.terminal import fail, progress
+from schedir.cli.terminal import progress
+from schedir.errors import SchedirError
 from schedir.finder import SWEPT, compare
 from schedir.render import described, outputs_of
 from schedir.render.terminal import page_for, write
+
+EXAMPLES = (
+    "schedir compare 1f1b interleaved-1f1b zb-h1",
+    "schedir compare fill-drain 1f1b --sweep microbatches=8,16 --cost latency=0.1",
+)
 
 _KEYS = (
     "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
     "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, "
     "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured, "
-    "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}; best is the index of "
-    "a row; what is not known is null, and so are the problem and the steady state of a schedule "
-    "that has none; unmeasured lists the fitted costs of it that no run has shown."
+    "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}. best is the index of "
+    "a row. Unknown values are null; so are problem and steady for a schedule without a problem or "
+    "a steady state. unmeasured lists the costs of the schedule that no measured run has shown."
 )
 _OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
-"""Of the command, and of `schedir.compare`."""
+"""Options of the command that are parameters of `schedir.compare`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Compare schedules that train the same model, the quickest first: makespan, "
-        "its ratio to the best one's, bubble, the most that a rank keeps, and the delay of "
-        "gradients in updates. A cost that is one number is that of one of as many stages as there "
-        "are ranks, and less where a schedule has more; costs by stage are summed, or shared out "
-        "evenly. Where numbers of microbatches differ, time per microbatch is compared. Of "
-        "schedules that go on after their updates it also says what a microbatch costs once full, "
-        "while nothing drains the pipeline. Rows are marked: best, the quickest that can be "
-        "chosen; over, above the memory limit; a code such as S301, with errors under the channel "
-        "model; none, not to be made in this shape; derived, of fitted costs that no run has "
-        "shown. "
-        "Exit code: 0 one is best, 1 none runs and is within the "
-        "limits, 2 a target or option can't be used."
+        "Compare schedules that train the same model, the quickest first: makespan, its ratio to "
+        "the best, bubble, peak memory of a rank, and the delay of gradients in updates. One "
+        "number as a cost is the cost of one stage when there are as many stages as ranks; a "
+        "schedule with more stages has smaller ones. Costs by stage are added up or divided evenly "
+        "to fit the stages of each schedule. If the numbers of microbatches differ, the time per "
+        "microbatch decides. An asynchronous schedule also shows its time per microbatch with a "
+        "full pipeline. Marks: best, the quickest that can run; over, above the memory limit; a "
+        "code such as S301, an error under the channel model; none, the schedule does not run in "
+        "this shape; derived, some of its costs are not measured. Exit code: 0 one schedule is "
+        "best, 1 no schedule runs within the limits, 2 a target or option can't be used."
     )
     parser.epilog = _KEYS
     shape = add_targets(parser, TARGET_OR_RUN)
@@ -50,36 +54,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=N,N,…",
-        help=f"try several values of {' or '.join(SWEPT)}: microbatches=8,16,32; repeat for the "
-        "other, and all combinations are tried",
+        help=f"try several values of {' or '.join(SWEPT)}: microbatches=8,16,32. Give both to try "
+        "all combinations",
     )
     parser.add_argument(
         "--memory-limit",
         type=size,
         metavar="BYTES",
-        help="the most that a rank may keep, such as 40GiB; the costs have to say what is kept",
+        help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
+        "activation_bytes",
     )
-    text = "the transport that schedules have to run on (default: %(default)s); see `check`"
+    text = "the channel model or transport to run on (default: %(default)s); see `schedir check`"
     add_channel(parser, text)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--format",
         choices=outputs_of("compare"),
         default="table",
-        help=f"how to print it (default: %(default)s). {described('compare')}",
+        help=f"the form of the table (default: %(default)s). {described('compare')}",
     )
     form.add_argument(
         "--json",
         action="store_const",
         dest="format",
         const="json",
-        help="the same as --format json, as told below",
+        help="the same as --format json; the keys are below",
     )
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; whether one is best is the exit code."""
+    """Print the table. The exit code is 0 if one schedule is best, else 1."""
     sweep: dict[str, list[int]] = {}
     for name, values in args.sweep:
         if name in sweep:
@@ -88,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS}
     options.update(parameters_of(args), costs=costs_of(args), sweep=sweep)
     try:
-        # What a user's generator prints is no part of the artefact.
+        # Text that a user's generator prints must not mix with the table.
         with redirect_stdout(sys.stderr), progress("comparing") as advance:
             comparison = compare(args.targets, **options, progress=advance)
     except ValueError as error:
-        return fail(str(error))
+        raise SchedirError(str(error)) from None
     output = outputs_of("compare")[args.format]
     write(output.write(comparison, page_for(sys.stdout)).blocks, sys.stdout)
     return 0 if comparison.best else 1

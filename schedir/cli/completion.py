@@ -1,4 +1,4 @@
-"""`schedir completion`: the script with which a shell completes commands, options and schedules."""
+"""`schedir completion`: a script that completes commands, options and schedules in a shell."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import re
 from typing import Any
 
 from schedir.checker import RULES
-from schedir.cli.terminal import fail
+from schedir.errors import SchedirError
 from schedir.library import installed
 
+EXAMPLES = (
+    'eval "$(schedir completion bash)"',
+    "schedir completion fish > schedir.fish",
+)
 _SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Print a script that completes commands, options, the names of schedules, and files. It "
-        "knows the schedules that are installed when it is written. For bash and zsh: "
-        'eval "$(schedir completion bash)" in ~/.bashrc; for fish: '
-        "schedir completion fish > ~/.config/fish/completions/schedir.fish. It takes shtab: "
-        "pip install 'schedir[completion]'."
+        "Print a script that completes commands, options, names of schedules, and files. For bash "
+        'put eval "$(schedir completion bash)" into ~/.bashrc, and for zsh the same with zsh into '
+        "~/.zshrc. For fish write the script to ~/.config/fish/completions/schedir.fish. It "
+        "knows the schedules that are installed today: write it again after you install more. It "
+        "needs shtab: pip install 'schedir[completion]'."
     )
     parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
 
@@ -30,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ModuleNotFoundError:
-        return fail("completion needs shtab: pip install 'schedir[completion]'")
+        raise SchedirError("completion needs shtab: pip install 'schedir[completion]'") from None
     names = " ".join(each.name for each in installed() if re.fullmatch(r"[\w.-]+", each.name))
     completed: dict[str | tuple[str, ...] | None, dict[str, Any]] = {
         "FILE": shtab.FILE,
@@ -52,5 +56,5 @@ def run(args: argparse.Namespace) -> int:
             elif action.metavar == "CODE":
                 action.choices = [*RULES]
     script = shtab.complete(args.whole, args.shell)
-    print(script.replace('"(*):', '"*:'))  # zsh would complete the first of several arguments alone
+    print(script.replace('"(*):', '"*:'))  # else zsh completes only the first of several
     return 0

@@ -1,4 +1,4 @@
-"""The options that say what actions and transfers cost: `--costs FILE`, `--cost forward=2`."""
+"""The options for the costs of actions and transfers: `--costs FILE`, `--cost forward=2`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
+from schedir.cli.terminal import about
 from schedir.errors import SchedirError
 from schedir.ir import Schedule
 
@@ -25,9 +26,13 @@ _OPTIONAL = "PerStage | None"  # as CostModel annotates it
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add `--costs` and `--cost`."""
-    group = parser.add_argument_group("costs (by default a forward takes 1, a backward 2)")
+    group = parser.add_argument_group(
+        "costs (by default a forward takes 1, a backward 2, the rest nothing)"
+    )
     group.add_argument(
-        "--costs", metavar="FILE", help="a cost model, as CostModel.save writes it: JSON"
+        "--costs",
+        metavar="FILE",
+        help="a JSON file of costs, as CostModel.save writes it; see `schedir docs costs-file`",
     )
     group.add_argument(
         "--cost",
@@ -35,46 +40,47 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a single cost, on top of FILE's; one number, or one for each stage: forward=1,1,2; "
+        help="one cost, which overrides FILE: one number, or one for each stage, forward=1,1,2; "
         "repeat for more. %(type)s",
     )
 
 
 def costs_of(args: argparse.Namespace) -> CostModel:
-    """The costs that the options name, by default the textbook's.
+    """The costs that the options name; by default a forward takes 1 and a backward 2.
 
     Raises LoadError or ParseError for the file, SchedirError for a bad option.
     """
     from schedir.simulator import CostModel
 
-    costs = CostModel() if args.costs is None else CostModel.load(args.costs)
-    given: dict[str, Any] = {}
-    for name, value in args.cost:
-        if name in given:
-            raise SchedirError(f"--cost names {name} twice")
-        given[name] = value
-    try:
-        return attrs.evolve(costs, **given)
-    except (TypeError, ValueError) as error:
-        raise SchedirError(f"--cost: {error}") from None
+    with about("costs-file"):
+        costs = CostModel() if args.costs is None else CostModel.load(args.costs)
+        given: dict[str, Any] = {}
+        for name, value in args.cost:
+            if name in given:
+                raise SchedirError(f"--cost names {name} twice")
+            given[name] = value
+        try:
+            return attrs.evolve(costs, **given)
+        except (TypeError, ValueError) as error:
+            raise SchedirError(f"--cost: {error}") from None
 
 
 def costs_given(args: argparse.Namespace) -> bool:
-    """Whether the user has named any cost."""
+    """Whether the user gives any cost."""
     return args.costs is not None or bool(args.cost)
 
 
 def note_unmeasured(schedule: Schedule, costs: CostModel) -> None:
-    """Say on stderr which costs of the schedule no run has shown, if they were fitted."""
+    """Name on stderr the fitted costs of the schedule that no measured run has shown."""
     from schedir.simulator import how_derived, unmeasured
 
     names = unmeasured(schedule, costs)
     if names:
-        print(f"note: derived, as no run has shown it: {how_derived(names)}", file=sys.stderr)
+        print(f"note: derived, not measured: {how_derived(names)}", file=sys.stderr)
 
 
 class _Cost:
-    """The type of `--cost`; as text, what its help says of the names."""
+    """The type of `--cost`. As text it is the part of the help that lists the names."""
 
     def __call__(self, text: str) -> tuple[str, Any]:
         name, equals, value = text.partition("=")
@@ -92,16 +98,16 @@ class _Cost:
     def __str__(self) -> str:
         optional = [name for name, of in _types().items() if of == _OPTIONAL]
         return (
-            f"{', '.join(optional)} may be none; bytes may be written 2MiB. "
+            f"{', '.join(optional)} may be none; bytes take a suffix, 2MiB. "
             f"Names: {', '.join(_types())}"
         )
 
 
 @cache
 def _types() -> dict[str, str]:
-    """The types of the costs that have a name here: those by stage, those by link, and the unit.
+    """The names that `--cost` takes, and their types: costs by stage, by link, and the unit.
 
-    A command that nobody gives a cost starts without the model.
+    CostModel is imported here, so that a command without costs starts faster.
     """
     from schedir.simulator import CostModel
 
@@ -124,14 +130,16 @@ def _value(name: str, text: str) -> Any:
     number: Callable[[str], float] = size if name.endswith("_bytes") else quantity
     if of == "PerLink":
         if "," in text:
-            raise argparse.ArgumentTypeError("one number for all links; one each takes a file")
+            raise argparse.ArgumentTypeError(
+                "--cost takes one number for all links; a file takes one for each"
+            )
         return number(text)
     numbers = tuple(number(part) for part in text.split(","))
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 def quantity(text: str) -> float:
-    """A number >= 0: whole ones stay whole. Raises ArgumentTypeError."""
+    """A number >= 0; a whole number becomes an int. Raises ArgumentTypeError."""
     if re.fullmatch("[0-9]{1,15}", text):
         return int(text)
     try:

@@ -1,4 +1,4 @@
-"""`schedir explain`: what a diagnostic means, and how to fix the schedule."""
+"""`schedir explain`: what a code of `schedir check` means, and how to fix the schedule."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import argparse
 import sys
 
 from schedir.checker import RETIRED, RULES
-from schedir.cli.terminal import fail
+from schedir.errors import SchedirError
 from schedir.render import explanation
 from schedir.render.terminal import write
 from schedir.render.text import Table
 
+EXAMPLES = ("schedir explain S301", "schedir explain")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Explain a diagnostic: what it means, why it is bad, an example, and how to "
-        "fix it. Without a code, list them all."
+        "Explain a code that `schedir check` prints: what it means, why it is bad, how to fix it, "
+        "and a schedule that has it. Without a code, list them all."
     )
-    parser.add_argument("code", metavar="CODE", nargs="?", help="such as S301, or wait-cycle")
+    parser.add_argument(
+        "code",
+        metavar="CODE",
+        nargs="?",
+        help="a code, such as S301, or its name, such as wait-cycle",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation of a rule, or the list of all."""
+    """Print the explanation of a rule, or a list of all rules."""
     if args.code is None:
         rows = [(rule.code, rule.name, rule.meaning) for rule in RULES.values()]
         write([Table(rows)], sys.stdout)
         return 0
     if args.code.upper() in RETIRED:
         instead = RETIRED[args.code.upper()]
-        print(f"{args.code.upper()} is not reported any more: {instead} says what it said.\n")
+        print(f"{args.code.upper()} is no longer reported: see {instead} instead.\n")
         args.code = instead
     for rule in RULES.values():
         if args.code.lower() in (rule.code.lower(), rule.name):
             print(explanation(rule), end="")
             return 0
-    return fail(f"there is no diagnostic {args.code!r}; known: {' '.join(RULES)}")
+    raise SchedirError(f"there is no diagnostic {args.code!r}; known: {' '.join(RULES)}")

@@ -1,4 +1,4 @@
-"""`schedir export`: write a schedule, or its timeline, in a format that others read."""
+"""`schedir export`: write a schedule or its timeline to a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TextIO
 
 from schedir.cli.costs import add_costs, costs_given, costs_of
 from schedir.cli.target import TARGET_OR_RUN, add_target, proved, sees_costs, subject_of
-from schedir.cli.terminal import fail, progress
+from schedir.cli.terminal import progress
 from schedir.cli.timelines import add_drawn, drawn, load_schedule
+from schedir.errors import SchedirError
 from schedir.files import replacing
 from schedir.ir import Schedule
 from schedir.passes import strip_communication
@@ -21,6 +22,11 @@ from schedir.render.terminal import is_terminal
 from schedir.render.text import plain
 from schedir.simulator import Timeline
 
+EXAMPLES = (
+    "schedir export 1f1b -o 1f1b.svg",
+    "schedir export interleaved-1f1b --ranks 2 --format torch-csv",
+)
+
 logger = logging.getLogger("schedir")
 
 _FORMATS = outputs_of("export")
@@ -28,59 +34,59 @@ _EXTENSIONS = list(dict.fromkeys(output.extension for output in _FORMATS.values(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Write a schedule, or its timeline, in a format that others read. What the "
-        f"format cannot hold is left out with a warning. {described('export')}."
+        "Write a schedule or its timeline to a file, or to stdout. A format leaves out what it "
+        f"cannot hold, with a warning. {described('export')}."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
         "--format",
         choices=_FORMATS,
-        help=f"by default what FILE's extension says, else {next(iter(_FORMATS))}; .csv is "
-        "torch-csv-comms, or torch-csv with --compute-only",
+        help=f"the format (default: the one of FILE's extension, else {next(iter(_FORMATS))}; "
+        "for .csv torch-csv-comms, or torch-csv with --compute-only)",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
-    parser.add_argument(
-        "--compute-only", action="store_true", help="leave the sends and receives out"
-    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of stdout")
+    parser.add_argument("--compute-only", action="store_true", help="leave out sends and receives")
     timelines = add_drawn(parser)
     timelines.add_argument(
-        "--memory", action="store_true", help="draw what each rank keeps over time as well"
+        "--memory", action="store_true", help="also draw the memory of each rank over time"
     )
     pictures = parser.add_argument_group("pictures (svg, png, pdf)")
     titles = pictures.add_mutually_exclusive_group()
-    titles.add_argument("--title", metavar="TEXT", help="what stands above (default: its shape)")
-    titles.add_argument("--no-title", dest="title", action="store_const", const="")
+    titles.add_argument("--title", metavar="TEXT", help="the title (default: the name and shape)")
+    titles.add_argument(
+        "--no-title", dest="title", action="store_const", const="", help="draw no title"
+    )
     pictures.add_argument(
         "--width",
         dest="breadth",
         metavar="W",
-        help="as wide as a column of a page, such as 16cm, or as so many letters, such as 120 "
-        "(default: what its labels need)",
+        help="the width: of a page's column, such as 16cm, or in letters, such as 120 (default: "
+        "wide enough for its labels)",
     )
-    pictures.add_argument("--greyscale", action="store_true", help="without colours, for print")
+    pictures.add_argument("--greyscale", action="store_true", help="draw in grey, for print")
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the schedule or its timeline, or say why it can't be completed."""
+    """Write the schedule or its timeline, or report why it can't be completed."""
     output = _output(args)
     given = {args.title, args.breadth, args.end} != {None} or args.start or args.greyscale
     if given and not output.looks:
         args.parser.error(
-            "--title, --no-title, --width, --greyscale, --from and --to are for pictures, svg, png "
-            f"and pdf: {output.name} takes none of them"
+            "--title, --no-title, --width, --greyscale, --from and --to are for pictures (svg, "
+            f"png, pdf); {output.name} takes none of them"
         )
     if output.of == "timeline":
         return _write_timeline(output, args)
     for option, value in (("--memory", args.memory), ("--against", args.against)):
         if value:
-            args.parser.error(f"{option} is for timelines: {output.name} holds none")
+            args.parser.error(f"{option} is for timelines; {output.name} holds a list of actions")
     if costs_given(args) and not sees_costs(args.target):
         args.parser.error(
-            f"--costs and --cost are for timelines, and for schedules that are made for given "
-            f"costs: {output.name} holds no times, and {args.target} sees none"
+            f"--costs and --cost would change nothing: {output.name} holds no times, and "
+            f"{args.target} does not depend on costs"
         )
     with progress("proving"):
         schedule = load_schedule(args, costs_of(args))
@@ -94,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_timeline(output: Output, args: argparse.Namespace) -> int:
     if args.compute_only:
-        args.parser.error(f"--compute-only is for lists of actions: {output.name} holds a timeline")
+        args.parser.error(f"--compute-only is for lists of actions; {output.name} holds a timeline")
     with progress("simulating"):
         timeline, against, subject = drawn(args)
     page = Page(
@@ -111,13 +117,15 @@ def _write_timeline(output: Output, args: argparse.Namespace) -> int:
 
 
 def write_out(output: Output, content: Schedule | Timeline, page: Page, file: str | None) -> int:
-    """Write to a file, or to stdout where there is none; returns the exit code."""
+    """Write to a file, or to stdout if `file` is None; returns the exit code."""
     written = output.write(content, page)
     for sentence in written.left_out:
         logger.warning("%s", sentence)
     if file is None:
         if written.data is not None and is_terminal(sys.stdout):
-            return fail(f"{output.name} is no text: write it to a file, -o x{output.extension}")
+            raise SchedirError(
+                f"{output.name} is not text: write it to a file, -o x{output.extension}"
+            )
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # as in the file that it may become
         _print(written, sys.stdout)
@@ -126,12 +134,12 @@ def write_out(output: Output, content: Schedule | Timeline, page: Page, file: st
         with replacing(file) as opened:
             _print(written, opened)
     except OSError as error:
-        return fail(f"{file}: {error.strerror}")
+        raise SchedirError(f"{file}: {error.strerror}") from None
     return 0
 
 
 def _print(written: Written, stream: TextIO) -> None:
-    """Write one after the other: all of them at once may be more than there is memory for."""
+    """Write block by block, because all of them may not fit in memory."""
     for block in written.blocks:
         stream.write(plain([block]))
     if written.data is not None:
@@ -139,14 +147,14 @@ def _print(written: Written, stream: TextIO) -> None:
 
 
 def _output(args: argparse.Namespace) -> Output:
-    """The format that is asked for, by its name or by the extension of the file."""
+    """The format that the user asks for, by its name or by the file's extension."""
     extension = Path(args.output or "").suffix
     fitting = [output for output in _FORMATS.values() if output.extension == extension]
     if args.format is not None:
         return _named(args, fitting)
     if extension and not fitting:
         args.parser.error(
-            f"{args.output} does not tell the format: end it in {' or '.join(_EXTENSIONS)}, "
+            f"the extension of {args.output} names no format: use {' or '.join(_EXTENSIONS)}, "
             "or add --format"
         )
     unfit = "with" if args.compute_only else "without"
@@ -155,7 +163,7 @@ def _output(args: argparse.Namespace) -> Output:
 
 
 def _named(args: argparse.Namespace, fitting: list[Output]) -> Output:
-    """The format of --format, which the file's extension and --compute-only may contradict."""
+    """The format of --format. The file's extension and --compute-only must agree with it."""
     asked = _FORMATS[args.format]
     if args.compute_only and asked.communication == "with":
         instead = next(
@@ -167,6 +175,6 @@ def _named(args: argparse.Namespace, fitting: list[Output]) -> Output:
     if fitting and asked not in fitting:
         names = " or ".join(output.name for output in fitting)
         args.parser.error(
-            f"--format {asked.name} contradicts {args.output}, which is to hold {names}"
+            f"--format {asked.name} contradicts {args.output}, whose extension means {names}"
         )
     return asked

@@ -12,18 +12,23 @@ from schedir.library import Generator, installed
 from schedir.render.terminal import write
 from schedir.render.text import Piece, Table, as_json
 
+EXAMPLES = ("schedir list", "schedir list --json")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "List the schedules that have a name, with their parameters and defaults. "
-        "Those of installed packages (entry points, group schedir.schedules) are run to find them."
+        "List the schedules that have a name, with their parameters and defaults. Installed "
+        "packages can add schedules (entry points, group schedir.schedules); to list one, schedir "
+        "imports its module."
     )
     parser.epilog = (
-        "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]; a "
-        "parameter that has to be set lacks default, and file is null where no file has the code."
+        "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]. A "
+        "parameter without default must be set. file is null if the code is in no file."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead, as told below")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead; the keys are below"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _data(generator: Generator) -> dict[str, Any]:
-    """What the table says of a generator, and its file: the keys are a contract."""
+    """A row of the JSON. Its keys are a contract."""
     empty = inspect.Parameter.empty
     code = getattr(inspect.unwrap(generator.function), "__code__", None)
     return {
@@ -67,7 +72,7 @@ def _data(generator: Generator) -> dict[str, Any]:
 
 
 def _parameters(generator: Generator) -> str:
-    """The parameters with their defaults, as the user would give them."""
+    """The parameters with their defaults, as the user writes them."""
     own = [f"--chunks {generator.chunks}"] if generator.chunks > 1 else []
     for name, parameter in generator.parameters.items():
         default = parameter.default

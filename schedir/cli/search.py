@@ -1,4 +1,4 @@
-"""`schedir search`: find a schedule for given work, costs and limits."""
+"""`schedir search`: find a schedule for a shape, costs and limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import attrs
 from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
 from schedir.cli.export import write_out
 from schedir.cli.target import add_channel, add_sizes, at_least
-from schedir.cli.terminal import fail, progress
+from schedir.cli.terminal import progress
+from schedir.errors import SchedirError
 from schedir.files import check_writable
 from schedir.finder import (
     DEFAULT_SECONDS,
@@ -31,25 +32,30 @@ from schedir.graph.alive import HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.render import Page, outputs_of
 
+EXAMPLES = (
+    "schedir search --ranks 2 --microbatches 4 -o found.sched",
+    "schedir search -r 3 -m 6 --max-activations 3 | schedir show -",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Find a quick schedule of a synchronous step for given costs, within what a "
-        "rank may keep: which order each rank works in, where stages live, which backwards are "
-        "split, and under a limit in bytes which forwards are run again. It is written as a "
-        ".sched, which all commands take, and executors; what it is like, and how far above a "
-        "lower bound of all schedules, is said on stderr. The same seed finds the same "
-        "schedule on any machine. Ctrl-C ends the search with the best so far. Exit code: 0 "
-        "written, 2 an option can't be used, or nothing is within the limit."
+        "Find a quick schedule of a synchronous step for your costs and memory limit. The search "
+        "chooses the order of each rank's actions, the placement of the stages, which backwards to "
+        "split, and, with a limit in bytes, which forwards to recompute. The result is a .sched "
+        "file, which every command and the executor take. stderr says how long a step takes, and "
+        "how far that is above a lower bound for every schedule. The same seed finds the same "
+        "schedule on any machine. Ctrl-C ends the search with the best schedule so far. Exit code: "
+        "0 written, 2 an option can't be used, or no schedule fits the limit."
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE and not to stdout")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of stdout")
     shape = add_sizes(parser, "1")
     shape.add_argument(
         "--placement",
         choices=PLACEMENT_NAMES,
-        help="where stages live: stage s on rank s mod P, or there and back (by default both are "
-        "tried)",
+        help="the rank of each stage: wrapped is stage s on rank s mod P; wave, or v for two "
+        "chunks, goes down the ranks and back up (default: the better one)",
     )
     limits = parser.add_argument_group("limits for each rank")
     one = limits.add_mutually_exclusive_group()
@@ -57,64 +63,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit",
         type=size,
         metavar="BYTES",
-        help="the most that a rank may keep, such as 40GiB; the costs have to say what is kept",
+        help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
+        "activation_bytes",
     )
     one.add_argument(
         "--max-activations",
         type=at_least(0),
         metavar="N",
-        help="the most (stage, microbatch) activations that a rank may hold",
+        help="the most activations that a rank may hold, one for each (stage, microbatch)",
     )
     limits.add_argument(
         "--held-until",
         choices=HELD_UNTIL,
         default=HELD_UNTIL[0],
-        help="with --max-activations: whether an activation counts until its W or only until its I "
-        "(default %(default)s)",
+        help="how long --max-activations counts an activation of a split backward: until the "
+        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
     )
     limits.add_argument(
         "--recompute",
         action=argparse.BooleanOptionalAction,
-        help="whether forwards may be run again (by default under --memory-limit alone)",
+        help="whether forwards may be recomputed (default: only with --memory-limit)",
     )
     limits.add_argument(
         "--split",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether backwards may be split (default: they may)",
+        help="whether backwards may be split into I and W (default: yes)",
     )
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default=OBJECTIVES[0],
-        help="what is to be least: the makespan, or the longest span of a rank, which is what a "
-        "step costs where steps follow each other (default %(default)s)",
+        help="what to minimise: the makespan, or the span, the longest time from the first to the "
+        "last action of a rank, which is the time of a step if steps follow each other without a "
+        "flush (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
         type=quantity,
         metavar="N",
-        help="how long to search: the work that a slow core does in so many seconds (default "
-        f"{DEFAULT_SECONDS:g}), ended after so many of this one's, which may come before the work "
-        "is done, and then the same seed may find another schedule; by default no clock ends it. "
-        f"With --exact the most that it may take on a placement (default {EXACT_SECONDS:g})",
+        help="how long to search. The amount of work is fixed: what a slow core does in N seconds "
+        f"(default {DEFAULT_SECONDS:g}). If you give N, the search also stops after N seconds on "
+        "this machine; the same seed may then find another schedule. With --exact: the most "
+        f"seconds for each placement (default {EXACT_SECONDS:g})",
     )
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="find the best there is, which takes small work, 40 actions or so, and OR-Tools: "
-        "pip install 'schedir[exact]'",
+        help="find the best possible schedule. It works for about 40 actions, and needs "
+        "OR-Tools: pip install 'schedir[exact]'",
     )
     parser.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="another one finds another way"
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="another seed may find another schedule (default: %(default)s)",
     )
-    text = "the transport that it has to run on (default: %(default)s); see `check`"
+    text = "the channel model or transport to run on (default: %(default)s); see `schedir check`"
     add_channel(parser, text)
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the schedule that is found, and say what it is like."""
+    """Write the schedule that the search finds, and its figures to stderr."""
     terms: dict[str, Any] = {field.name: getattr(args, field.name) for field in attrs.fields(Terms)}
     costs = costs_of(args)
     terms.update(
@@ -127,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
         if args.output is not None:
             check_writable(args.output)
     except OSError as error:
-        why = f"can't be written, so what is found would be lost: {error.strerror}"
-        return fail(f"{args.output} {why}")
+        why = f"can't be written, so the schedule would be lost: {error.strerror}"
+        raise SchedirError(f"{args.output} {why}") from None
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
@@ -139,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
                     **terms, seconds=args.seconds, seed=args.seed, progress=advance, stop=stop
                 )
     except ValueError as error:
-        return fail(str(error))
+        raise SchedirError(str(error)) from None
     code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
     if code == 0:
         print(found, file=sys.stderr)
@@ -149,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C be asked for; a second one ends the command as everywhere."""
+    """Yield a function that says whether Ctrl-C was pressed; a second Ctrl-C ends the command."""
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`schedir show`: the timeline of a schedule, by default at the textbook's costs."""
+"""`schedir show`: the timeline of a schedule."""
 
 from __future__ import annotations
 
@@ -15,52 +15,63 @@ from schedir.passes import strip_communication
 from schedir.render import outputs_of
 from schedir.render.terminal import page_for, write
 
+EXAMPLES = (
+    "schedir show 1f1b",
+    "schedir show zb-h1 --ranks 2 --microbatches 4 --why",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes, and what it does."""
+    """Add the arguments of the command and its description."""
     parser.description = (
-        "Draw the timeline of a schedule: rows are ranks, time goes to the right. "
-        "By default a forward takes 1, a backward 2 (1 for the gradient of the input, 1 for that "
-        "of the weights), everything else nothing. A file of measured timelines (.json) is drawn "
-        "as it ran. On a terminal the drawing fits the screen, and what "
-        "all ranks repeat is drawn once. In a pipe it is complete, with one line for each rank, "
-        "which fits into COLUMNS where that is set."
+        "Draw the timeline of a schedule: rows are ranks, and time goes to the right. By default a "
+        "forward takes 1, a backward 2 (input gradient 1, weight gradient 1), and everything else "
+        "nothing. A file of measured timelines (.json) is drawn as it ran. On a terminal the "
+        "drawing fits the screen, and repeated parts are drawn once. A pipe gets the whole "
+        "drawing, one line for each rank, in COLUMNS columns if that variable is set."
+    )
+    parser.epilog = (
+        "JSON: {makespan, bubble_fraction, ranks: [{rank, busy, idle, span, peak_activations, "
+        "weight_versions}]}. With --steady it also has steady: {period_microbatches, "
+        "time_per_microbatch, bubble_fraction}."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
-        "--full", action="store_true", help="draw every action, on as many screens as it takes"
+        "--full", action="store_true", help="draw every action, even if that takes several screens"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the makespan, bubble and peaks as JSON instead"
+        "--json",
+        action="store_true",
+        help="print makespan, bubble and peaks as JSON instead; the keys are below",
     )
     parser.add_argument(
         "--why",
         action="store_true",
-        help="say why ranks are idle instead: by cause, the longest waits, and the critical path",
+        help="print why ranks are idle instead: causes, the longest waits, and the critical path",
     )
     parser.add_argument(
         "--steady",
         action="store_true",
-        help="draw an asynchronous schedule once its pipeline is full instead: two periods, and "
-        "what a microbatch costs then. A generator is given as many microbatches as it takes to "
-        "see it; exit code 2 where there is no steady state",
+        help="draw an asynchronous schedule with a full pipeline instead: two periods of its "
+        "steady state, and the time per microbatch. schedir gives a generator enough "
+        "microbatches to reach it. Exit code 2 if there is no steady state",
     )
     parser.add_argument(
         "--actions",
         action="store_true",
-        help="like --full, and print each rank's list of actions below",
+        help="as --full, with each rank's list of actions below",
     )
     parser.add_argument(
         "--compute-only",
         action="store_true",
-        help="like --actions, but leave the sends and receives out of the lists",
+        help="as --actions, without sends and receives in the lists",
     )
     parser.add_argument(
         "--width",
         type=at_least(40),
         metavar="N",
-        help="draw in at most N columns: with less detail where labels would take more (default: "
-        "as wide as the terminal, or as COLUMNS says in a pipe; else, and with --full, as wide as "
+        help="draw in at most N columns, with less detail if labels need more (default: the width "
+        "of the terminal, or COLUMNS in a pipe; without either, and with --full, as wide as the "
         "labels need)",
     )
     add_drawn(parser)
@@ -68,21 +79,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the timeline of a schedule, or say what is wrong with it."""
+    """Print the timeline of a schedule, or report what is wrong with it."""
     lists = args.actions or args.compute_only
     if args.json and (lists or args.full or args.width):
         args.parser.error(
             "--json prints numbers only: leave out --full, --width, --actions and --compute-only"
         )
     if args.why and (lists or args.full or args.json):
-        args.parser.error("--why draws nothing: leave out --full, --json, --actions and the like")
+        args.parser.error(
+            "--why draws nothing: leave out --full, --json, --actions and --compute-only"
+        )
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
     windowed = bool(args.start) or args.end is not None
     if windowed and (args.json or args.why or args.steady):
         args.parser.error("--from and --to draw: leave out --json, --why and --steady")
     if args.steady and (lists or args.full or args.why or args.against is not None):
-        args.parser.error("--steady goes with --json and --width: leave out --full, --why and such")
+        args.parser.error(
+            "--steady goes with --json and --width: leave out --full, --why, --actions and "
+            "--against"
+        )
     with progress("simulating"):
         if args.steady:
             timeline, full, steady = drawn_full(args)
@@ -107,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _form(args: argparse.Namespace, screen: bool, full: bool) -> str:
-    """The output to write, by its name in the table."""
+    """The name of the output to write."""
     for name in ("json", "why", "steady"):
         if getattr(args, name):
             return name

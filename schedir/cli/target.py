@@ -1,4 +1,4 @@
-"""The arguments that name a schedule, the same for every command."""
+"""The arguments that name a schedule and its shape, the same for every command."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ if TYPE_CHECKING:
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 
 
-_NAMED = "a name (`schedir list`), path.py[:function] or module:function (Python, which is run)"
-TARGET = f"{_NAMED}, a .sched or .csv file, or - for one in standard input"
-"""What the help of a command says of the schedules that it takes."""
-TARGET_OR_RUN = f"{TARGET}; or a .json file of measured timelines"
+_NAMED = "a name from `schedir list`; path.py[:function] or module:function, which schedir runs"
+TARGET = f"a schedule: {_NAMED}; a .sched or .csv file; or -, which reads such a file from stdin"
+"""The help of TARGET."""
+TARGET_OR_RUN = f"{TARGET}. Or a .json file of measured timelines"
+"""The help of TARGET for commands that also read measured timelines."""
 
 
 def add_targets(parser: argparse.ArgumentParser, text: str) -> argparse._ArgumentGroup:
-    """Add several TARGETs and what shapes them, in a group that is returned; `text` says what they
-    may be."""
+    """Add TARGETs, with `text` as help, and the options of their shape; returns that group."""
     parser.add_argument("targets", metavar="TARGET", nargs="+", help=text)
     return add_shape(parser)
 
 
 def add_target(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add TARGET and what shapes it; `text` says what it may be."""
+    """Add TARGET, with `text` as help, and the options of its shape."""
     parser.add_argument("target", metavar="TARGET", help=text)
     add_shape(parser)
 
 
 def add_sizes(parser: argparse.ArgumentParser, chunks: str) -> argparse._ArgumentGroup:
-    """Add `--ranks`, `--microbatches` and `--chunks`, in a group that is returned; `chunks` says
-    how many there are by default."""
+    """Add `--ranks`, `--microbatches` and `--chunks`; returns their group. `chunks` is the default
+    in words."""
     shape = parser.add_argument_group("shape of the pipeline")
-    default = f"default {DEFAULT_RANKS}, or as many as the costs were measured on"
+    default = f"default: {DEFAULT_RANKS}, or the number in measured costs"
     for short, option, letter, text in (
         ("-r", "--ranks", "P", f"number of ranks ({default})"),
-        ("-m", "--microbatches", "M", f"number of microbatches (default {DEFAULT_MICROBATCHES})"),
-        ("-v", "--chunks", "V", f"number of stages per rank (default: {chunks})"),
+        ("-m", "--microbatches", "M", f"number of microbatches (default: {DEFAULT_MICROBATCHES})"),
+        ("-v", "--chunks", "V", f"number of model chunks, stages per rank (default: {chunks})"),
     ):
         shape.add_argument(short, option, type=at_least(1), metavar=letter, help=text)
     return shape
 
 
 def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options that shape what a generator yields, in a group that is returned."""
+    """Add the options of a generator's shape; returns their group."""
     shape = add_sizes(parser, "the schedule's own")
     shape.add_argument(
         "--set",
@@ -72,26 +72,26 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="set a parameter that the schedule has of its own; repeat for more",
+        help="set a parameter of the schedule (`schedir list` names them); repeat for more",
     )
     shape.add_argument(
         "--add-steps",
         action="store_true",
-        help="end the lists with an OPTIM_STEP for every stage, where there is none: torch's CSV "
-        "has no such action",
+        help="add an OPTIM_STEP for every stage at the end, if the lists have none. torch's CSV "
+        "files never have one",
     )
     return shape
 
 
 def add_channel(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add `--channel`; `text` says what it decides, and where more is said of it."""
+    """Add `--channel`, with `text` as help."""
     parser.add_argument(
         "--channel", choices=(*CHANNELS, *TRANSPORTS), default=DEFAULT_CHANNEL, help=text
     )
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number."""
+    """The type of an option that takes a whole number >= `least`."""
 
     def number(text: str) -> int:
         if re.fullmatch("0*[1-9][0-9]{9,}", text):
@@ -109,13 +109,13 @@ def load_target(
     shape: Schedule | None = None,
     costs: CostModel | None = None,
 ) -> Schedule:
-    """The schedule of a `target`, as it was written but for `--add-steps`.
+    """The schedule of a `target`, unchanged except for `--add-steps`.
 
-    What the options leave open of its ranks and microbatches is as in `shape`; `costs` are for
-    generators that ask for them. Raises LoadError or ParseError.
+    Without `--ranks` and `--microbatches` it has those of `shape`. Generators that ask for costs
+    get `costs`. Raises LoadError or ParseError.
     """
     parameters = parameters_of(args)
-    # What a user's generator prints is no part of the artefact.
+    # Text that a user's generator prints must not mix with the result.
     with redirect_stdout(sys.stderr):
         found = load(
             target,
@@ -132,14 +132,14 @@ def load_target(
 
 def proved(schedule: Schedule, subject: str) -> Schedule:
     """The complete form of a schedule that runs on some transport. Raises RefusedError."""
-    report = prove(schedule, CHANNELS[-1])  # what runs anywhere can be drawn
+    report = prove(schedule, CHANNELS[-1])  # the most lenient model: it runs on some transport
     if report.schedule is None:
         raise RefusedError(report, subject)
     return report.schedule
 
 
 def sees_costs(target: str) -> bool:
-    """Whether a target is a generator that asks for the costs. Raises LoadError."""
+    """Whether a target is a generator that asks for costs. Raises LoadError."""
     if is_list(target) or target.endswith(".json"):
         return False
     with redirect_stdout(sys.stderr):
@@ -147,7 +147,7 @@ def sees_costs(target: str) -> bool:
 
 
 def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
-    """What --set sets. Raises LoadError for what has an option of its own, or is set twice."""
+    """The parameters of --set. Raises LoadError for one that has an option, or is set twice."""
     parameters: dict[str, Parameter] = {}
     for key, value in args.set:
         if key in _OWN_OPTIONS:
@@ -161,7 +161,7 @@ def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
 
 
 def subject_of(target: str, schedule: Schedule) -> str:
-    """What to call the schedule in messages: the file it came from, or its name."""
+    """The name of the schedule in messages: its file, or its name."""
     named = is_list(target) or target.endswith(".json")
     return name_of(target) if named else schedule.name
 

@@ -1,5 +1,4 @@
-"""How the commands talk to a terminal, a pipe or a file, how they show that long work goes on, and
-how they report what went wrong."""
+"""How the commands report errors on stderr, and show the progress of long work on a terminal."""
 
 from __future__ import annotations
 
@@ -22,25 +21,42 @@ if TYPE_CHECKING:
 
 _MOST_OF_A_LINE = 76
 _PIECE = 1 << 16
-_PATIENCE = 1.0  # seconds until long work shows how far it is: on stderr, where that is a terminal
+_PATIENCE = 1.0  # seconds before a progress line appears, if stderr is a terminal
 
 
 def fail(message: str) -> int:
-    """Say what is wrong with the target or an option; returns the exit code."""
+    """Print an error on stderr, and return the exit code 2."""
     say("error", message)
     return 2
 
 
 def say(level: str, message: str) -> None:
-    """Say something on stderr, in one line, whatever the message quotes; what lies below the
-    working directory is named from there."""
+    """Print one line on stderr, such as `warning: …`. Paths in the working directory are shortened,
+    and characters that a terminal would obey are escaped."""
     here = re.escape(os.path.join(os.getcwd(), ""))
     message = re.sub(rf"(?<![\w./-]){here}", "", message)
     print(f"{level}: {printable(message)}", file=sys.stderr)
 
 
+def see(page: str) -> None:
+    """Print on stderr, below an error, which page of the docs says more."""
+    if sys.stdout is not None:
+        sys.stdout.flush()  # so that this line comes last where both are one file
+    print(f"see: schedir docs {page}", file=sys.stderr)
+
+
+@contextmanager
+def about(page: str) -> Iterator[None]:
+    """Let the errors that are raised within name this page of the docs."""
+    try:
+        yield
+    except SchedirError as error:
+        error.page = page
+        raise
+
+
 class RefusedError(Exception):
-    """What `subject` names has errors, which are in the `report`: a command can't go on."""
+    """The schedule `subject` has errors, listed in `report`, so the command can't use it."""
 
     def __init__(self, report: Report, subject: str) -> None:
         super().__init__(subject)
@@ -49,15 +65,16 @@ class RefusedError(Exception):
 
 
 def refuse(refused: RefusedError) -> int:
-    """Show why a schedule can't be used; returns the exit code."""
+    """Print on stderr why a schedule can't be used, and return the exit code."""
     page = page_for(sys.stderr, refused.subject)
     write(outputs_of("check")["full"].write(refused.report, page).blocks, sys.stderr)
+    see(refused.report.errors[0].code)
     return 1
 
 
 def tell(error: SchedirError) -> int:
-    """Say what is wrong, in a file's text with the line and a caret under it; returns the exit
-    code."""
+    """Print an error on stderr, and return the exit code. An error in a file's text is shown with
+    the line and a caret under the place."""
     fail(str(error))
     if not isinstance(error, ParseError) or error.binary:
         return 2
@@ -68,16 +85,16 @@ def tell(error: SchedirError) -> int:
     except OSError:
         line = None
     if line is not None:
-        # Each character takes one column, tabs too, so that the caret stands under the right one.
+        # Every character takes one column, tabs too, so the caret stands under the right one.
         shown = "".join(c if c.isprintable() else " " for c in line.rstrip())
         print(f"    {shown}\n    {' ' * (column - start)}^", file=sys.stderr)
     return 2
 
 
 def _excerpt(path: str, number: int, start: int) -> str | None:
-    """What a line of a file holds from `start` on; None where there is nothing.
+    """A line of a file from column `start` on, cut to fit; None if the line is shorter.
 
-    It reads piece by piece, as a line may be all of a huge file.
+    It reads piece by piece, because one line may fill a huge file.
     """
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
         text = file.read(_PIECE)
@@ -97,9 +114,9 @@ def _excerpt(path: str, number: int, start: int) -> str | None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Say what goes on for as long as it does; what it yields takes (done, total).
+    """Show a progress line on stderr while the work runs. It yields a function of (done, total).
 
-    What is shown is gone at the end, also where that is Ctrl-C.
+    The line is erased at the end, after Ctrl-C too.
     """
     shown = _Shown(doing)
     if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
@@ -117,7 +134,7 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Shown:
-    """A line that tells how far the work is; a thread of its own draws it."""
+    """A progress line, drawn by a thread."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -125,15 +142,15 @@ class _Shown:
         self._bar: Progress | None = None
 
     def advance(self, done: int, total: int) -> None:
-        """So many of the total are done."""
+        """Report that `done` of `total` are done."""
         self._far = done, total
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=done, total=total, far=f"{done}/{total}")
 
     def start(self) -> None:
-        """Begin to show it."""
-        # Only here: most commands are done before rich is imported.
+        """Draw the line from now on."""
+        # Imported here because most commands finish before they need rich.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -156,6 +173,6 @@ class _Shown:
             self.advance(*self._far)
 
     def stop(self) -> None:
-        """Take it off the screen."""
+        """Erase the line."""
         if self._bar is not None:
             self._bar.stop()

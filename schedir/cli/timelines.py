@@ -1,4 +1,4 @@
-"""What `show` and `export` draw: schedules under given costs, and measured timelines from files."""
+"""The timelines that `show` and `export` draw: simulated ones, and measured ones from files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from schedir.cli.costs import costs_given, costs_of, note_unmeasured, quantity
 from schedir.cli.target import at_least, load_target, proved, subject_of
+from schedir.cli.terminal import about
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
 from schedir.library import is_list
@@ -21,23 +22,23 @@ if TYPE_CHECKING:
 
 
 def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add `--against` and `--step`, in a group of options that is returned."""
+    """Add `--against`, `--step`, `--from` and `--to`; returns their group."""
     group = parser.add_argument_group("timelines")
     group.add_argument(
         "--against",
         metavar="TARGET",
-        help="draw a second one on the same time axis, below; what is predicted stands above what "
-        "is measured. It has the shape of the first, or gives it its own",
+        help="draw a second timeline on the same time axis. A simulated one is drawn above a "
+        "measured one. A name or a generator takes its shape from the other target",
     )
     group.add_argument(
         "--step",
         type=at_least(0),
         metavar="N",
-        help="the step of a measured run to draw (default: that of the median makespan)",
+        help="the step of a measured run to draw (default: the step with the median makespan)",
     )
     for option, name, default, text in (
-        ("--from", "start", 0, "draw what runs from T on, in the unit of the time axis"),
-        ("--to", "end", None, "draw what runs before T"),
+        ("--from", "start", 0, "draw from time T on, in the unit of the time axis"),
+        ("--to", "end", None, "draw up to time T"),
     ):
         group.add_argument(
             option, dest=name, type=quantity, default=default, metavar="T", help=text
@@ -51,30 +52,31 @@ def is_measured(target: str) -> bool:
 
 
 def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
-    """The timeline that the arguments name, a second one for the same axis, and what to call the
-    first, which is the predicted one.
+    """The timeline that the arguments name, one to compare it with, and the name of the first.
 
-    Raises LoadError or ParseError for what can't be loaded, RefusedError for a schedule with
-    errors, SchedirError for costs that do not fit it.
+    A simulated timeline comes before a measured one. Raises LoadError or ParseError for a target
+    that can't be loaded, RefusedError for a schedule with errors, SchedirError for costs that do
+    not fit the schedule.
     """
     targets = [args.target] if args.against is None else [args.target, args.against]
     if all(map(is_measured, targets)) and costs_given(args):
-        args.parser.error("--costs and --cost are for schedules: a measured timeline has its times")
+        args.parser.error(
+            "--costs and --cost are for schedules: a measured timeline has times already"
+        )
     if not any(map(is_measured, targets)) and args.step is not None:
         args.parser.error("--step is for files of measured timelines")
     costs = costs_of(args)
     found = _timelines(args, targets, costs)
     named = list(zip(_same_unit(found, costs), targets, strict=True))
-    # What is predicted stands above what is measured.
     (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
     against = others[0][0] if others else None
     return first, against, subject_of(target, first.schedule)
 
 
 def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyState]:
-    """The timeline of TARGET, one that shows its steady state, and that.
+    """The timeline of TARGET, a longer one that reaches the steady state, and the steady state.
 
-    Raises as `drawn`, and SchedirError, with the reason, where it has no steady state.
+    Raises the errors of `drawn`, and SchedirError, with the reason, if there is no steady state.
     """
     from schedir.finder.full_pipeline import look
 
@@ -90,22 +92,22 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     many = count(schedule.microbatches, "microbatch", "es")
     if not schedule.is_asynchronous:
         raise SchedirError(
-            f"{subject} has no steady state: in {many} no stage goes on after its OPTIM_STEP, so "
-            "the pipeline drains at every update, by design"
+            f"{subject} has no steady state: in {many} no stage works after its OPTIM_STEP, so the "
+            "pipeline drains at every update"
         )
-    with redirect_stdout(sys.stderr):  # what a user's generator prints is no part of the artefact
+    with redirect_stdout(sys.stderr):  # text that a user's generator prints is not the result
         found = look(schedule, costs, grows=True)
     if found.steady is None:
         many = count(found.timeline.schedule.microbatches, "microbatch", "es")
         raise SchedirError(
-            f"{subject} shows no steady state: in a list of {many} its actions do not repeat for "
-            "long enough with one period"
+            f"{subject} shows no steady state: in {many} its actions do not repeat with one period "
+            "for long enough"
         )
     return line, found.timeline, found.steady
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
-    """The schedule of TARGET, as it was written or as it ran. Raises LoadError or ParseError."""
+    """The schedule of TARGET, built or from a measured run. Raises LoadError or ParseError."""
     if is_measured(args.target):
         schedule = read_timeline(args.target, args.step).schedule
         _expect_shape(args, args.target, schedule)
@@ -118,7 +120,7 @@ def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
 def _timelines(
     args: argparse.Namespace, targets: Sequence[str], costs: CostModel
 ) -> list[Timeline]:
-    """A timeline for each target; those with a shape of their own give it to the others."""
+    """A timeline for each target; files have a shape, which generators take over."""
     found: dict[int, Timeline] = {}
     shape: Schedule | None = None
     shaped = [is_measured(target) or is_list(target) for target in targets]
@@ -136,25 +138,26 @@ def _timelines(
 
 
 def read_timeline(file: str, step: int | None) -> Timeline:
-    """The timeline of a step in a file; of the median makespan where none is named.
+    """The timeline of a step in a file; by default the step with the median makespan.
 
     Raises LoadError or ParseError.
     """
-    timelines = load_timelines(file)
-    if not timelines:
-        raise LoadError(f"{file} holds no timeline")
-    if step is None:
-        return median_step(timelines)
-    steps = [line.measured.step for line in timelines if line.measured is not None]
-    for line in timelines:
-        if line.measured is not None and line.measured.step == step:
-            return line
-    there = f"there are {min(steps)} to {max(steps)}" if steps else "its timelines are simulated"
-    raise LoadError(f"{file} holds no step {step}; {there}")
+    with about("measure-and-predict"):
+        timelines = load_timelines(file)
+        if not timelines:
+            raise LoadError(f"{file} holds no timeline")
+        if step is None:
+            return median_step(timelines)
+        steps = [line.measured.step for line in timelines if line.measured is not None]
+        for line in timelines:
+            if line.measured is not None and line.measured.step == step:
+                return line
+        there = f"there are {min(steps)} to {max(steps)}" if steps else "it was simulated"
+        raise LoadError(f"{file} holds no step {step}; {there}")
 
 
 def _expect_shape(args: argparse.Namespace, file: str, found: Schedule) -> None:
-    """Raise LoadError where the options contradict the shape of what a file holds."""
+    """Raise LoadError if the options contradict the shape of a file's timeline."""
     for what, has in (("ranks", found.ranks), ("microbatches", found.microbatches)):
         asked = getattr(args, what)
         if asked not in (None, has):
@@ -164,15 +167,15 @@ def _expect_shape(args: argparse.Namespace, file: str, found: Schedule) -> None:
 
 
 def _same_unit(timelines: Sequence[Timeline], costs: CostModel) -> list[Timeline]:
-    """The timelines in one unit, where any of them has one.
+    """The timelines in one unit, if any of them has a unit.
 
-    Raises SchedirError where costs of no unit are the textbook's: they can't be in that one.
+    Raises SchedirError if one has a unit and the other has the default costs, which have none.
     """
     units = [line.unit for line in timelines]
     if len(set(units)) > 1 and None in units and costs == CostModel():
         raise SchedirError(
-            "a measured timeline has a unit of time, and the textbook's costs have none: say with "
-            "--costs what the other takes"
+            "a measured timeline has a unit of time, and the default costs have none: give the "
+            "costs of the other with --costs"
         )
     unit = next((unit for unit in units if unit is not None), None)
     return [line if unit is None else in_unit(line, unit) for line in timelines]

@@ -1,4 +1,4 @@
-"""Which schedule is best: the same work under the same costs, compared, or found."""
+"""Which schedule is best: compare schedules of the same work under the same costs, or find one."""
 
 from schedir.finder.candidates import DEFAULT_SECONDS
 from schedir.finder.comparing import SWEPT, Comparison, Problem, Row, compare

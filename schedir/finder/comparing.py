@@ -1,4 +1,4 @@
-"""Runs schedules beside each other, in several shapes: `compare`."""
+"""Runs schedules side by side, in several shapes: `compare`."""
 
 from __future__ import annotations
 
@@ -63,31 +63,37 @@ def compare(
 ) -> Comparison:
     """Compare schedules that do the same work, the quickest first.
 
-    `targets` are what `build` takes (names, files, generators), and schedules, timelines and files
-    of measured timelines (`.json`; the step of the median makespan). `sweep` goes through several
-    `microbatches` and `chunks`, all combinations: {"microbatches": [8, 16, 32]}; lists and
-    timelines, which have a shape, are taken as they are. Each of the `parameters` goes to the
-    generators that have one of that name. With `add_steps` schedules that list no OPTIM_STEP, as
-    torch's CSVs don't, get theirs (`append_steps`).
+    `targets` are anything that `build` takes (names, files, generators), schedules, timelines, and
+    files of measured timelines (`.json`; the step of the median makespan counts). `sweep` tries all
+    combinations of several `microbatches` and `chunks`: {"microbatches": [8, 16, 32]}; lists and
+    timelines keep their shape. Each of the `parameters` goes to the generators that have one of
+    that name. With `add_steps`, schedules that list no OPTIM_STEP, such as torch's CSVs, get theirs
+    (`append_steps`).
 
-    All have the same model to train, however they cut it. So a cost that is one number is that of
-    one of as many stages as there are ranks: an interleaved schedule of 2 stages per rank has
-    stages half as long, and its makespan at the textbook's costs, by default, is half the one that
-    `simulate` gives it. Costs by stage are summed where a schedule has fewer stages, and shared out
-    evenly where it has more (`recut`); `costs` may also be a function from a number of stages to
-    costs, such as closed forms.
+    All schedules train the same model, however they cut it. So a cost that is one number is the
+    cost of one of as many stages as there are ranks. An interleaved schedule of 2 stages per rank
+    has stages half as long, and at the textbook's costs its makespan is half the one that
+    `simulate` gives. Costs by stage are summed if a schedule has fewer stages, and divided evenly
+    if it has more (`recut`). `costs` may also be a function from a number of stages to costs.
 
-    A schedule that does not run under the `channel` model, that exceeds the `memory_limit`, in
-    bytes per rank, or that can't be made in this shape is in the table as well, with its `problem`;
-    `table.best` is the quickest of the others. Where costs were fitted and a schedule has some that
-    no run has shown, its row names them, `unmeasured`; `table.measured` is the best of the rest.
+    The table also holds each schedule that does not run under the `channel` model, exceeds the
+    `memory_limit` (bytes per rank), or can't be made in this shape, with its `problem`.
+    `table.best` is the quickest of the others. If costs were fitted and a schedule has costs that
+    no run has shown, its row names them (`unmeasured`); `table.measured` is the best of the other
+    rows.
 
-    `progress(done, total)` is called after each.
+    `progress(done, total)` is called after each schedule.
 
-    Raises LoadError or ParseError where a target can't be found or read, SchedirError where the
-    costs have no unit of time and a measured timeline has, or where a memory limit is given and no
-    sizes are known, or where schedules of unequal numbers of ranks have a cost that is one number,
-    which is then of no known share of the model; TypeError or ValueError for a bad argument.
+    Raises LoadError or ParseError if a target can't be found or read. Raises SchedirError if a
+    measured timeline has a unit of time and the costs have none; if a memory limit is given and no
+    sizes are known; or if schedules have different numbers of ranks and a cost is one number, which
+    is then of no known share of the model. Raises TypeError or ValueError for a bad argument.
+
+    >>> import schedir
+    >>> print(schedir.compare(["1f1b", "fill-drain"], ranks=2, microbatches=4))
+    schedule          makespan  ratio  bubble  peak activations  delay
+    1f1b        best        15  1.000   20.0%                 2      0
+    fill-drain              15  1.000   20.0%                 4      0
     """
     costs = costs or CostModel()
     job = _Job(costs, channel, memory_limit)
@@ -104,7 +110,7 @@ def compare(
 
 @attrs.frozen
 class _Job:
-    """What all rows are made by."""
+    """What all rows share."""
 
     costs: CostModel | Callable[[int], CostModel]
     channel: str = attrs.field(converter=channel_model)
@@ -143,7 +149,7 @@ class _Job:
         return self._figures(row, line)
 
     def _figures(self, row: Row, line: Timeline) -> Row:
-        """The row with what a timeline shows, and whether that is within the limit."""
+        """The row with the figures of a timeline, and whether it is within the limit."""
         schedule, sizes = line.schedule, [rank.peak_bytes for rank in line.ranks]
         peak = max((size for size in sizes if size is not None), default=None)
         limit = self.memory_limit
@@ -184,7 +190,7 @@ class _Job:
         return attrs.evolve(found, rows=tuple(sorted(rows, key=partial(_order, found))))
 
     def _expect_one_model(self) -> None:
-        """Raise SchedirError where a cost of each stage is one number, and ranks differ."""
+        """Raise SchedirError if a cost of each stage is one number, and numbers of ranks differ."""
         if len(self._ranks) < 2 or not isinstance(self.costs, CostModel):
             return
         costs = {name: getattr(self.costs, name) for name in OF_A_PART}
@@ -210,7 +216,7 @@ class _Job:
         return look(schedule, self._of(schedule), grows=grows).steady
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
-        """The complete form, if it runs anywhere, and why not under the channel model."""
+        """The complete form, if it runs under any model, and why it does not under this one."""
         report = prove(schedule, self.channel)
         if report.ok:
             return report.schedule, None
@@ -229,7 +235,7 @@ def _schedule_of(made: Schedule | Timeline) -> Schedule:
 
 
 def _order(comparison: Comparison, row: Row) -> tuple[float, ...]:
-    """What rows are sorted by."""
+    """The sort key of a row."""
     time = comparison.time(row)
     if time is None:
         return (math.inf,)
@@ -251,8 +257,15 @@ def _in_unit(row: Row, unit: Unit) -> Row:
 
 @attrs.frozen
 class Problem:
-    """Why a schedule can't be chosen: the code of the rule that it breaks, None where it could not
-    be made in this shape at all, and a sentence."""
+    """Why a schedule can't be chosen: a sentence, and the code of the rule that it breaks.
+
+    `code` is None if the schedule could not be made in this shape.
+
+    >>> import schedir
+    >>> table = schedir.compare(["1f1b", "zbv"], ranks=2, microbatches=4, chunks=1)
+    >>> table.rows[1].problem.code is None, table.best.target
+    (True, '1f1b')
+    """
 
     code: str | None
     message: str
@@ -260,17 +273,22 @@ class Problem:
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One schedule of a comparison in one shape; what is not known of it is None.
+    """One schedule of a comparison in one shape; None stands for anything unknown.
 
-    `target` is what the user named; `chunks`, the stages per rank, is None for a list or a
-    timeline, which has its own. `peak_activations` are the most (stage, microbatch) activations of
-    any rank, `peak_bytes` the most that one keeps; `delay` is the most updates between the weight
-    version that a gradient is computed at and the one that it is applied to. `fits` says whether
-    its peak is within the memory limit. Where there is no time, `problem` says why; a schedule that
-    deadlocks under the chosen channel model has both. `unmeasured` names the costs that it has and
-    no run has shown, where costs were fitted: its time is no surer than what was taken for them.
-    `steady` is what it costs once its pipeline is full, where it is asynchronous and shows it; all
-    other figures are of a single call, which fills the pipeline and drains it.
+    `target` is the name that you gave. `chunks`, the stages per rank, is None for a list or a
+    timeline, which has a shape already. `peak_activations` is the most (stage, microbatch)
+    activations of any rank, `peak_bytes` the most that a rank keeps. `delay` is the most updates
+    between the weight version that a gradient is computed at and the version that it is applied to.
+    `fits` says whether the peak is within the memory limit. `problem` says why there is no time; a
+    schedule that deadlocks under the chosen channel model has both. `unmeasured` names the costs
+    that no run has shown, if costs were fitted: the row's time is only as good as what was used for
+    them. `steady` is the cost of an asynchronous schedule while its pipeline is full, if it shows
+    one. All other figures are of a single call, which fills the pipeline and drains it.
+
+    >>> import schedir
+    >>> row = schedir.compare(["1f1b"], ranks=2, microbatches=4).rows[0]
+    >>> row.target, row.makespan, row.peak_activations, row.time_per_microbatch
+    ('1f1b', 15, 2, 3.75)
     """
 
     target: str
@@ -293,18 +311,19 @@ class Row:
 
     @property
     def time_per_microbatch(self) -> float | None:
-        """Its makespan, shared out over its microbatches."""
+        """The makespan divided by the number of microbatches."""
         return None if self.makespan is None else self.makespan / self.microbatches
 
     @property
     def share(self) -> Fraction:
-        """How large a stage is beside one of as many as there are ranks."""
+        """The size of a stage, relative to a stage of a model cut into as many stages as there are
+        ranks."""
         return Fraction(self.ranks, self.stages) if self.ranks and self.stages else Fraction(1)
 
     def build(self) -> Schedule:
-        """The complete schedule, made anew: a comparison of many would not fit in memory.
+        """The complete schedule, made again: a comparison of many would not fit in memory.
 
-        Raises LoadError or ScheduleError where it can't be made.
+        Raises LoadError or ScheduleError if it can't be made.
         """
         return prove(self.make(), CHANNELS[-1]).proved()
 
@@ -314,11 +333,15 @@ class Row:
 class Comparison(DisplayedComparison):
     """Schedules compared, the quickest first: what `schedir.compare` returns.
 
-    `rows` are in the order of their makespans; where they have unequal numbers of microbatches, and
-    so do unequal work, in that of their time per microbatch. What has no time comes last. Of those
-    that are equally quick, what keeps less comes first, then what has less delay. `channel` is the
-    model that they have to run under, `memory_limit` the most bytes that a rank may keep, None for
-    no limit.
+    `rows` are sorted by makespan, or by time per microbatch if the numbers of microbatches differ.
+    Rows without a time come last. Equally quick schedules are sorted by memory, then by delay.
+    `channel` is the model that they must run under, `memory_limit` the most bytes that a rank may
+    keep, None for no limit.
+
+    >>> import schedir
+    >>> table = schedir.compare(["fill-drain", "1f1b"], ranks=2, microbatches=4)
+    >>> table.best.target, [row.peak_activations for row in table.rows]
+    ('1f1b', [2, 4])
     """
 
     rows: tuple[Row, ...]
@@ -328,7 +351,8 @@ class Comparison(DisplayedComparison):
 
     @cached_property
     def per_microbatch(self) -> bool:
-        """Whether the schedules have unequal numbers of microbatches: time per one is compared."""
+        """True if the schedules have different numbers of microbatches: then time per microbatch
+        counts."""
         return len({row.microbatches for row in self.rows}) > 1
 
     @cached_property
@@ -339,16 +363,17 @@ class Comparison(DisplayedComparison):
 
     @cached_property
     def measured(self) -> Row | None:
-        """As `best`, of those alone whose costs are all given or measured."""
+        """The best of the rows whose costs are all given or measured."""
         rows = tuple(row for row in self.rows if not row.unmeasured)
         return attrs.evolve(self, rows=rows).best
 
     def time(self, row: Row) -> float | None:
-        """What rows are compared by: the makespan, or the time per microbatch."""
+        """The time that rows are compared by: the makespan, or the time per microbatch."""
         return row.time_per_microbatch if self.per_microbatch else row.makespan
 
     def ratio(self, row: Row) -> float | None:
-        """The row's time as a multiple of the best one's; of the quickest one's without a best."""
+        """The row's time as a multiple of the best one's, or of the quickest one's if there is no
+        best."""
         time, least = self.time(row), self.time(self.best or self.rows[0])
         return time / least if time is not None and least else None
 
@@ -356,15 +381,15 @@ class Comparison(DisplayedComparison):
 Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
 """What names, or is, something to compare."""
 SWEPT = ("microbatches", "chunks")
-"""What a comparison may go through several values of."""
+"""The arguments that a comparison may try several values of."""
 _RUN = ".json"
 
 
 @attrs.frozen
 class Shapes:
-    """The shapes to try: `swept` has several values of what it names, the rest has one or is open.
+    """The shapes to try: `swept` maps a name to several values; the others have one value or none.
 
-    Raises ValueError or TypeError for what can't be swept.
+    Raises ValueError or TypeError for a name or values that can't be swept.
     """
 
     ranks: int | None
@@ -393,8 +418,8 @@ class Shapes:
 
 @attrs.frozen
 class Variant:
-    """A target in one shape; `make` makes it, or raises LoadError or ParseError where it can't. It
-    `grows` where it is of a generator, which may be asked for more microbatches."""
+    """A target in one shape. `make` makes it, or raises LoadError or ParseError. A target that
+    `grows` has a generator, which may be asked for more microbatches."""
 
     name: str
     microbatches: int
@@ -404,11 +429,11 @@ class Variant:
 
 
 def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
-    """All targets in all shapes. What has a shape of its own, a list or a timeline, is one alone,
-    and gives what is open of the others' shapes, where all such agree.
+    """All targets in all shapes. A list or a timeline keeps its shape; if all of them agree, the
+    other targets take from it what is left open.
 
-    Raises LoadError or ParseError where a target can't be found or read, or where no generator has
-    one of the parameters; TypeError where `targets` is a single one.
+    Raises LoadError or ParseError if a target can't be found or read, or if no generator has one of
+    the parameters. Raises TypeError if `targets` is a single target.
     """
     if isinstance(targets, (str, Path)):
         raise TypeError(f"targets are several: [{str(targets)!r}]")

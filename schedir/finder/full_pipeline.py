@@ -1,7 +1,7 @@
-"""Makes a schedule longer until it shows its steady state: what it costs once its pipeline is full.
+"""Makes a schedule longer until it shows its steady state: its cost once the pipeline is full.
 
-A generator is asked for more and more microbatches, as long as what it then lists goes on from what
-it lists for fewer; a list that is what it is has to show it as it is.
+A generator is asked for more and more microbatches, as long as its list continues the list for
+fewer microbatches. A list without a generator must show the steady state as it is.
 """
 
 from __future__ import annotations
@@ -33,21 +33,26 @@ def steady_state(
     chunks: int | None = None,
     **parameters: Parameter,
 ) -> SteadyState | None:
-    """What an asynchronous schedule costs once its pipeline is full: time per microbatch, bubble.
+    """The cost of an asynchronous schedule once its pipeline is full: time per microbatch, bubble.
 
-    An asynchronous schedule goes on with a stage after an OPTIM_STEP of it, as `pipedream` does, so
-    a pipeline that is never drained stays full. `target` and what shapes it are as for `build`, or
-    a Schedule; `costs` are those of `simulate`, by default the textbook's, or a function from a
+    An asynchronous schedule computes for a stage again after the stage's OPTIM_STEP, as `pipedream`
+    does, so a pipeline that is never drained stays full. `target` and its shape are as for `build`,
+    or a Schedule. `costs` are those of `simulate`, by default the textbook's, or a function from a
     number of stages to them. Times are in their unit.
 
-    A generator is built with more and more microbatches, up to some 200,000 actions, until the ends
-    of all its actions repeat a period later, exactly but for the rounding of floats. A Schedule, a
-    `.sched` or a `.csv` file has to show that as it is.
+    A generator is built with more and more microbatches, up to about 200,000 actions, until the
+    ends of all its actions repeat exactly one period later (up to rounding). A Schedule, a `.sched`
+    or a `.csv` file must show that as it is.
 
-    None where there is no steady state: for a synchronous schedule, which drains at its update, and
-    where no period shows in so many microbatches. It is never estimated.
+    Returns None for a synchronous schedule, which drains at its update, and if no period shows. The
+    result is never an estimate.
 
-    Raises what `build` and `simulate` raise, for the schedule of the shape that is asked for.
+    Raises what `build` and `simulate` raise for the schedule in the requested shape.
+
+    >>> import schedir
+    >>> steady = schedir.steady_state("pipedream", ranks=4)
+    >>> steady.time_per_microbatch, steady.bubble_fraction
+    (3.0, 0.0)
     """
     if isinstance(target, Schedule):
         schedule = target
@@ -63,16 +68,16 @@ def steady_state(
 
 @attrs.frozen
 class Look:
-    """A look for a steady state: at the `timeline` of a list, the longest that was tried, and what
-    it shows; None where that is nothing."""
+    """A search for a steady state: the `timeline` of the longest list tried, and the steady state
+    that it shows, None if it shows none."""
 
     timeline: Timeline
     steady: SteadyState | None
 
 
 def look(schedule: Schedule, costs: Costs, *, grows: bool) -> Look:
-    """Look for the steady state of an asynchronous schedule: in its list, and where it `grows` in
-    what its generator, if it has one, writes for more microbatches.
+    """Look for the steady state of an asynchronous schedule: in its list, and if it `grows`, in its
+    generator's lists for more microbatches.
 
     Raises what `simulate` raises for the schedule itself.
     """
@@ -109,7 +114,7 @@ def _lengthened(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _made(schedule: Schedule, microbatches: int) -> Schedule | None:
-    """The same for so many microbatches; None where that can't be made."""
+    """The same schedule for this many microbatches; None if it can't be made."""
     try:
         return None if schedule.rebuild is None else schedule.rebuild(microbatches)
     except SchedirError:
@@ -117,7 +122,7 @@ def _made(schedule: Schedule, microbatches: int) -> Schedule | None:
 
 
 def _goes_on(longer: Schedule, schedule: Schedule) -> bool:
-    """Whether every rank lists the same in both until its last forward in the shorter one."""
+    """True if every rank lists the same in both, up to its last forward in the shorter one."""
     if longer.placement != schedule.placement:
         return False
     here, there = schedule.columns, longer.columns

@@ -1,15 +1,15 @@
-"""The best schedule there is, for small work: `exact`.
+"""Finds the best possible schedule of small work: `exact`.
 
-Its order is a constraint model, which OR-Tools' CP-SAT solves to the end. Every action is an
+The order is a constraint model, which OR-Tools' CP-SAT solves to the end. Every action is an
 interval of its rank's time, and no two of a rank overlap:
 
     rank 0   [F0][F1]          [B0  ][B1  ]       held: [F0 ............. B0  ]
     rank 1       [F0][B0  ][F1][B1  ]                       [F1 .......... B1  ]
 
-What is held lasts from one of them to another, and never sums up to more than the limit. All
-microbatches of a stage cost the same, so the k-th forward of each stage is that of microbatch k,
-and so are the k-th gradient of its input and, of those that are split, of its weights: two that
-change places are the same schedule by other names.
+An activation is held from one action to another, and a rank never holds more than the limit. All
+microbatches of a stage cost the same. So the k-th forward of each stage is that of microbatch k,
+and so are the k-th gradient of its input and the k-th split gradient of its weights: two that
+change places give the same schedule by other names.
 """
 
 from __future__ import annotations
@@ -54,18 +54,23 @@ def exact(
     seed: int = 0,
     channel: str = DEFAULT_CHANNEL,
 ) -> Schedule:
-    """The schedule that no other is better than, proved under the `channel` model.
+    """The best possible schedule of small work, proved under the `channel` model.
 
-    The arguments are those of `schedir.search`, but that `seconds` are the most that it may take on
-    each placement, by the clock. It is for small work: 40 actions take seconds. Costs that are no
-    round numbers are taken to a millionth of the largest, times and bytes alike.
+    The arguments are those of `schedir.search`, except that `seconds` is the longest that it may
+    take on each placement, by the clock. It is for small work: 40 actions take seconds. Costs that
+    are not round numbers are rounded to a millionth of the largest, times and bytes alike.
 
-    OR-Tools solves it (CP-SAT), which has to be installed: pip install 'schedir[exact]'.
+    OR-Tools solves the problem (CP-SAT) and must be installed: pip install 'schedir[exact]'.
 
-    Raises SchedirError where OR-Tools is missing, where no schedule is within the limits, where the
-    time is over before one is proved to be the best, for costs of other stages, for compute that
-    costs nothing, whose order no time tells, and for a limit in bytes where boundaries have some,
-    which it can't count; ValueError or TypeError for a bad argument.
+    Raises SchedirError if OR-Tools is missing, if no schedule is within the limits, if the time is
+    over before a schedule is proved best, for costs of other stages, for compute that costs nothing
+    (no time determines its order), and for a limit in bytes if boundaries have bytes, which it
+    can't count. Raises ValueError or TypeError for a bad argument.
+
+    >>> import schedir
+    >>> schedule = schedir.finder.exact(ranks=2, microbatches=2)
+    >>> schedir.simulate(schedule).makespan
+    7
     """
     given = locals()
     terms = Terms(**{field.name: given[field.name] for field in attrs.fields(Terms)})
@@ -73,7 +78,16 @@ def exact(
 
 
 def exactly(terms: Terms, seconds: float, seed: int) -> Found:
-    """`exact`, and all that there is to say of what it has found."""
+    """`exact`, with everything known about the schedule that it found.
+
+    `terms` are the work and its limits.
+
+    >>> from schedir import finder
+    >>> from schedir.finder.terms import Terms
+    >>> found = finder.exactly(Terms(ranks=2, microbatches=2, chunks=1), seconds=60, seed=0)
+    >>> found.value == found.lower_bound
+    True
+    """
     if terms.counts_boundaries:
         raise SchedirError(
             "the exact optimum counts no bytes of boundaries: leave boundary_bytes out of the "

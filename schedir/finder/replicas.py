@@ -13,33 +13,46 @@ from schedir.simulator import CostModel
 
 @attrs.frozen
 class ReplicaPlan:
-    """`replicas[s]` ranks for each stage s; at best a microbatch comes out every `period`, in the
-    costs' unit of time."""
+    """`replicas[s]` ranks for each stage s. At best a microbatch comes out every `period`, in the
+    costs' unit of time.
+
+    >>> import schedir
+    >>> plan = schedir.ReplicaPlan(replicas=(3, 1), period=4.0)
+    >>> plan.throughput
+    0.25
+    """
 
     replicas: tuple[int, ...]
     period: float
 
     @property
     def throughput(self) -> float:
-        """The microbatches that come out in a unit of time at best; infinite where all is free."""
+        """How many microbatches come out in a unit of time at best; infinite if everything is
+        free."""
         return 1 / self.period if self.period else math.inf
 
 
 def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> ReplicaPlan:
-    """Share `ranks` out among the stages, each on one or more, so that the slowest is quickest.
+    """Divide `ranks` among the stages, each on one or more, so that the slowest stage is as quick
+    as possible.
 
-    A stage on r ranks takes 1 / r of its forward, backward and update for a microbatch, as its
-    replicas take turns; with more than one a `reduce_grad` comes to each of these. A boundary takes
-    boundary_bytes / bandwidth, of links of several bandwidths the lowest. The `period` is the
-    largest of all these, as in the paper, whose dynamic program this is: the best use of so many
-    ranks for the first stages is that of fewer ranks for all but the last one of them, and the rest
-    for that. Of equally good plans the one with more ranks for earlier stages.
+    A stage on r ranks takes 1 / r of its forward, backward and update for a microbatch, because its
+    replicas take turns; with more than one replica, a `reduce_grad` is added to each. A boundary
+    takes boundary_bytes / bandwidth, at the lowest bandwidth if links differ. The `period` is the
+    largest of these times. This is the paper's dynamic program: the best use of some ranks for the
+    first stages is the best use of fewer ranks for all but the last of them, and the rest for that
+    one. Of equally good plans, the one with more ranks for earlier stages is chosen.
 
-    The paper cuts the layers into stages as well; here the stages are given, `stages` of them where
-    each cost is one number. All of the ranks are used.
+    The paper also cuts the layers into stages. Here the stages are given, and `stages` is their
+    number if each cost is one number. All ranks are used.
 
-    Raises ValueError where the number of stages is not known or above that of the ranks,
+    Raises ValueError if the number of stages is unknown or larger than the number of ranks, and
     SchedirError for costs of other stages.
+
+    >>> import schedir
+    >>> costs = schedir.CostModel(forward=(3, 1), backward=(6, 2))
+    >>> schedir.plan_replicas(costs, ranks=4)
+    ReplicaPlan(replicas=(3, 1), period=3.0)
     """
     stages = costs.stages if stages is None else stages
     if stages is None:
@@ -80,12 +93,12 @@ def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> Re
 
 
 def _shares(left: int, after: int) -> range:
-    """How many of the ranks that are left a stage may have, with so many stages after it."""
+    """How many of the remaining ranks a stage may have, with this many stages after it."""
     return range(1, left - after + 1) if after else range(left, left + 1)
 
 
 def _of_boundaries(costs: CostModel, stages: int) -> float:
-    """The most that a microbatch occupies a channel."""
+    """The longest time that a microbatch occupies a channel."""
     slowest = costs.bandwidth
     if isinstance(slowest, Mapping):
         slowest = min(slowest.values(), default=math.inf)

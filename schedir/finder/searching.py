@@ -1,7 +1,7 @@
 """Finds a schedule for given work, costs and limits: `find`, and `search` for the schedule alone.
 
-Built-in schedules that fit the limits, then list scheduling by many rules, then the best of these
-varied and rearranged. What is found is proved and simulated before anyone sees it.
+The search tries built-in schedules that fit the limits, then list scheduling by many rules, then
+variations of the best of these. It proves and simulates a schedule before returning it.
 """
 
 from __future__ import annotations
@@ -47,27 +47,33 @@ def search(
     channel: str = DEFAULT_CHANNEL,
     progress: Callable[[int, int], None] | None = None,
 ) -> Schedule:
-    """A quick schedule for this work under these limits, proved: the best of what a search finds.
+    """Find a quick schedule for this work under these limits, and prove it.
 
-    Of `ranks` × `chunks` stages, whose `costs` are as in `simulate` (by default the textbook's),
-    each of the `microbatches` is one of a synchronous step. `placement` is "wrapped" (stage s on
-    rank s mod ranks) or "wave" (there and back; "v" for two chunks); None tries both. `objective`
-    is what is to be least, the "makespan" or the "span", the longest time from a rank's first
-    forward to the end of its last compute: what a step costs where steps follow each other.
+    The schedule is one synchronous step of `microbatches` on `ranks` × `chunks` stages; `costs` are
+    as in `simulate` (by default the textbook's). `placement` is "wrapped" (stage s on rank s mod
+    ranks) or "wave" (there and back; "v" for two chunks); None tries both. `objective` is what to
+    minimise: the "makespan", or the "span", the longest time from a rank's first forward to the end
+    of its last compute. The span is the cost of a step if steps follow each other.
 
-    A rank keeps at most `memory_limit` bytes, all that `simulate` counts, or `max_activations` of
-    (stage, microbatch)s, each held until its backward is complete, or with `held_until` of "I"
-    until its input's gradient is there. Backwards are split where that helps, unless `split` is
-    False. Forwards are run again where that helps: by default under a `memory_limit`, where costs
-    say that inputs are smaller than activations; under `max_activations` if `recompute` is True.
+    A rank keeps at most `memory_limit` bytes, counted as in `simulate`, or `max_activations`
+    (stage, microbatch) activations. An activation counts until its backward is complete, or with
+    `held_until="I"` until the gradient of its input is there. Backwards are split if that helps,
+    unless `split` is False. Forwards are run again if that helps: by default under a
+    `memory_limit`, if the costs say that inputs are smaller than activations; under
+    `max_activations` only if `recompute` is True.
 
-    The search is counted in work, so that the same `seed` finds the same schedule on any machine:
-    the work that a slow core does in `seconds`, by default 5. Where `seconds` are given, it also
-    ends once the process has computed for so long, and may then find another schedule for the same
-    seed; without, no clock ends it. `progress` takes (done, total).
+    The search is counted in work, so the same `seed` finds the same schedule on any machine. By
+    default it does the work that a slow core does in 5 seconds; `seconds` changes that. If you give
+    `seconds`, the search also ends after that much computing time, and may then find another
+    schedule for the same seed; by default no clock ends it. `progress` takes (done, total).
 
-    Raises SchedirError where no schedule keeps so little, with the least limit that works, and
-    where the costs lack a stage or a link; ValueError or TypeError for a bad argument.
+    Raises SchedirError if no schedule keeps so little, with the least limit that works, and if the
+    costs lack a stage or a link. Raises ValueError or TypeError for a bad argument.
+
+    >>> import schedir
+    >>> best = schedir.search(ranks=2, microbatches=4)
+    >>> schedir.simulate(best).makespan, schedir.check(best).ok
+    (13, True)
     """
     return find(**locals()).schedule  # all that it was called with
 
@@ -83,10 +89,15 @@ def find(
     stop: Callable[[], bool] = lambda: False,
     **limits: Any,
 ) -> Found:
-    """`search`, and all that there is to say of what it has found.
+    """`search`, with everything known about the schedule that it found.
 
-    `limits` are its other arguments. `stop` is asked now and then: once it says True, what is best
-    so far is taken. Raises as `search` does.
+    `limits` are the other arguments of `search`. `stop` is called now and then; once it returns
+    True, the search returns the best schedule so far. Raises what `search` raises.
+
+    >>> import schedir
+    >>> found = schedir.finder.find(ranks=2, microbatches=4)
+    >>> found.value, found.lower_bound, found.split
+    (13, 13, 8)
     """
     terms = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **limits)
     budget = Budget(seconds, stop, progress)
@@ -104,7 +115,7 @@ def find(
 
 
 def _lower_bound(terms: Terms, task: Task) -> float:
-    """What no schedule on a task's placement can be below."""
+    """A lower bound on the objective of every schedule on a task's placement."""
     return lower_bound(
         task.placement,
         terms.microbatches,
@@ -121,8 +132,11 @@ def _lower_bound(terms: Terms, task: Task) -> float:
 def _with_boundaries(
     terms: Terms, least: list[Candidate], budget: Budget, seed: int, bound: float
 ) -> _Finished | None:
-    """The best where sends and receives count, which only complete lists tell: so much is left free
-    for them as they have kept in one before, and more where that was not enough."""
+    """The best schedule if sends and receives count, which only complete lists show.
+
+    Each try reserves as many bytes as sends and receives took in the one before, and more if that
+    was not enough.
+    """
     done = [_Finished.of(terms, each) for each in least]
     best = min((each for each in done if not each.over), key=lambda each: each.value, default=None)
     if best is None:
@@ -147,7 +161,7 @@ def _with_boundaries(
 
 @attrs.frozen(eq=False)
 class _Finished:
-    """A candidate's proved schedule, simulated."""
+    """A candidate's proved schedule and its simulated run."""
 
     terms: Terms
     candidate: Candidate
@@ -164,7 +178,7 @@ class _Finished:
 
     @property
     def value(self) -> float:
-        """What is to be least."""
+        """The objective."""
         if self.terms.objective == "makespan":
             return self.line.makespan
         return max(rank.span for rank in self.line.ranks)
@@ -179,12 +193,12 @@ class _Finished:
 
     @property
     def over(self) -> bool:
-        """Whether that is more than it may be."""
+        """True if the most is above the limit."""
         return self.terms.limit is not None and self.most > self.terms.limit
 
     @property
     def boundaries(self) -> tuple[float, ...]:
-        """What each rank keeps of sends and receives where it keeps the most."""
+        """The bytes of sends and receives on each rank at its peak."""
         terms, task, limit = self.terms, self.candidate.task, self.terms.memory_limit
         if limit is None or not terms.counts_boundaries:
             return (0,) * terms.ranks
@@ -196,7 +210,7 @@ class _Finished:
         )
 
     def raised(self, free: tuple[float, ...]) -> tuple[float, ...]:
-        """What should have been left free for sends and receives."""
+        """The bytes that should have been reserved for sends and receives."""
         limit = self.terms.memory_limit or 0
         return tuple(
             left + max(0, (rank.peak_bytes or 0) - limit)
@@ -204,7 +218,7 @@ class _Finished:
         )
 
     def found(self, bound: float, budget: Budget, seed: int) -> Found:
-        """What there is to say of it."""
+        """The result, with its facts."""
         return Found(
             schedule=self.line.schedule,
             timeline=self.line,
@@ -220,7 +234,7 @@ class _Finished:
 
 
 def _refusal(terms: Terms, least: list[_Finished]) -> str:
-    """What to say where nothing is within the limit."""
+    """The message if nothing is within the limit."""
     works = min(each.most for each in least)
     if terms.memory_limit is None:
         return (
@@ -237,12 +251,16 @@ def _refusal(terms: Terms, least: list[_Finished]) -> str:
 class Found(Displayed):
     """The best schedule of a search: what `schedir.finder.find` returns.
 
-    `schedule` is complete and proved, `timeline` its simulated run. `value` is what was to be
-    least, the `objective`, and `lower_bound` what no schedule of this work can be below, on any of
-    the placements tried. `placement` is the name of the one chosen, `origin` that of the built-in
-    schedule whose order it is, None where it was made here. So many `candidates` were tried with
-    the random `seed`; `cut` is True where the clock or the user has ended the search before its
-    work was done, so that the same seed may find another schedule.
+    `schedule` is complete and proved, `timeline` its simulated run. `value` is the `objective` that
+    it reaches; `lower_bound` is what no schedule of this work can be below, on any of the
+    placements tried. `placement` names the one chosen. `origin` names the built-in schedule whose
+    order it is, None if the search made the order. `candidates` is how many were tried with the
+    random `seed`. `cut` is True if the clock or the user ended the search early, so that the same
+    seed may find another schedule.
+
+    >>> import schedir
+    >>> schedir.finder.find(ranks=2, microbatches=4)
+    <Found search-2x4: makespan 13, 0.00% above the lower bound>
     """
 
     schedule: Schedule
@@ -258,8 +276,8 @@ class Found(Displayed):
 
     @property
     def distance(self) -> float:
-        """How far above the lower bound it is, as a part of that: 0 for one that is the best there
-        can be."""
+        """How far above the lower bound the value is, as a part of the bound: 0 if no schedule can
+        be better."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property

@@ -1,8 +1,8 @@
-"""What a search is asked for, checked, and made the tasks that it is about, in numbers.
+"""The work to schedule, checked, and turned into the tasks of the search, in numbers.
 
 All microbatches of a stage cost the same, so two of them that change places make the same schedule
 by other names: the k-th FORWARD of a stage in its rank's list is that of microbatch k, and so is
-its k-th backward. An order is then, for each rank, a list of the steps of `graph.board`.
+its k-th backward. So an order is, for each rank, a list of the steps of `graph.board`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
         (Kind.RECOMPUTE, False),
     )
 )
-"""The ways of a step: F, an F that is to be run again, B, I, W, R."""
+"""The ways of a step: F, an F that will be run again, B, I, W, R."""
 Objective: TypeAlias = Literal["makespan", "span"]
 """What to minimise: when the last action ends, or the longest time from a rank's first forward to
-the end of its last compute, which is what a step costs where steps follow each other."""
+the end of its last compute, which is the cost of a step if steps follow each other."""
 OBJECTIVES = get_args(Objective)
 _PLACEMENTS: dict[str, Callable[[Pipeline], Placement]] = {"wrapped": wrapped, "wave": wave}
 _ALIASES = {"v": "wave"}
 PLACEMENT_NAMES = (*_PLACEMENTS, *_ALIASES)
-"""What a placement may be called."""
+"""The names of placements, aliases included."""
 
 
 def _at_least(least: int) -> Any:
@@ -80,7 +80,7 @@ def _one_of(*names: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Terms:
-    """The work, its costs, its limits, and what is to be least; see `schedir.search`."""
+    """The work, its costs, its limits, and the objective; see `schedir.search`."""
 
     ranks: int = attrs.field(validator=_at_least(1))
     microbatches: int = attrs.field(validator=_at_least(1))
@@ -116,12 +116,12 @@ class Terms:
 
     @property
     def limit(self) -> float | None:
-        """The limit, in whichever unit it is."""
+        """The limit, in bytes or in activations."""
         return self.max_activations if self.memory_limit is None else self.memory_limit
 
     @property
     def counts_boundaries(self) -> bool:
-        """Whether what is sent and received is of the bytes that are limited."""
+        """True if the limited bytes include sent and received tensors."""
         sizes = self.costs.boundary_bytes
         return self.memory_limit is not None and bool(
             any(sizes) if isinstance(sizes, tuple) else sizes
@@ -129,13 +129,13 @@ class Terms:
 
     @property
     def placements(self) -> list[str]:
-        """The names of the placements to try; of one chunk, or one rank, all are the same."""
+        """The names of the placements to try; with one chunk, or one rank, all are the same."""
         if self.placement is not None:
             return [_ALIASES.get(self.placement, self.placement)]
         return list(_PLACEMENTS) if self.chunks > 1 and self.ranks > 1 else ["wrapped"]
 
     def task(self, named: str, reserved: tuple[float, ...] | None = None) -> Task:
-        """The task on a placement; of a limit in bytes, so much is `reserved` on each rank.
+        """The task on a placement. Of a limit in bytes, `reserved` is set aside on each rank.
 
         Raises SchedirError for costs of other stages, or that lack a link.
         """
@@ -159,7 +159,7 @@ class Terms:
         return memory_in_activations(placement, most, self.held_until)
 
     def _saves(self, memory: Memory) -> bool:
-        """Whether forwards may be run again."""
+        """True if forwards may be run again."""
         if self.recompute is None:
             asked = self.memory_limit is not None
         else:
@@ -169,11 +169,11 @@ class Terms:
 
 @attrs.frozen(eq=False)
 class Memory:
-    """What a rank keeps: a number for each stage, and the most for each rank.
+    """What a rank keeps: a number for each stage, and the limit of each rank.
 
     A (stage, microbatch) keeps `full` from its FORWARD on, or `lean` until it is run again, and
     `rest` between its I and its W. A stage keeps `gradient` from its first gradients on. `limit` is
-    what is left for these.
+    the memory that is left for all of these.
     """
 
     full: tuple[float, ...]
@@ -184,16 +184,16 @@ class Memory:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit."""
+        """True if there is a limit."""
         return min(self.limit) < math.inf
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(eq=False, slots=False)
 class Task:
-    """Which work is to be put in order: what it takes, and what may be kept.
+    """The work to put in order: its costs, and what may be kept.
 
-    Backwards may be split where `split`, forwards run again where `recompute`.
+    With `split`, backwards may be split; with `recompute`, forwards may be run again.
     """
 
     microbatches: int
@@ -226,12 +226,12 @@ class Task:
 
     @cached_property
     def actions(self) -> int:
-        """How many F, I and W there are."""
+        """The number of F, I and W."""
         return 3 * self.stages * self.microbatches
 
     @cached_property
     def period(self) -> float:
-        """The time that the busiest rank takes for a microbatch."""
+        """The time that the busiest rank needs for a microbatch."""
         costs = self.costs
         whole = [
             min(b, i + w) if self.split else b
@@ -243,7 +243,7 @@ class Task:
 
     @cached_property
     def steps(self) -> Steps:
-        """What each step takes, waits for, and changes."""
+        """The duration, the inputs and the memory of each step."""
         costs, memory = self.costs, self.memory
         return steps_of(
             self.placement,
@@ -263,13 +263,13 @@ class Task:
 
     @cached_property
     def steps_after(self) -> list[list[float]]:
-        """What the OPTIM_STEPs of each rank take, in their order."""
+        """The durations of the OPTIM_STEPs of each rank, in their order."""
         return [[self.costs.optim_step[s] for s in held] for held in self.stages_of]
 
 
 def memory_in_activations(placement: Sequence[int], most: float, held_until: str) -> Memory:
-    """The memory that counts activations, each until its W or I; one that is run again is none
-    before."""
+    """The memory that counts activations, each until its W or I. An activation that is run again
+    does not count before that."""
     one, none = (1,) * len(placement), (0,) * len(placement)
     rest = one if held_until == "W" else none
     return Memory(one, none, rest, none, (most,) * (1 + max(placement)))
@@ -278,7 +278,7 @@ def memory_in_activations(placement: Sequence[int], most: float, held_until: str
 def memory_in_bytes(
     placement: Sequence[int], costs: CostModel, limit: float, reserved: Sequence[float]
 ) -> Memory:
-    """The memory that counts bytes; of what a rank may keep, so much is `reserved`."""
+    """The memory that counts bytes; `reserved` is set aside of what a rank may keep."""
 
     def each(name: str) -> tuple[float, ...]:
         return by_stage(name, getattr(costs, name), len(placement))
@@ -301,11 +301,11 @@ _COSTS = (*("forward", "backward", "backward_input", "backward_weight", "recompu
 
 @attrs.frozen
 class StageCosts:
-    """The costs of a pipeline whose stage s is on the rank `placement[s]`, one number per stage.
+    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
 
-    `down[s]` is how long the output of stage s - 1 takes to its stage, `up[s]` the gradient of
-    stage s + 1 to stage s: 0 on one rank, and where there is no such stage. `down_holds` and
-    `up_holds` are the parts of them that the channel is occupied for.
+    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
+    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
+    `up_holds` are how long the channel is occupied.
     """
 
     placement: tuple[int, ...]
@@ -356,7 +356,7 @@ class StageCosts:
 
 
 def by_stage(name: str, value: PerStage, many: int) -> tuple[float, ...]:
-    """One number for each of so many stages. Raises SchedirError where there are others."""
+    """One number for each stage. Raises SchedirError for another number of them."""
     if not isinstance(value, tuple):
         return (value,) * many
     if len(value) != many:
@@ -368,7 +368,7 @@ def by_stage(name: str, value: PerStage, many: int) -> tuple[float, ...]:
 
 
 def _way(costs: CostModel, source: int, target: int, size: float) -> tuple[float, float]:
-    """How long a transfer takes, and how long its channel is occupied."""
+    """How long a transfer takes, and how long it occupies its channel."""
     if source == target:
         return 0, 0
     holds = _quotient(size, _of_link("bandwidth", costs.bandwidth, (source, target)))

@@ -1,4 +1,4 @@
-"""The typed actions that a rank's list is made of, and the constructors that generators call."""
+"""The typed actions in a rank's list, and the functions that generators call to make them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ def is_number(value: object) -> bool:
 # With an __init__ of its own, as generators make millions: that of attrs takes half as long again.
 @attrs.frozen(init=False)
 class Action:
-    """One entry of a rank's list.
+    """One action in a rank's list.
 
-    `stage` is the global stage index. `microbatch` is None exactly for REDUCE_GRAD and OPTIM_STEP,
-    which are stage-wide. `version` is the weight version that a FORWARD reads, None for the newest,
-    or that a RECOMPUTE reads, which is that of its FORWARD, None to leave it unsaid.
+    `stage` is the global stage index. `microbatch` is None for REDUCE_GRAD and OPTIM_STEP, which
+    concern a whole stage, and an int for every other kind. `version` is the weight version that a
+    FORWARD reads; None stands for the newest. A RECOMPUTE reads the version of its FORWARD, and may
+    name it.
 
     Raises ValueError for fields that no token can hold.
+
+    >>> import schedir
+    >>> action = schedir.Action(schedir.Kind.FORWARD, stage=0, microbatch=4, version=1)
+    >>> str(action)
+    '0F4@1'
+    >>> action == schedir.forward(0, 4, version=1)
+    True
     """
 
     kind: Kind
@@ -53,8 +61,10 @@ class Action:
 
     @property
     def counterpart(self) -> Action | None:
-        """The receive that a send meets, or the send that a receive meets; None where there is
-        none, for other kinds, and for what would cross the first stage."""
+        """The receive that this send meets, or the send that this receive meets.
+
+        None for other kinds, and at the first stage, which has no stage before it.
+        """
         if self.kind not in COUNTERPARTS:
             return None
         kind, further = COUNTERPARTS[self.kind]
@@ -96,68 +106,134 @@ _BACKWARD_INPUT, _BACKWARD_WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def forward(stage: int, microbatch: int, version: int | None = None) -> Action:
-    """Run the stage on the microbatch, reading weight `version` (None: the newest)."""
+    """Run the stage on the microbatch, with the weights of `version` (None: the newest).
+
+    >>> import schedir
+    >>> print(schedir.forward(0, 4), schedir.forward(0, 4, version=1))
+    0F4 0F4@1
+    """
     return Action(_FORWARD, stage, microbatch, version)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """Compute the gradients of the stage's input and parameters."""
+    """Compute the gradients of the stage's input and of its parameters.
+
+    >>> import schedir
+    >>> print(schedir.backward(0, 4))
+    0B4
+    """
     return Action(_BACKWARD, stage, microbatch)
 
 
 def backward_input(stage: int, microbatch: int) -> Action:
-    """Compute the gradient of the stage's input only; a `backward_weight` follows."""
+    """Compute only the gradient of the stage's input; a `backward_weight` follows later.
+
+    >>> import schedir
+    >>> print(schedir.backward_input(0, 4))
+    0I4
+    """
     return Action(_BACKWARD_INPUT, stage, microbatch)
 
 
 def backward_weight(stage: int, microbatch: int) -> Action:
-    """Compute the gradient of the stage's parameters, after its `backward_input`."""
+    """Compute the gradient of the stage's parameters, after its `backward_input`.
+
+    >>> import schedir
+    >>> print(schedir.backward_weight(0, 4))
+    0W4
+    """
     return Action(_BACKWARD_WEIGHT, stage, microbatch)
 
 
 def recompute_forward(stage: int, microbatch: int, version: int | None = None) -> Action:
-    """Run the forward again, before the backward: `forward` then keeps its input alone.
+    """Run the forward again before the backward. The first `forward` then keeps only its input.
 
-    `version` may say which weight version that reads: the one of its `forward`, and no other.
+    `version` may name the weight version, which must be the version of its `forward`.
+
+    >>> import schedir
+    >>> print(schedir.recompute_forward(0, 4))
+    0R4
     """
     return Action(Kind.RECOMPUTE, stage, microbatch, version)
 
 
 def send_act(stage: int, microbatch: int) -> Action:
-    """Send this stage's output to the rank that runs the next stage on the microbatch."""
+    """Send this stage's output to the rank that runs the next stage on the microbatch.
+
+    >>> import schedir
+    >>> send = schedir.send_act(0, 4)
+    >>> print(send, send.counterpart)
+    0SEND_ACT4 1RECV_ACT4
+    """
     return Action(Kind.SEND_ACT, stage, microbatch)
 
 
 def recv_act(stage: int, microbatch: int) -> Action:
-    """Receive this stage's input."""
+    """Receive this stage's input.
+
+    >>> import schedir
+    >>> print(schedir.recv_act(1, 4))
+    1RECV_ACT4
+    """
     return Action(Kind.RECV_ACT, stage, microbatch)
 
 
 def send_grad(stage: int, microbatch: int) -> Action:
-    """Send the gradient of this stage's input."""
+    """Send the gradient of this stage's input to the rank that runs the stage before.
+
+    >>> import schedir
+    >>> send = schedir.send_grad(1, 4)
+    >>> print(send, send.counterpart)
+    1SEND_GRAD4 0RECV_GRAD4
+    """
     return Action(Kind.SEND_GRAD, stage, microbatch)
 
 
 def recv_grad(stage: int, microbatch: int) -> Action:
-    """Receive the gradient of this stage's output."""
+    """Receive the gradient of this stage's output.
+
+    >>> import schedir
+    >>> print(schedir.recv_grad(0, 4))
+    0RECV_GRAD4
+    """
     return Action(Kind.RECV_GRAD, stage, microbatch)
 
 
 def reduce_grad(stage: int) -> Action:
-    """Sum the stage's accumulated gradients over the ranks that hold it."""
+    """Sum the stage's accumulated gradients over the ranks that hold it.
+
+    >>> import schedir
+    >>> print(schedir.reduce_grad(0))
+    0REDUCE_GRAD
+    """
     return Action(Kind.REDUCE_GRAD, stage)
 
 
 def optim_step(stage: int) -> Action:
-    """Apply the gradients accumulated since the stage's last `optim_step`."""
+    """Apply the gradients accumulated since the stage's last `optim_step`.
+
+    >>> import schedir
+    >>> print(schedir.optim_step(0))
+    0OPTIM_STEP
+    """
     return Action(Kind.OPTIM_STEP, stage)
 
 
 def offload_activation(stage: int, microbatch: int) -> Action:
-    """Copy what the stage's backward of the microbatch needs to the host, and free it."""
+    """Copy the activation that the stage keeps for its backward to the host, and free it.
+
+    >>> import schedir
+    >>> print(schedir.offload_activation(0, 4))
+    0OFFLOAD4
+    """
     return Action(Kind.OFFLOAD, stage, microbatch)
 
 
 def reload_activation(stage: int, microbatch: int) -> Action:
-    """Copy what `offload_activation` has taken away back to the device."""
+    """Copy the activation that `offload_activation` moved to the host back to the device.
+
+    >>> import schedir
+    >>> print(schedir.reload_activation(0, 4))
+    0RELOAD4
+    """
     return Action(Kind.RELOAD, stage, microbatch)

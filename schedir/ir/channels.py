@@ -9,46 +9,45 @@
     edge    one stream per directed pair                           communication on one channel
     async   posts never block (gloo isend/irecv)                   none
 
-`pair` and `edge` need a driver that never couples streams, which CUDA does not promise: hardware
+`pair` and `edge` need a driver that never couples streams. CUDA does not promise that: hardware
 queues are few, the first launch of a kernel waits for the whole device, and a posted NCCL receive
-is a running kernel. All such waits lead from what a rank posts later to what it posted earlier,
-so that a list that is clean under `rank` is safe whatever the driver does.
+is a running kernel. All such waits lead from a later post of a rank to an earlier one. So a list
+that is clean under `rank` is safe whatever the driver does.
 
-In all of them a transfer happens when both its ends are posted (zero buffering: what is clean
-without buffers is clean with any), communication needs all compute listed before it on its rank
-to have run, and compute needs the receives that it consumes.
+In every model a transfer happens when both its ends are posted. (There are no buffers: a list that
+is clean without buffers is clean with any.) Communication waits for all compute listed before it on
+its rank. Compute waits for the receives that it uses.
 
-A batch is posted as one, and nothing orders its parts among each other; it stands in the queue of
-each of its parts, and what waits for one of them waits for all: what is queued behind it, and the
-compute that consumes it, so that `edge` may block where `async` does not. Under `host` a batch is
-its parts, one after the other.
+A batch is posted as one entry, and nothing orders its parts. It stands in the queue of each of its
+parts. An action that waits for one part waits for all: both the action queued behind it and the
+compute that uses it. So `edge` may block where `async` does not. Under `host` a batch runs as its
+parts, one after the other.
 """
 
 from __future__ import annotations
 
 CHANNELS_IN_WORDS = {
     "host": "blocking send and receive calls",
-    "rank": "one order of all communication per rank, what NCCL can be relied on for",
-    "pair": "one stream per pair of ranks, and a driver that never couples streams",
-    "edge": "one stream per direction of a pair, and such a driver",
+    "rank": "one order of all communication per rank, which is safe on NCCL",
+    "pair": "one stream per pair of ranks, if the driver never couples streams",
+    "edge": "one stream per direction of a pair of ranks, if the driver never couples streams",
     "async": "posts never block, as on gloo",
 }
 """The models, strictest first, and what each stands for."""
 CHANNELS = tuple(CHANNELS_IN_WORDS)
-"""Their names: each enforces a part of the order that the one before does."""
+"""The names of the models. Each enforces a part of the order that the one before it enforces."""
 DEFAULT_CHANNEL = "rank"
-"""What schedules are judged under unless somebody says otherwise: what is clean under it runs on
-gloo and on NCCL."""
+"""The default model. A schedule that is clean under it runs on gloo and on NCCL."""
 
 TRANSPORTS = {"nccl": "rank", "gloo": "async", "mpi": "host"}
-"""The transports that may be named in place of a model, and the model of each: of MPI's blocking
-calls, as its standard allows any send to block."""
+"""Transports that may be named instead of a model, with the model of each. MPI's is `host`, because
+its standard allows any blocking send to wait for the receive."""
 
 
 def channel_model(name: object) -> str:
     """The channel model that a model's or a transport's name stands for.
 
-    Raises ValueError where the name is neither.
+    Raises ValueError for any other name.
     """
     known = (*CHANNELS, *TRANSPORTS)
     for each in known:

@@ -37,10 +37,10 @@ KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 @attrs.frozen(eq=False, slots=False)
 class Columns:
-    """Every action of every rank. `starts[rank]` is the place of the rank's first one.
+    """Every action of every rank. `starts[rank]` is the place of the rank's first action.
 
-    All arrays are int64 of shape [actions], `joined` bool, `starts` of shape [ranks + 1]. They are
-    never written.
+    All arrays are int64 of shape [actions], except `joined`, which is bool, and `starts`, of shape
+    [ranks + 1]. Nobody writes to them.
     """
 
     starts: Ints
@@ -76,7 +76,7 @@ class Columns:
 
     @cached_property
     def together(self) -> bool:
-        """Whether any entry has several actions."""
+        """True if any entry has several actions."""
         return bool(self.joined.any())
 
     @cached_property
@@ -91,20 +91,20 @@ class Columns:
 
     @cached_property
     def shared(self) -> Bools:
-        """Where an action is one of several of its entry."""
+        """Where an action is one of several in its entry."""
         shared = self.joined.copy()
         shared[:-1] |= self.joined[1:]
         return shared
 
     @cached_property
     def last(self) -> Ints:
-        """For every place, that of the last action of its entry."""
+        """For every place, the place of the last action of its entry."""
         if not self.together:
             return np.arange(len(self))
         return np.append(self.heads[1:], len(self))[self.entry] - 1
 
     def is_kind(self, *kinds: Kind) -> Bools:
-        """Where an action of one of `kinds` stands."""
+        """Where an action is of one of these `kinds`, shape [actions]."""
         return _among(kinds)[self.kind]
 
     def where(self, *kinds: Kind) -> Ints:
@@ -188,7 +188,8 @@ def _among(kinds: tuple[Kind, ...]) -> Bools:
 
 
 def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
-    """The columns of one list of entries per rank. Raises TypeError for what is no entry."""
+    """The columns of one list of entries per rank. Raises TypeError for anything that is not an
+    entry."""
     # Machine words, rank by rank: no list of all ranks' actions or integers is ever held.
     starts = [0]
     joined: list[int] = []
@@ -224,7 +225,8 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
 
 
 def _entries(actions: Iterable[Action], joined: Iterable[bool]) -> Iterator[Entry]:
-    """The entries of a list, whose actions belong to the one before where `joined`."""
+    """The entries of a list: an action that is `joined` belongs to the entry of the action before
+    it."""
     entry: list[Action] = []
     for action, goes_on in zip(actions, joined, strict=True):
         if entry and not goes_on:

@@ -1,8 +1,8 @@
 """What actions mean, as data: the values that exist, and what each kind of action does to them.
 
-These two tables are the specification. What is alive, what is missing, what is listed too early,
-who meets whom and what a step is for are questions to them, none of which names a kind. A new kind
-is a new row.
+These two tables are the specification. Other modules ask the tables what is alive, what is missing,
+what is listed too early, which actions meet and what a step must produce; none of them names a
+kind. A new kind is a new row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 import attrs
 
 On: TypeAlias = Literal["compute", "send", "receive", "group", "copy"]
-"""What an action occupies: its rank, one end of a channel, its stage's group of ranks, of which the
-k-th ones meet, or its rank's copy engine, which works beside compute."""
+"""What an action occupies: its rank; one end of a channel; the group of ranks that hold its stage,
+whose k-th actions meet; or its rank's copy engine, which works beside compute."""
 Per: TypeAlias = Literal["microbatch", "stage"]
 Place: TypeAlias = Literal["any", "first", "not first", "last", "not last", "summed", "not summed"]
 Point: TypeAlias = Literal["start", "end"]
@@ -24,18 +24,19 @@ Point: TypeAlias = Literal["start", "end"]
 
 @attrs.frozen(kw_only=True)
 class Value:
-    """A thing that lives on a rank.
+    """A thing that lives on a rank, such as an activation or a gradient.
 
-    `per` says how it is named: by (stage, "microbatch"); or, on each rank of the stage, by the
-    "round" that lasts from one update to the next, or by the "version" of the weights.
+    `per` says how a value is named. "microbatch": by (stage, microbatch). "round": by the time from
+    one update to the next, on each rank of the stage. "version": by the version of the weights, on
+    each rank of the stage.
 
-    Where one rank runs both stages it *is* the value `link` of the stage that many further on; a
-    transfer makes it of that one otherwise. It is `given` at the "first" stage, or as version
-    "zero"; nobody makes it there. `many` make it together, or it may be made `again` after its end.
-    `ended` says whether it must be: "always"; in lists that "step"; in those, and where the
-    stage's gradients are "summed"; or "never", as it lives until its last reader, the newest of its
-    stage to the end. A step has to make a `goal` for every stage and microbatch. As an activation
-    it counts `units`.
+    `link` is (value, number of stages further on). If one rank runs both stages, the two values are
+    the same object; otherwise a transfer makes one from the other. `given` values have no maker: at
+    the "first" stage, or as version "zero". `many` actions may make the value together, and an
+    action may make it `again` after its end. `ended` says when an action must end it: "always"; in
+    lists that "step"; in these and if the stage's gradients are "summed"; or "never", because the
+    value lives until its last reader (the newest version to the end). A step must make every `goal`
+    for every stage and microbatch. `units` is how much the value counts as an activation.
     """
 
     word: str
@@ -71,11 +72,11 @@ VALUES = {
 class Use:
     """One thing that an action does to a value, at the "start" or the "end" of its entry.
 
-    To "end" a value reads it as well. `where` restricts it to the first or last stage, or to
-    stages whose gradients are summed over ranks; `beside` and `without` to microbatches of which
-    the lists have such a kind too, or have none. Of the weights it reads the version that the
-    action has "named", else the newest; that "of home", which the stage's forward of the
-    microbatch reads; the "newest"; or it makes the "next".
+    An action that ends a value reads it as well. `where` limits the use to the first or last stage,
+    or to stages whose gradients are summed over ranks. `beside` limits it to microbatches that also
+    have an action of that kind, `without` to microbatches that have none. `version` is the weight
+    version: the one that the action has "named" (else the newest), the one "of home", which the
+    stage's forward of the microbatch reads, the "newest", or the "next", which the action makes.
     """
 
     does: Literal["read", "make", "end"]
@@ -101,12 +102,12 @@ def _end(value: str, at: Point = "end", *, where: Place = "any") -> Use:
 
 @attrs.frozen
 class Meaning:
-    """What a kind of action is, and does.
+    """What a kind of action is, and what it does.
 
-    `word` names the kind for people; `on` is what it occupies, for `cost` forwards in the textbook,
-    one `per` microbatch or for the whole stage; `uses` is what it does to values. A `home` decides
-    on which rank its stage runs the microbatch, and at which version of the weights. What
-    `evaluates` is part of a step that only evaluates.
+    `word` names the kind for people. `on` is what it occupies, and `cost` is how long, in forwards,
+    in the textbook costs. It runs once `per` microbatch or per stage. `uses` is what it does to
+    values. A `home` decides which rank runs the stage on the microbatch, and at which version of
+    the weights. A kind that `evaluates` is also part of a step that only evaluates.
     """
 
     word: str
@@ -124,7 +125,14 @@ _INPUT_GRADIENT = _make("input gradient", where="not first")
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its token in the text form. `meaning` says the rest."""
+    """What an action does; the value is its token in the text form. `meaning` holds the rest.
+
+    >>> import schedir
+    >>> schedir.Kind.BACKWARD_INPUT.value
+    'I'
+    >>> schedir.Kind("I").meaning.word
+    'gradient of the input'
+    """
 
     meaning: Meaning
 
@@ -269,7 +277,7 @@ class Kind(StrEnum):
 
 @cache
 def uses_of(kind: Kind, does: str = "", value: str = "") -> tuple[Use, ...]:
-    """What a kind does to values: all of it, or one thing alone, or what it does to one value."""
+    """What a kind does to values: everything, or only one verb (`does`), or only to one `value`."""
     return tuple(u for u in kind.meaning.uses if does in ("", u.does) and value in ("", u.value))
 
 
@@ -284,32 +292,32 @@ def _on(*resources: On) -> frozenset[Kind]:
 STAGE_WIDE = _kinds(lambda kind: kind.meaning.per == "stage")
 """Actions of a whole stage, which name no microbatch."""
 COMPUTE = _on("compute")
-"""What occupies a rank: it runs these in list order."""
+"""The kinds that occupy a rank, which runs them in list order."""
 SENDS, RECEIVES = _on("send"), _on("receive")
 COMMUNICATION = SENDS | RECEIVES
 """Point-to-point communication, which a pass inserts."""
 GROUPS = _on("group")
-"""Collectives, which the author places: the k-th ones of a stage on all its ranks meet."""
+"""Collectives, which the author lists: the k-th ones of a stage on all its ranks meet."""
 COPIES = _on("copy")
-"""What a rank's copy engine does beside its compute."""
+"""The kinds that a rank's copy engine runs beside its compute."""
 HOMES = _kinds(lambda kind: kind.meaning.home)
-"""What decides on which rank a stage runs a microbatch, and at which version of the weights."""
+"""The kinds that decide which rank runs a stage on a microbatch, and at which weight version."""
 READS_WEIGHTS = _kinds(
     lambda kind: any(use.version in ("named", "of home") for use in kind.meaning.uses)
 )
-"""What uses the weight version that the home of its (stage, microbatch) reads."""
+"""The kinds that use the weight version that the home of their (stage, microbatch) reads."""
 BACKWARDS = _kinds(
     lambda kind: kind in COMPUTE and any(VALUES[u.value].units for u in uses_of(kind, "end"))
 )
 """The full backward, and the two parts of a split one: compute that ends an activation."""
 NAMES_VERSION = READS_WEIGHTS - BACKWARDS
-"""What may say which version that is."""
+"""The kinds that may name a weight version."""
 COMPLETES_GRADIENTS = _kinds(
     lambda kind: any(VALUES[use.value].goal for use in uses_of(kind, "make"))
 )
-"""After these a microbatch's share of the gradients of the stage's parameters is complete."""
+"""The kinds that complete a microbatch's share of the gradients of the stage's parameters."""
 STEPS = _kinds(lambda kind: any(use.version == "next" for use in kind.meaning.uses))
-"""What makes the next version of the weights."""
+"""The kinds that make the next version of the weights."""
 
 
 def _meeting(send: Kind, receive: Kind) -> bool:
@@ -319,7 +327,7 @@ def _meeting(send: Kind, receive: Kind) -> bool:
 
 
 def _further(receive: Kind) -> int:
-    """How many stages further on than a receive its send stands."""
+    """How many stages after a receive's stage the stage of its send is."""
     link = VALUES[receive.meaning.uses[0].value].link
     return link[1] if link else 0
 
@@ -329,19 +337,19 @@ _ENDS = [(send, receive, further) for send, receive, further in _ENDS if _meetin
 COUNTERPARTS = {send: (receive, further) for send, receive, further in _ENDS} | {
     receive: (send, -further) for send, receive, further in _ENDS
 }
-"""For each send and receive, the kind of its other end, and how many stages further that is."""
+"""For each send and receive, the kind of its other end, and how many stages further on that is."""
 CONSUMES = {
     kind: receive
     for kind in Kind
     for receive in RECEIVES
     if kind in COMPUTE and uses_of(kind, "end", receive.meaning.uses[0].value)
 }
-"""For compute, the receive of its input where that is made on another rank."""
+"""For each kind of compute, the receive of its input if another rank makes that input."""
 
 
 def incomplete(kinds: Iterable[Kind]) -> list[str]:
-    """What is missing from the two tables: a row that leaves something unsaid would be called
-    clean by every rule."""
+    """What is missing from the two tables. Every rule would call a schedule clean that uses a row
+    with a gap."""
     wrong: list[str] = []
     meanings = {kind: kind.meaning for kind in kinds}
     does = [(kind, use) for kind, meaning in meanings.items() for use in meaning.uses]

@@ -1,4 +1,4 @@
-"""How the `.sched` text of a schedule is put together."""
+"""Puts the `.sched` text of a schedule together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sched_text(
     placement: Iterable[Iterable[int]],
     actions: Iterable[Iterable[Entry]],
 ) -> str:
-    """The text form of what makes a schedule; `schedir.ir.text` describes and parses it."""
+    """The text form of a schedule's parts; `schedir.ir.text` describes and parses it."""
     ranks_of_stages = " ".join(",".join(map(str, held)) for held in placement)
     lines = [
         f"schedir {FORMAT_VERSION}",

@@ -23,7 +23,12 @@ Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
 @attrs.frozen
 class Source:
-    """The line of Python that yielded an action."""
+    """The line of Python that yielded an action.
+
+    >>> import schedir
+    >>> print(schedir.Source("my_schedule.py", 12))
+    my_schedule.py:12
+    """
 
     file: str
     line: int
@@ -34,7 +39,7 @@ class Source:
 
 @attrs.frozen(eq=False)
 class Sources:
-    """The source of every place: an index into the few distinct `lines`, -1 for none."""
+    """The source of every place: `line_of` is an index into the distinct `lines`, -1 for none."""
 
     lines: tuple[Source, ...]
     line_of: Ints
@@ -56,7 +61,7 @@ def _columns(actions: Columns | Iterable[Iterable[Entry]]) -> Columns:
 
 
 def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
-    """The entries of a rank's list, its tokens parsed."""
+    """The entries of a rank's list, with its tokens parsed."""
     given = entries.split() if isinstance(entries, str) else entries
     for index, entry in enumerate(given):
         if isinstance(entry, str):
@@ -73,15 +78,22 @@ def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
 class Schedule(Displayed):
     """One list of typed actions per rank: what is printed, checked, simulated and executed.
 
-    `placement[stage]` names the ranks that hold the stage (a bare int stands for one rank).
-    `actions[rank]` is a rank's list, given as any iterable of entries (an `Action` each, or several
-    `Together`) or as `Columns`. `sources` are the lines of Python that yielded the actions, and
-    `rebuild` makes what the same generator writes for another number of microbatches; None for what
-    is of no generator. These take no part in equality or the hash, and passes keep them.
+    `placement[stage]` names the ranks that hold the stage; a bare int stands for one rank.
+    `actions[rank]` is a rank's list, any iterable of entries (each an `Action`, or several
+    `Together`), or `Columns`. `sources` are the lines of Python that yielded the actions. `rebuild`
+    makes the same generator's schedule for another number of microbatches, and is None if no
+    generator made this one. Neither takes part in equality or the hash, and passes keep both.
 
-    Raises ValueError where the fields can't describe any schedule, TypeError for an entry that is
-    no Action, and for lists that are none. Whether the actions make sense is for `schedir.check`
-    to say.
+    Raises ValueError for fields that can't describe any schedule, and TypeError for an entry that
+    is not an Action or a list that is not a list. `schedir.check` says whether the actions make
+    sense.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    >>> schedule
+    <Schedule 1f1b: 2 ranks, 2 stages, 4 microbatches, 34 actions>
+    >>> schedule.stages_of(1), str(schedule.actions[0][0])
+    ((1,), '0F0')
     """
 
     name: str
@@ -124,13 +136,15 @@ class Schedule(Displayed):
     ) -> Schedule:
         """The schedule with these lists, one for each rank, in the tokens of the text form.
 
-            Schedule.of("mine", [0, 1], ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"])
-
         A list is a string of tokens, or an iterable of tokens and entries. Without `microbatches`,
-        there are as many as the highest one named says.
+        the highest microbatch named decides how many there are.
 
-        Raises ValueError, with the place in the lists, for what is no token, and what `Schedule`
-        raises.
+        Raises ValueError, with the place in the lists, for a bad token, and everything that
+        `Schedule` raises.
+
+        >>> import schedir
+        >>> schedir.Schedule.of("mine", [0, 1], ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"])
+        <Schedule mine: 2 ranks, 2 stages, 2 microbatches, 8 actions>
         """
         if isinstance(lists, str):
             raise TypeError("lists must hold one list for each rank, not be a str")
@@ -158,7 +172,7 @@ class Schedule(Displayed):
 
     @cached_property
     def memo(self) -> dict[Hashable, object]:
-        """What has been worked out about this very object, so that nobody does it again."""
+        """Results that were worked out for this object, so that nobody computes them again."""
         return {}
 
     @property
@@ -173,7 +187,7 @@ class Schedule(Displayed):
 
     @cached_property
     def holdings(self) -> tuple[tuple[int, int], ...]:
-        """Every (stage, rank) where the rank holds the stage, ascending."""
+        """Every (stage, rank) such that the rank holds the stage, ascending."""
         return tuple((stage, rank) for stage, held in enumerate(self.placement) for rank in held)
 
     @cached_property
@@ -185,7 +199,7 @@ class Schedule(Displayed):
         return self._stages_by_rank.get(rank, ())
 
     def source_of(self, rank: int, index: int) -> Source | None:
-        """The line of Python that yielded `actions[rank][index]`, if it is known."""
+        """The line of Python that yielded `actions[rank][index]`, None if it is not known."""
         if self.sources is None:
             return None
         line = self.sources.line_of[self.columns.place(rank, index)]
@@ -193,13 +207,14 @@ class Schedule(Displayed):
 
     @cached_property
     def is_complete(self) -> bool:
-        """True where the list holds its communication, or needs none."""
+        """True if the lists hold their communication, or need none."""
         local = len(self.placement[0]) == 1 and len(set(self.placement)) == 1
         return local or self.stages == 1 or bool(self.columns.is_kind(*COMMUNICATION).any())
 
     @cached_property
     def is_asynchronous(self) -> bool:
-        """True where some rank goes on with a stage after an OPTIM_STEP of it: no flush, then."""
+        """True if some rank computes for a stage again after the stage's OPTIM_STEP: there is no
+        flush."""
         columns = self.columns
         held = columns.rank * self.stages + columns.stage
         steps = columns.where(Kind.OPTIM_STEP)
@@ -210,14 +225,14 @@ class Schedule(Displayed):
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 of the text form, in hex: equal schedules, on any machine, have equal hashes."""
+        """SHA-256 of the text form, in hex. Equal schedules have equal hashes on every machine."""
         from hashlib import sha256  # with OpenSSL, which a check needs nothing of
 
         text = sched_text(self.name, self.microbatches, self.placement, self.actions)
         return sha256(text.encode()).hexdigest()
 
     def take(self, places: Ints, starts: Ints) -> Schedule:
-        """The schedule with the actions at `places` only, in that order, and their sources."""
+        """The schedule with only the actions at `places`, in that order, and their sources."""
         sources = self.sources
         return attrs.evolve(
             self,
@@ -241,7 +256,7 @@ def starts_of(ranks: Ints, number: int) -> Ints:
 
 
 def expect_schedule(value: object) -> None:
-    """Raise TypeError where a schedule is wanted and something else was given: its name, say."""
+    """Raise TypeError for anything that is not a Schedule, such as a schedule's name."""
     if not isinstance(value, Schedule):
         raise TypeError(
             f"schedule must be a Schedule, not {type(value).__name__}; make one with "

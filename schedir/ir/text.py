@@ -1,4 +1,5 @@
-"""The `.sched` text form: print → parse is the identity, and errors name line and column.
+"""The `.sched` text form. Printing and parsing gives an equal schedule; errors name line and
+column.
 
     schedir 1
     name 1f1b
@@ -8,8 +9,8 @@
     rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
 
 An entry of several actions is one word, such as (0F4;7B3) or (0SEND_ACT1;0RECV_GRAD0). `#` starts a
-comment; a line that begins with a blank continues the one above. Blanks are spaces
-and tabs, and a line ends in LF or CR LF; any other white space, such as a lone CR, is an error.
+comment. A line that begins with a blank continues the line above. Blanks are spaces and tabs, and a
+line ends in LF or CR LF. Any other white space, such as a lone CR, is an error.
 """
 
 from __future__ import annotations
@@ -43,7 +44,15 @@ _MOST_SHARED = 1000
 def dumps(schedule: Schedule) -> str:
     """The schedule as `.sched` text, which `loads` turns back into an equal schedule.
 
-    Raises TypeError for what is no Schedule.
+    Raises TypeError for anything that is not a Schedule.
+
+    >>> import schedir
+    >>> print(schedir.dumps(schedir.build("1f1b", ranks=1, microbatches=2)), end="")
+    schedir 1
+    name 1f1b
+    microbatches 2
+    placement 0
+    rank 0: 0F0 0B0 0F1 0B1 0OPTIM_STEP
     """
     expect_schedule(schedule)
     return sched_text(schedule.name, schedule.microbatches, schedule.placement, schedule.actions)
@@ -52,8 +61,13 @@ def dumps(schedule: Schedule) -> str:
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
     """Parse `.sched` text. `file` is the name that errors show.
 
-    Raises ParseError, with line and column, for anything that is not a whole schedule, TypeError
-    for what is no text: to read a file, give its name to `schedir.build`.
+    Raises ParseError, with line and column, for anything that is not a whole schedule. Raises
+    TypeError for anything but text; to read a file, pass its name to `schedir.build`.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    >>> schedir.loads(schedir.dumps(schedule)) == schedule
+    True
     """
     if not isinstance(text, (str, bytes)):
         raise TypeError(
@@ -63,9 +77,9 @@ def loads(text: str | bytes, file: str = "<string>") -> Schedule:
 
 
 class _Parser:
-    """Reads the text once and keeps offsets alone: a hostile file must not cost memory.
+    """Reads the text once and stores only offsets, so that a hostile file costs no memory.
 
-    Lines and columns are worked out for an error only.
+    Lines and columns are computed only for an error.
     """
 
     def __init__(self, text: str, file: str) -> None:

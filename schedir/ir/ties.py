@@ -1,7 +1,8 @@
-"""Ties: groups of stages that share parameters, such as the embeddings of the first and the last.
+"""Ties: groups of stages that share parameters, such as the embeddings of the first and the last
+stage.
 
-A tied parameter's gradient is the sum over its stages, taken before any of them steps. So the k-th
-OPTIM_STEPs of all stages of a group happen together, on every rank that holds one of them.
+The gradient of a tied parameter is the sum over its stages, taken before any of them steps. So the
+k-th OPTIM_STEPs of all stages of a group happen together, on every rank that holds one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Ties: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def ties_of(schedule: Schedule, groups: Iterable[Iterable[int]]) -> Ties:
-    """The groups of stages as ties of the schedule. Raises ValueError for what is none."""
+    """The groups of stages as ties of the schedule. Raises ValueError for a group that can't be
+    one."""
     return tuple(_tie(schedule.stages, group) for group in groups)
 
 
@@ -36,11 +38,11 @@ def _tie(stages: int, group: Iterable[int]) -> tuple[int, ...]:
 
 
 def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
-    """The places of the OPTIM_STEPs that belong together: the k-th ones of the stages of a tie, on
-    all their ranks. Ties that share a stage are one.
+    """The places of the OPTIM_STEPs that happen together: the k-th ones of all stages of a tie, on
+    all their ranks. Ties that share a stage count as one tie.
 
-    Turns that some of them lack are left out. Raises UnsoundError for an OPTIM_STEP where its stage
-    does not live.
+    If some stage has fewer OPTIM_STEPs, the turns that it lacks are left out. Raises UnsoundError
+    for an OPTIM_STEP on a rank that does not hold its stage.
     """
     if not ties:
         return []
@@ -62,15 +64,14 @@ def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
 
 
 def shared_steps(schedule: Schedule, ties: Ties) -> list[int]:
-    """The places of those of them at which ranks add up gradients with each other, so that they
-    communicate."""
+    """The places of the tied OPTIM_STEPs at which ranks communicate to add up their gradients."""
     rank = schedule.columns.rank
     turns = tied_steps(schedule, ties)
     return [place for turn in turns if len({*rank[list(turn)].tolist()}) > 1 for place in turn]
 
 
 def joined_ties(ties: Ties) -> list[list[int]]:
-    """The groups of stages that are tied to each other, directly or through others."""
+    """The groups of stages that are tied to each other, directly or through other ties."""
     groups: list[set[int]] = []
     for tie in ties:
         joins = [group for group in groups if not group.isdisjoint(tie)]

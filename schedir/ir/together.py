@@ -1,7 +1,7 @@
-"""Actions that are one entry of a rank's list: overlapped pairs, and batches of communication.
+"""Several actions as one entry of a rank's list: overlapped pairs, and batches of communication.
 
-(0F4;7B3)                   a forward and a backward as one piece of compute: it starts once the
-                            inputs of both are there, and hands both outputs on when it ends
+(0F4;7B3)                   a forward and a backward as one piece of compute: it starts when the
+                            inputs of both are there, and hands on both outputs when it ends
 (0SEND_ACT1;0RECV_GRAD0)    sends and receives posted as one, so that no order among them can
                             block; each still meets its own partner on its channel
 """
@@ -18,7 +18,7 @@ from schedir.ir.action import Action
 from schedir.ir.kinds import COMMUNICATION, CONSUMES, HOMES
 
 OVERLAPS = HOMES | frozenset(CONSUMES)
-"""What may be a part of an overlapped pair: compute that takes what another stage has made."""
+"""The kinds that may be part of an overlapped pair: compute that uses another stage's result."""
 
 
 def _as_tuple(actions: Iterable[Action]) -> tuple[Action, ...]:
@@ -27,11 +27,16 @@ def _as_tuple(actions: Iterable[Action]) -> tuple[Action, ...]:
 
 @attrs.frozen
 class Together:
-    """Several actions as one entry, in the order in which they are listed.
+    """Several actions as one entry, in list order.
 
-    Raises ValueError for what is neither an overlapped pair (one FORWARD and one BACKWARD or
-    BACKWARD_INPUT, of different (stage, microbatch)) nor a batch of sends and receives, TypeError
-    for what is no Action.
+    The entry is an overlapped pair (one FORWARD, and one BACKWARD or BACKWARD_INPUT of another
+    stage or microbatch), or a batch of sends and receives. Raises ValueError for any other group,
+    and TypeError for anything that is not an Action.
+
+    >>> import schedir
+    >>> pair = schedir.Together([schedir.forward(0, 4), schedir.backward(7, 3)])
+    >>> print(pair, len(pair.actions))
+    (0F4;7B3) 2
     """
 
     actions: tuple[Action, ...] = attrs.field(converter=_as_tuple)
@@ -77,7 +82,14 @@ Entry: TypeAlias = Action | Together
 
 
 def together(*actions: Action) -> Together:
-    """Run the actions as one entry: a forward and a backward, or a batch of sends and receives."""
+    """Run the actions as one entry: a forward and a backward, or a batch of sends and receives.
+
+    Raises what `Together` raises.
+
+    >>> import schedir
+    >>> print(schedir.together(schedir.send_act(0, 1), schedir.recv_grad(0, 0)))
+    (0SEND_ACT1;0RECV_GRAD0)
+    """
     return Together(actions)
 
 

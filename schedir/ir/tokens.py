@@ -1,4 +1,4 @@
-"""What the readers of text share: tokens, numbers, and where in a file something stands."""
+"""What the readers of text share: tokens, numbers, and positions in a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_action(token: str) -> Action:
 
 
 class TokenError(ValueError):
-    """A token that names no entry; `offset` is where in it the fault is."""
+    """A token that names no entry; `offset` is where the fault is in the token."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ def _parse_together(token: str) -> Together:
 def decode(text: str | bytes, file: str) -> str:
     """The text of a file's bytes, without a byte order mark.
 
-    Raises ParseError at the first byte that is not UTF-8, or is 0.
+    Raises ParseError at the first byte that is 0 or not UTF-8.
     """
     if isinstance(text, str):
         return text.removeprefix("\ufeff")
@@ -130,7 +130,8 @@ def position(text: str, offset: int) -> tuple[int, int]:
 
 
 def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
-    """Like `text.split`, but one at a time, each part with its place; `offset` is the text's."""
+    """Like `text.split`, but yields one part at a time, with its place; `offset` is the text's
+    place."""
     start = 0
     while start <= len(text):
         stop = text.find(separator, start)
@@ -141,10 +142,10 @@ def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]
 
 
 def printable(text: str) -> str:
-    """Anybody's text, such as the name of a file, in one line that no terminal and no CI obeys.
+    r"""Text from anyone, such as a file name, on one line that no terminal and no CI obeys.
 
-    What is not printable is escaped, as in `a\\x1b[31m.sched` and `two\\nlines`, and so is the
-    start of what would be a command on GitHub: `\\x3a:error::`.
+    Characters that can't be printed are escaped, as in `a\x1b[31m.sched` and `two\nlines`. So is
+    the first character of a command on GitHub: `\x3a:error::`.
     """
     if _COMMAND.match(text):
         blanks = len(text) - len(text.lstrip())

@@ -1,15 +1,15 @@
-"""torch.distributed.pipelining's CSV: one row per rank, one action per cell, an empty cell idle.
+"""torch.distributed.pipelining's CSV: one row per rank, one action per cell; an empty cell is idle.
 
-It has two dialects, compute only and with communication. Its tokens differ from schedir's in
-SEND_F/RECV_F/SEND_B/RECV_B, and it has no OPTIM_STEP and no weight versions. UNSHARD and RESHARD
-(FSDP's gathering of parameters) are nothing that schedir models; reading names them in a warning
-and leaves them out. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry of two actions; batches
-of sends and receives have no form. Around a cell there may be spaces and tabs, and a row ends in LF
-or CR LF.
+The format has two dialects, compute only and with communication. Its tokens differ from schedir's
+for SEND_F, RECV_F, SEND_B and RECV_B, and it has no OPTIM_STEP and no weight versions. schedir does
+not model UNSHARD and RESHARD (FSDP's gathering of parameters): the reader leaves them out, with a
+warning. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry of two actions; batches of sends and
+receives have no form. Spaces and tabs may stand around a cell, and a row ends in LF or CR LF.
 
-Older torch wrote the same words with another meaning: B was the gradient of the input alone, which
-is I now, BW was the full backward, which is B now, and `0SEND_F1_1RECV_B0` two in one. A file that
-shows itself to be such is refused; one that has no W says the same in both.
+Older torch used the same words with another meaning. B was the gradient of the input, which is I
+now; BW was the full backward, which is B now; and `0SEND_F1_1RECV_B0` was two actions in one cell.
+The reader refuses a file that is clearly of the older form. A file without W means the same in
+both.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _Held: TypeAlias = tuple[int, ...] | list[int]
 
 
 def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str, list[str]]:
-    """The schedule in torch's CSV, and what that format could not hold, one sentence each.
+    """The schedule in torch's CSV, and one sentence for each thing that the format can't hold.
 
-    The compute-only dialect has no REDUCE_GRAD: torch lists its own where it adds communication.
+    The compute-only dialect has no REDUCE_GRAD: torch lists its own when it adds communication.
     """
     dropped: Counter[str] = Counter()
     words = {
@@ -80,7 +80,7 @@ def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str
 
 
 def _cells(entry: Entry, words: dict[Kind, str], dropped: Counter[str]) -> list[str]:
-    """The cells of an entry, in torch's `words`; what they can't hold is counted in `dropped`."""
+    """The cells of an entry, in torch's `words`; `dropped` counts what they can't hold."""
     actions = entry.actions if isinstance(entry, Together) else (entry,)
     cells = []
     for action in actions:
@@ -104,7 +104,7 @@ def _cells(entry: Entry, words: dict[Kind, str], dropped: Counter[str]) -> list[
 
 
 def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
-    """Parse torch's CSV, either dialect; the number of microbatches is the highest named, plus 1.
+    """Parse torch's CSV, either dialect. The highest microbatch decides how many there are.
 
     A stage lives on the ranks that run its FORWARD. Raises ParseError with line and column.
     """
@@ -180,7 +180,7 @@ class _Reader:
             raise self._error(f"{clip(cell)}: {error}", offset) from None
 
     def _action(self, token: str, offset: int) -> Action | None:
-        """The action of a token; None for one that schedir does not model."""
+        """The action of a token; None for a kind that schedir does not model."""
         try:
             action = _action(token)
         except ValueError as error:
@@ -204,7 +204,7 @@ class _Reader:
         )
 
     def _refuse_old(self, ranks: list[tuple[Entry, ...]]) -> None:
-        """Raise ParseError where a B stands for the gradient of the input alone."""
+        """Raise ParseError if a B stands for the gradient of the input, as in older torch."""
         actions = [action for row in ranks for action in flat(row)]
         kinds = {action.kind for action in actions}
         if Kind.BACKWARD_WEIGHT not in kinds or Kind.BACKWARD_INPUT in kinds:
@@ -220,7 +220,8 @@ class _Reader:
                 )
 
     def _placement(self, ranks: list[tuple[Entry, ...]]) -> list[_Held]:
-        """The ranks that run each stage's FORWARD; those that name it, where none does."""
+        """The ranks that run each stage's FORWARD; without a FORWARD, the ranks that name the
+        stage."""
         highest = max(action.stage for entries in ranks for action in flat(entries))
         # So many entries are enough to miss one: a single huge stage number must not cost memory.
         seen = bytearray(1 + min(highest, sum(1 for entries in ranks for _ in flat(entries))))
@@ -252,7 +253,7 @@ class _Reader:
 
 @lru_cache(maxsize=1 << 16)
 def _action(token: str) -> Action | None:
-    """The action of a token; None for one that schedir does not model. Raises ValueError."""
+    """The action of a token; None for a kind that schedir does not model. Raises ValueError."""
     match = _TOKEN.fullmatch(token)
     if match is None and _OLD_BATCH.fullmatch(token):
         raise ValueError(f"{clip(token)} is older torch's: write its send and receive as two cells")

@@ -1,7 +1,7 @@
-"""From what a user names to a schedule: finds generators, runs them, and names the line at fault.
+"""From a target to a schedule: find its generator, run it, and name the line at fault.
 
 A target is a built-in or installed name, `path.py[:function]`, `module:function`, a callable, or a
-`.sched` or `.csv` file. The built-in ones are loaded exactly as a user's file is.
+`.sched` or `.csv` file. Built-in schedules are loaded exactly as a user's file is.
 """
 
 from schedir.library.authoring import (

@@ -1,8 +1,8 @@
-"""Building blocks: what becomes of one microbatch, and when, which a schedule repeats.
+"""Building blocks: the actions of one microbatch and their times, which a schedule repeats.
 
 The framework is that of Qi et al. ("Pipeline Parallelism with Controllable Memory", arXiv
-2405.15362). As an activation lives equally long in each repetition, the block
-alone decides how much memory the schedule takes.
+2405.15362). An activation lives equally long in each repetition, so the block alone decides how
+much memory the schedule takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from schedir.ir import Action, Kind, backward, backward_input, backward_weight, 
 from schedir.library.authoring import Pipeline
 
 Number: TypeAlias = int
-"""An action on the way of a microbatch: 0 to S - 1 are the FORWARDs of the S stages, S to 2S - 1
-the backwards from the last stage on, each of which needs the one before it; the BACKWARD_WEIGHT of
-backward n is n + S."""
+"""An action of a microbatch: 0 to S - 1 are the FORWARDs of the S stages, S to 2S - 1 the backwards
+from the last stage on. Each needs the one before it. The BACKWARD_WEIGHT of backward n is n + S."""
 
 Run: TypeAlias = tuple[Number, int]
 """An action of a block, and the microbatch."""
@@ -33,11 +32,11 @@ _LENGTH_AND_CHANGE = {
 
 @attrs.frozen
 class Block:
-    """What becomes of a microbatch, by number: each action, its rank, how many slots it takes, and
-    how many activations more its rank holds after it.
+    """The actions of one microbatch, by number: each action, its rank, how many slots it takes, and
+    how many activations it adds on its rank.
 
-    `starts` are the slots of microbatch 0, in the order of the numbers; the BACKWARD_WEIGHTs have
-    none. Microbatch m runs m times `interval` later.
+    `starts` are the slots of microbatch 0, in the order of the numbers; BACKWARD_WEIGHTs have none.
+    Microbatch m runs m times `interval` slots later.
     """
 
     ranks: int
@@ -51,8 +50,11 @@ class Block:
 
 
 def block_of(pipe: Pipeline, slots: Mapping[Action, int]) -> Block:
-    """The block with the actions of microbatch 0 in these slots, each BACKWARD_INPUT with its
-    BACKWARD_WEIGHT. Raises ValueError for one that `repeat_block` refuses."""
+    """The block with microbatch 0's actions in these slots, each BACKWARD_INPUT with its
+    BACKWARD_WEIGHT.
+
+    Raises ValueError for a block that `repeat_block` refuses.
+    """
     if any(len(ranks) > 1 for ranks in pipe.placement):
         raise ValueError("a block cannot be repeated over a stage on several ranks")
     stages = range(pipe.stages)

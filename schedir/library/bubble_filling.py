@@ -1,4 +1,4 @@
-"""Where the gradients of weights run: in the gaps that a program leaves under given costs."""
+"""Put the gradients of the weights into the gaps that a schedule leaves under given costs."""
 
 from __future__ import annotations
 

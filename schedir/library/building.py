@@ -1,4 +1,4 @@
-"""From a target and a shape to a schedule: `load` as it was written, `build` complete."""
+"""From a target and a shape to a schedule: `load` takes it as written, `build` completes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hol
 
 @contextmanager
 def _collector_held_off() -> Iterator[None]:
-    """Hold off the cyclic garbage collector, which would look at millions of actions in vain."""
+    """Turn off the garbage collector, which would search millions of actions in vain."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -46,15 +46,19 @@ def build(
     costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
     **parameters: Parameter,
 ) -> Schedule:
-    """The complete schedule that `target` describes, communication inserted.
+    """The complete schedule that `target` describes, with its communication.
 
-    `target` is a name, a path, `-` for standard input, or a callable. Defaults: 4 ranks, or as many
-    as `costs` were measured on, 8 microbatches, and the generator's own number of chunks per rank;
-    `parameters` are the generator's own. `costs` are for generators that are made for given ones,
-    by default the textbook's.
+    `target` is a name, a path, `-` for standard input, or a callable. The defaults are 4 ranks (or
+    as many as `costs` were measured on), 8 microbatches, and the generator's default number of
+    chunks per rank. `parameters` go to the generator. `costs` are for generators that optimise for
+    given costs, by default the textbook's.
 
-    Raises LoadError where the target can't be found or its generator fails, ParseError for a
-    malformed file, ScheduleError where the actions can't be completed.
+    Raises LoadError if the target can't be found or its generator fails, ParseError for a malformed
+    file, and ScheduleError if the actions can't be completed.
+
+    >>> import schedir
+    >>> schedir.build("interleaved-1f1b", ranks=4, microbatches=8, chunks=2)
+    <Schedule interleaved-1f1b: 4 ranks, 8 stages, 8 microbatches, 360 actions>
     """
     found = load(
         target, ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, **parameters
@@ -76,7 +80,7 @@ def load(
     costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
     **parameters: Parameter,
 ) -> Schedule:
-    """Like `build`, but the actions as they were written, neither checked nor completed."""
+    """Like `build`, but the actions as written, neither checked nor completed."""
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number is not None and (type(number) is not int or number < 1):
             raise LoadError(f"{what} must be an int >= 1, not {number!r}")
@@ -96,12 +100,12 @@ def load(
 
 
 def _again(generator: Generator, shape: dict[str, Any], microbatches: int) -> Schedule:
-    """The same schedule of another number of microbatches, as it was written."""
+    """The same schedule for another number of microbatches, as written."""
     return load(generator, microbatches=microbatches, **shape)
 
 
 def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
-    """Raise LoadError where a shape has more work than memory can hold."""
+    """Raise LoadError for a shape with more work than memory can hold."""
     if ranks * chunks * microbatches > _MOST_PAIRS:
         raise LoadError(
             f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
@@ -112,7 +116,7 @@ def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
 def _load_list(
     path: Path, ranks: int | None, microbatches: int | None, parameters: list[str]
 ) -> Schedule:
-    """The schedule in a file, which has a shape already and no `parameters`."""
+    """The schedule in a file, which already has a shape and takes no `parameters`."""
     found, name = read_list(path), name_of(path)
     if parameters:
         raise LoadError(

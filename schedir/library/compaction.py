@@ -1,4 +1,4 @@
-"""From a building block to a program: it is repeated, squeezed, and its gaps are filled."""
+"""From a building block to a schedule: repeat the block, squeeze it, and fill its gaps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,32 @@ if TYPE_CHECKING:
 def repeat_block(
     pipe: Pipeline, block: Mapping[Action, int], costs: CostModel | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The compute of every rank, without updates, from that of one microbatch (Qi et al., arXiv
-    2405.15362, building blocks and squeezing).
+    """The compute of every rank, without updates, from the actions of one microbatch.
 
-    `block` holds the slot in which microbatch 0 runs the FORWARD, and the BACKWARD or
-    BACKWARD_INPUT, of every stage. A FORWARD takes one slot, as does a BACKWARD_INPUT, for which
-    there is a BACKWARD_WEIGHT of one slot later on; a BACKWARD takes two. Microbatch m runs m
-    intervals later, an interval being the slots that the busiest rank works for a microbatch.
+    The method is that of Qi et al. (building blocks and squeezing, arXiv 2405.15362). `block` holds
+    the slot in which microbatch 0 runs the FORWARD and the BACKWARD or BACKWARD_INPUT of every
+    stage. A FORWARD takes one slot, a BACKWARD two, and a BACKWARD_INPUT one; its BACKWARD_WEIGHT
+    takes one slot later on. Microbatch m runs m intervals later. An interval is the number of slots
+    that the busiest rank works for a microbatch.
 
-    The repeated block is squeezed: one by one, in the order of their slots, actions move to the
-    earliest slot that is free and after their inputs, and that does not raise the most activations
-    that a rank holds at once above what the repeated block needs. Then the BACKWARD_WEIGHTs are put
-    off: one runs where its rank would wait otherwise, or lacks the memory for its next FORWARD.
-    Where a rank waits is told from `costs`, without them from the slots.
+    Then the repeated block is squeezed. One by one, in the order of their slots, actions move to
+    the earliest slot that is free, after their inputs, and within the activations that the repeated
+    block holds at its peak. Last, the BACKWARD_WEIGHTs are put off: each runs when its rank would
+    otherwise wait, or when the rank lacks memory for its next FORWARD. `costs` decide when a rank
+    waits; without them the slots do.
 
-    Raises ValueError for a block that has not just these actions, in which one runs before its
-    input is there or meets another one in a slot of its rank once it is repeated, and for a stage
-    on several ranks; and for costs of other stages or links.
+    Raises ValueError for a block with missing or other actions, an action before its input is
+    there, two actions in one slot of a rank once the block is repeated, a stage on several ranks,
+    and costs of other stages or links.
+
+    >>> import schedir
+    >>> pipe = schedir.Pipeline(ranks=2, microbatches=2, chunks=1, placement=((0,), (1,)))
+    >>> forwards = {schedir.forward(0, 0): 0, schedir.forward(1, 0): 1}
+    >>> backwards = {schedir.backward(1, 0): 2, schedir.backward(0, 0): 4}
+    >>> for actions in schedir.repeat_block(pipe, forwards | backwards):
+    ...     print(*actions)
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
     """
     one = block_of(pipe, block)
     order, limit = _squeezed(one, pipe.microbatches)
@@ -45,9 +54,9 @@ def repeat_block(
 def _squeezed(block: Block, microbatches: int) -> tuple[list[list[Run]], int]:
     """What each rank runs, in the order of its slots, and the most activations that a rank holds.
 
-    `slots[n][m]` is the slot in which microbatch m runs action n, a BACKWARD_WEIGHT at first in the
-    first one that is free. `taken` has a byte for each slot of a rank, not 0 where the rank works;
-    `live` the activations that a rank holds in a slot, of which none may become more than `limit`.
+    `slots[n][m]` is the slot in which microbatch m runs action n; a BACKWARD_WEIGHT starts in the
+    first free slot. `taken` has a byte for each slot of a rank, not 0 if the rank works there.
+    `live` is the number of activations that a rank holds in a slot, which may not exceed `limit`.
     """
     rank, length, change = block.rank, block.length, block.change
     # Whatever is put off to the end finds room there.

@@ -1,4 +1,4 @@
-"""Runs a generator: asks it for each rank's actions, and keeps the line that yielded each."""
+"""Runs a generator for each rank, and stores the line of Python that yielded each action."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from schedir.simulator import CostModel
 
 Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
-"""Costs, or a function from a number of stages to those of the model cut into so many; None: the
+"""Costs, or a function from a number of stages to costs of the model cut into that many; None: the
 textbook's."""
 
 _Asked: TypeAlias = Callable[[int], tuple[Pipeline, Callable[[int], Iterable[Entry]]]]
@@ -45,10 +45,10 @@ def generate(
     parameters: dict[str, Parameter],
     costs: Costs,
 ) -> Schedule:
-    """The actions that a generator yields for a shape, as it yields them; one that asks for
-    `costs` sees them.
+    """The actions that a generator yields for a shape, unchanged. A generator with a parameter
+    `costs` gets the costs.
 
-    Raises LoadError where it fails, or takes no such parameters.
+    Raises LoadError if the generator fails, or does not take these parameters.
     """
     if iscoroutinefunction(generator.function) or isasyncgenfunction(generator.function):
         line = blamed_line(None, generator)
@@ -91,7 +91,7 @@ def _asked(
     costs: Costs,
     chunks: int,
 ) -> tuple[Pipeline, Callable[[int], Iterable[Entry]]]:
-    """The shape, its stages placed as the generator says, and the generator by rank."""
+    """The shape, with its stages placed, and the generator as a function of the rank."""
 
     def own(function: Callable[..., object]) -> dict[str, Any]:
         """What the function, or the placement, asks for by name."""
@@ -123,7 +123,8 @@ def _asked(
 def _collect(
     generator: Generator, pipe: Pipeline, rank: int, produced: object, lines: _Lines
 ) -> list[Entry]:
-    """A rank's list, its lines kept. Raises LoadError for what is none."""
+    """A rank's list; `lines` stores where each entry was yielded. Raises LoadError for anything
+    else."""
     if not isinstance(produced, Iterable):
         raise LoadError(
             f"{blamed_line(None, generator)}: the generator must yield actions, "
@@ -160,7 +161,8 @@ def _collect(
 
 
 def _expect_none_returned(generator: Generator, produced: Iterator[object]) -> None:
-    """Raise LoadError where what yields nothing is a generator that returns what nobody sees."""
+    """Raise LoadError if a generator that yields nothing returns a value, which nobody would
+    see."""
     try:
         next(produced)
     except StopIteration as end:
@@ -172,12 +174,12 @@ def _expect_none_returned(generator: Generator, produced: Iterator[object]) -> N
 
 
 def _limit(pipe: Pipeline) -> int:
-    """Nothing sensible is longer: eight kinds of action per (stage, microbatch)."""
+    """The longest sensible list: eight kinds of action per (stage, microbatch)."""
     return 16 * (pipe.stages + 1) * (pipe.microbatches + 1)
 
 
 class _Lines:
-    """The lines that yielded: the distinct ones, and for each entry the number of its."""
+    """The distinct lines that yielded, and the number of each entry's line."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[str, int], int] = {}
@@ -186,7 +188,8 @@ class _Lines:
         self.numbers: dict[CodeType, dict[int, int]] = {}
 
     def find(self, iterator: object) -> tuple[FrameType | None, dict[int, int], int]:
-        """The frame that has yielded, the numbers of its code's lines, and that of its line."""
+        """The frame that yielded, the numbers of its code's lines, and the number of its current
+        line."""
         frame: FrameType | None = None
         while isinstance(iterator, GeneratorType):
             frame, iterator = iterator.gi_frame, iterator.gi_yieldfrom
@@ -209,7 +212,8 @@ class _Lines:
 def _failure(
     generator: Generator, pipe: Pipeline, rank: int, error: BaseException, asked: _Asked
 ) -> LoadError:
-    """What to raise where the generator raised `error`: it may just have no such chunks."""
+    """The error to raise for what the generator raised, which may only mean that it has no such
+    chunks."""
     chunks, line = generator.chunks, user_line(error) or blamed_line(None, generator)
     stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
     if pipe.chunks == chunks or not _runs(asked, chunks, rank):
@@ -225,7 +229,7 @@ def _failure(
 
 
 def _runs(asked: _Asked, chunks: int, rank: int) -> bool:
-    """Whether the generator gets through such a pipeline of so many chunks."""
+    """True if the generator gets to its end with so many chunks."""
     try:
         pipe, list_of = asked(chunks)
         deque(islice(list_of(rank), _limit(pipe)), maxlen=0)

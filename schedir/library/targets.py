@@ -1,4 +1,4 @@
-"""Finds what a target names: a built-in or installed name, a file, a module's function."""
+"""Find what a target names: a built-in or installed name, a file, or a module's function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _UNRELATED = {
 def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
     """The generator that a name, a path, `module:function` or a callable stands for.
 
-    Raises LoadError where there is none.
+    Raises LoadError if there is none.
     """
     if not isinstance(target, (str, Path)):
         return _as_generator(target, repr(target))
@@ -94,8 +94,8 @@ def _named(target: str) -> Generator:
 
 
 def _alike(wanted: str, names: dict[str, str]) -> list[str]:
-    """The names that begin with what is wanted, then those that have a word that does; else the
-    closest one, if any."""
+    """The names that begin with `wanted`, then the names with a word that does; otherwise the
+    closest name, if any."""
     from difflib import get_close_matches  # for who mistypes
 
     if not wanted:
@@ -107,7 +107,7 @@ def _alike(wanted: str, names: dict[str, str]) -> list[str]:
 
 
 def _no_file(path: Path) -> LoadError:
-    """What to raise where a file is to be read and there is none."""
+    """The error to raise for a file that does not exist."""
     why = "not a regular file"  # a FIFO or a device may never end
     try:
         path.stat()
@@ -125,8 +125,8 @@ def built_in() -> list[Generator]:
 
 
 def _shipped(likely: str = "") -> Iterator[Generator]:
-    """The schedules that come with schedir as their modules are imported, one named `likely`
-    first."""
+    """The schedules that come with schedir. Their modules are imported one by one, the one named
+    `likely` first."""
     package = importlib.import_module("schedir.schedules")
     modules = [entry.name for entry in pkgutil.iter_modules(package.__path__)]
     for name in sorted(modules, key=lambda name: _plain(name) != likely):
@@ -138,14 +138,14 @@ def _names(generator: Generator) -> set[str]:
 
 
 def _built_in_names() -> dict[str, str]:
-    """The names of the built-in schedules, by all that they may be called."""
+    """The names of the built-in schedules, by every name and alias."""
     return {plain: generator.name for generator in built_in() for plain in _names(generator)}
 
 
 def installed() -> list[Generator]:
-    """The built-in schedules, then those that installed packages declare as entry points.
+    """The built-in schedules, then the schedules that installed packages declare as entry points.
 
-    An entry point that fails to load is named in a warning, and left out.
+    An entry point that fails to load is left out, with a warning that names it.
     """
     found = built_in()
     for entry in _entry_points():
@@ -169,7 +169,7 @@ def _from_entry_point(entry: EntryPoint) -> Generator:
 
 
 def _plain(name: str) -> str:
-    """A name as it is compared: case, `-` and `_` do not matter."""
+    """A name in the form in which names are compared: case, `-` and `_` do not matter."""
     return name.lower().replace("-", "").replace("_", "")
 
 
@@ -197,12 +197,12 @@ def _from_file(path: Path, function: str | None) -> Generator:
 
 
 def _may_declare(path: Path) -> bool:
-    """Whether a module's text lets it declare a schedule, so that it has to be run to be known.
+    """True if a module's text may declare a schedule, so that the module must be run.
 
-    It does where it imports `schedule` or `Generator`, or reads one of the two of a module that it
-    imports, as in `schedir.schedule`, or by its bare name where it imports anything's all with `*`.
-    Imports from packages that have another of that name don't count. Text that can't be parsed is
-    run, which says why.
+    It may if it imports `schedule` or `Generator`, reads one of them from a module that it imports,
+    as in `schedir.schedule`, or uses the bare name after an import with `*`. Imports from packages
+    with another object of that name don't count. A text that can't be parsed is run, because the
+    run names the error.
     """
     try:
         nodes = [*ast.walk(ast.parse(path.read_bytes()))]
@@ -233,7 +233,7 @@ def _no_schedule(where: str) -> LoadError:
 
 
 def _from_module(module: ModuleType, function: str | None, where: str) -> Generator:
-    """The generator of a name in a module, or else the only one that it declares."""
+    """The named generator of a module, or else the only generator that the module declares."""
     names = [name for name, value in vars(module).items() if isinstance(value, Generator)]
     if function is not None:
         found = getattr(module, function, None)
@@ -251,7 +251,7 @@ def _from_module(module: ModuleType, function: str | None, where: str) -> Genera
 
 
 def _declared(module: ModuleType) -> list[Generator]:
-    """The generators that a module defines itself, imported ones left out."""
+    """The generators that a module defines, without imported ones."""
     return [
         value
         for value in vars(module).values()
@@ -269,19 +269,19 @@ def _as_generator(found: object, where: str) -> Generator:
 
 
 def is_list(target: str | Path) -> bool:
-    """Whether a target is, by its extension, a file that lists actions, or standard input."""
+    """True if a target is a file of actions, by its extension, or standard input."""
     return str(target) == _STDIN or Path(target).suffix in _LISTS
 
 
 def name_of(target: str | Path) -> str:
-    """What messages call a target."""
+    """The name of a target in messages."""
     return "<stdin>" if str(target) == _STDIN else str(target)
 
 
 def read_list(path: Path) -> Schedule:
-    """The schedule in a `.sched` or `.csv` file; in standard input, which `-` stands for, either.
+    """The schedule in a `.sched` or `.csv` file, or of either form in standard input (`-`).
 
-    Raises LoadError where it can't be read, ParseError where it is malformed.
+    Raises LoadError if it can't be read, ParseError if it is malformed.
     """
     piped, name = str(path) == _STDIN, name_of(path)
     if not (piped or isfile(path)):

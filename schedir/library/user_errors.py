@@ -1,4 +1,4 @@
-"""Errors in a user's code, told in one line that names the user's own file and line."""
+"""Report errors in a user's code in one line, with the user's file and line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LONGEST_VALUE = 60
 
 
 def call_user_code(call: Callable[[], Any], what: str) -> Any:
-    """Run a user's code, `what` it is in words.
+    """Run a user's code; `what` names that code.
 
-    Raises LoadError, with the user's own line, for whatever the code raises.
+    Raises LoadError, with the user's line, for anything that the code raises.
     """
     try:
         return call()
@@ -45,7 +45,8 @@ def describe_value(value: object) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """The innermost `file:line` of a traceback that is not schedir's own or the import system's."""
+    """The innermost `file:line` of a traceback that is neither schedir's nor the import
+    system's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown_path(error.filename)}:{error.lineno}"
     lines = [
@@ -62,7 +63,7 @@ def source_of(file: str, line: int) -> Source:
 
 
 def blamed_line(frame: FrameType | None, generator: Generator) -> str:
-    """The line that a frame stands at; without one, the line that defines the generator."""
+    """The line that a frame has reached; without a frame, the line that defines the generator."""
     function = generator.function
     if frame is not None:
         code, line = frame.f_code, frame.f_lineno
@@ -75,7 +76,7 @@ def blamed_line(frame: FrameType | None, generator: Generator) -> str:
 
 
 def _belongs_to_user(file: str) -> bool:
-    """Whether a line of `file` is the author's; those of the built-in schedules count as such."""
+    """True if a line of `file` is the author's; the built-in schedules count as an author's."""
     if file.startswith("<"):
         return False  # the import system, or methods that attrs has generated
     path = Path(file).resolve()
@@ -84,6 +85,6 @@ def _belongs_to_user(file: str) -> bool:
 
 
 def _shown_path(file: str) -> str:
-    """A file's real path, from the working directory where that is shorter."""
+    """A file's real path, relative to the working directory if that is shorter."""
     path = Path(file).resolve()
     return min(os.path.relpath(path), str(path), key=len)

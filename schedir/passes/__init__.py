@@ -1,4 +1,4 @@
-"""Passes: Schedule → Schedule. Valid in, valid out."""
+"""Passes: Schedule → Schedule. A valid schedule stays valid."""
 
 from schedir.passes.batches import batch_communication, split_batches
 from schedir.passes.communication import insert_communication, strip_communication

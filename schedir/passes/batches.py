@@ -1,15 +1,16 @@
-"""Join neighbouring sends and receives into batches, where a list would block without them.
+"""Join neighbouring sends and receives into batches, if a list would block without them.
 
-    rank 0   0F0 0SEND_ACT0 0RECV_GRAD9 …        each stands at its send, whose receive the other
-    rank 1   … 1SEND_GRAD9 1RECV_ACT0 1F0        lists after its own: posted as one, both happen
-    rank 0   0F0 (0SEND_ACT0;0RECV_GRAD9) …
+    rank 0   0F0 0SEND_ACT0 0RECV_GRAD9 …        each rank waits at its send, and lists the receive
+    rank 1   … 1SEND_GRAD9 1RECV_ACT0 1F0        of the other's send after it: as one batch, both
+    rank 0   0F0 (0SEND_ACT0;0RECV_GRAD9) …      transfers happen
     rank 1   … (1SEND_GRAD9;1RECV_ACT0) 1F0
 
-Each rank goes through the transfers and collectives of its list in order, and stands at each until
-all its ends do: the model `rank`, as compute holds nobody up once its receives are there. Where all
-that are left stand, some wait for each other in a circle. Such a wait ends only if a rank reaches
-what the one before it stands at, and so only if no more than communication lies between: that is
-joined. A batch only has its parts posted sooner, so nothing that happened without it is lost.
+The pass runs the lists under the model `rank`: each rank goes through its transfers and collectives
+in order, and waits at each until all its ends are posted. (Compute holds nobody up once its
+receives are there.) If every rank that is left waits, some wait for each other in a circle. Such a
+circle ends only if a rank reaches the entry that the rank before it waits for, and so only if
+nothing but communication lies between: the pass joins those entries. A batch only posts its parts
+sooner, so every transfer that happened before still happens.
 """
 
 from __future__ import annotations
@@ -22,12 +23,28 @@ from schedir.ir import COMMUNICATION, GROUPS, Columns, Schedule, expect_schedule
 
 
 def batch_communication(schedule: Schedule) -> Schedule:
-    """The schedule with as few neighbouring sends and receives joined into batches as it takes to
-    run to its end under the channel model `rank`.
+    """Join neighbouring sends and receives into batches, as few as the schedule needs to run to its
+    end under the channel model `rank`.
 
-    Unchanged where it does so already, and where no batches would help: it is compute-only, its
-    communication does not match, or blocks for another reason. Raises TypeError for what is no
-    Schedule, UnsoundError for one that is too wrong to say what its communication belongs to.
+    The schedule stays unchanged if it already runs, or if batches would not help: it is
+    compute-only, its communication does not match, or it blocks for another reason. Raises
+    TypeError for anything that is not a Schedule, and UnsoundError if the lists are too wrong to
+    match communication with compute.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of(
+    ...     "mine",
+    ...     [0, 1],
+    ...     [
+    ...         "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+    ...         "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+    ...     ],
+    ... )
+    >>> schedir.check(schedule).clean_channels
+    ('edge', 'async')
+    >>> batched = schedir.batch_communication(schedule)
+    >>> str(batched.actions[0][3]), schedir.check(batched).ok
+    ('(0SEND_ACT1;0RECV_GRAD0)', True)
     """
     expect_schedule(schedule)
     columns = schedule.columns
@@ -46,7 +63,7 @@ def batch_communication(schedule: Schedule) -> Schedule:
 
 
 def split_batches(schedule: Schedule) -> Schedule:
-    """The schedule with the parts of each batch as entries of their own, in their order."""
+    """The schedule with the parts of each batch as separate entries, in their order."""
     columns = schedule.columns
     if not columns.together:
         return schedule
@@ -55,8 +72,11 @@ def split_batches(schedule: Schedule) -> Schedule:
 
 
 def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The places that happen together, of each transfer and collective; none where some place has
-    no others, or those of a channel stand in another order at its other end."""
+    """The places of both ends of every transfer and of every collective.
+
+    Empty if some end lacks another, or if the two ends of a channel list their transfers in
+    different orders.
+    """
     graph, columns = graph_of(schedule), schedule.columns
     transfers, turns = graph.transfers, graph.collectives
     order, follows = transfers.by_channel
@@ -69,7 +89,7 @@ def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 class _Lists:
-    """How far each rank has come in its list: it stands at the places `at` to before `until`."""
+    """How far each rank has come in its list: it waits at the places from `at` up to `until`."""
 
     def __init__(self, columns: Columns, ends: list[tuple[int, ...]]) -> None:
         communicates = columns.is_kind(*COMMUNICATION)
@@ -93,7 +113,7 @@ class _Lists:
         self.joins: list[int] = []
 
     def go_on(self) -> bool:
-        """Each rank as far as it gets; whether any of them stands."""
+        """Move each rank as far as it gets. True if any rank waits."""
         while self.ready:
             rank = self.ready.pop()
             while not self.missing[rank] and self.until[rank] < self.stop[rank]:
@@ -102,7 +122,7 @@ class _Lists:
         return any(self.missing)
 
     def _stand(self, rank: int, last: int) -> None:
-        """The rank posts what comes next in its list, up to `last`."""
+        """Post the next places of the rank's list, up to `last`."""
         for place in range(self.until[rank], last + 1):
             meeting = self.meeting.get(place)
             if meeting is None:
@@ -118,8 +138,8 @@ class _Lists:
         self.until[rank] = last + 1
 
     def break_circle(self) -> bool:
-        """Join what lies between where the ranks of a circle stand and what is waited for there;
-        whether that is possible on any of them."""
+        """Join the entries between the places where the ranks of a circle wait and the places that
+        they wait for. True if that is possible on any of these ranks."""
         wanted: dict[int, int] = {}  # by rank: the place that it waits for
         rank = next(rank for rank, missing in enumerate(self.missing) if missing)
         while rank not in wanted:
@@ -134,7 +154,7 @@ class _Lists:
         return bool(found)
 
     def _wanted(self, rank: int) -> int:
-        """A place that the rank, which stands, waits for."""
+        """A place that the waiting rank waits for."""
         place = self.looked[rank] = next(
             place
             for place in range(max(self.looked[rank], self.at[rank]), self.until[rank])
@@ -144,6 +164,6 @@ class _Lists:
         return next(end for end in ends if end >= self.until[self.rank[end]])
 
     def _reaches(self, place: int) -> bool:
-        """Whether its rank could stand there too, as nothing but communication is between."""
+        """True if only communication lies between the place and where its rank waits."""
         stands_at = self.at[self.rank[place]]
         return self.stretch[stands_at] == self.stretch[place]

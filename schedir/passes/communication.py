@@ -1,17 +1,17 @@
-"""Compute-only → complete: insert the sends and receives between stages on different ranks.
+"""Insert the sends and receives between stages on different ranks: compute-only → complete.
 
 All ranks list their communication in one global order, that of a run at the textbook costs:
 
     time     0    1    2    3    4    5    6    7         F = 1, B = 2
     rank 0   0F0  0F1            |    0B0       0B1
-                 ↘    ↘          ↗              ↗         a transfer stands where its payload
-    rank 1        1F0  1B0       1F1  1B1                 is made, and before whatever the
-                                                          receiver completes later
-Every list is then a projection of one order of all compute and all transfers. A wait always
-leads from a later entry of that order to an earlier one, so no cycle can exist, whatever part of
-the lists' order a transport enforces: the result is clean under every channel model.
+                 ↘    ↘          ↗              ↗         a transfer is listed right after the
+    rank 1        1F0  1B0       1F1  1B1                 compute that makes its payload, before
+                                                          anything that the receiver ends later
+Every list is then a part of one order of all compute and all transfers. A wait always leads from a
+later entry of that order to an earlier one, so no cycle can exist, whatever part of the order a
+transport enforces: the result is clean under every channel model.
 
-That order keeps the REDUCE_GRADs of a stage together too: each waits for its turn on all replicas.
+The order also keeps the REDUCE_GRADs of a stage together: each waits for its turn on all replicas.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ T = TypeVar("T", np.int64, np.bool_)
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
-    """The schedule with its communication; unchanged where it is complete already.
+    """The schedule with its communication; unchanged if it already has any.
 
-    Raises UnsoundError where some compute action never gets its input; `schedir.check` on the
-    same schedule says why. Raises TypeError for what is no Schedule.
+    Raises UnsoundError if some compute action never gets its input; `schedir.check` says why.
+    Raises TypeError for anything that is not a Schedule.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0, 1], ["0F0 0B0", "1F0 1B0"])
+    >>> for entries in schedir.insert_communication(schedule).actions:
+    ...     print(*entries)
+    0F0 0SEND_ACT0 0RECV_GRAD0 0B0
+    1RECV_ACT0 1F0 1B0 1SEND_GRAD0
     """
     expect_schedule(schedule)
     if schedule.is_complete:
@@ -78,8 +85,8 @@ def strip_communication(schedule: Schedule) -> Schedule:
 
 @attrs.frozen(eq=False)
 class _Run:
-    """When each action begins and ends at the textbook costs, each rank in list order, by place;
-    `turn` is its place in one order of all that happens."""
+    """When each action begins and ends at the textbook costs, by place. `turn` is its number in one
+    order of all actions."""
 
     begins: Ints
     ends: Ints
@@ -87,7 +94,7 @@ class _Run:
 
 
 def _run(schedule: Schedule) -> _Run | None:
-    """How a compute-only schedule runs; None where some of it never gets its input."""
+    """A run of a compute-only schedule; None if some action never gets its input."""
     columns = schedule.columns
     together = waits(schedule, "host")
     if not together.stuck.any():
@@ -111,7 +118,7 @@ def _run(schedule: Schedule) -> _Run | None:
 
 
 def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
-    """The compute of every rank with its ends of the transfers, in the global order."""
+    """The compute of every rank, with its ends of the transfers, in the global order."""
     columns, sources, ends = schedule.columns, schedule.sources, run.ends
     made = ends[transfers.maker]
     sender = columns.stage[transfers.maker]
@@ -158,4 +165,4 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
 
 
 _SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in KINDS])
-"""By the kind of a receive, that of its send."""
+"""The kind of the send, by the kind of the receive."""

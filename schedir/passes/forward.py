@@ -1,4 +1,4 @@
-"""Any schedule → its forwards alone, for evaluation."""
+"""Keep only the forwards of a schedule, for evaluation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _KEPT = tuple(kind for kind in Kind if kind.meaning.evaluates)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a complete schedule and their transfers, in its order, at newest weights.
+    """The forwards of a complete schedule and their transfers, in its order, at the newest weights.
 
-    It can't deadlock where the schedule doesn't: it keeps a part of what waits for what.
+    It can't deadlock if the schedule doesn't, because it keeps only a part of the waits.
     """
     kept = schedule.columns.where(*_KEPT)
     starts = starts_of(schedule.columns.rank[kept], schedule.ranks)

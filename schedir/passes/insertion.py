@@ -19,11 +19,12 @@ def inserted(
     before: Ints,
     like: Ints | None = None,
 ) -> Schedule:
-    """The schedule with a new action of a kind before each place `before` of its `rank`, in this
-    order where several stand before one; the end of a rank's list is the start of the next one's.
+    """The schedule with a new action of `kind` before each place in `before`, in the list of its
+    `rank`.
 
-    `microbatch` is -1 for an action of a whole stage; each has the line of Python of the place
-    that it is `like`, if any. Shape [new actions].
+    Several actions before one place keep their order. The end of a rank's list is the start of the
+    next rank's. `microbatch` is -1 for an action of a whole stage. Each new action takes the line
+    of Python of the place in `like`, if given. All arrays have shape [new actions].
     """
     columns, number = schedule.columns, len(schedule.columns)
     ranks = np.concatenate((columns.rank, rank))
@@ -54,8 +55,8 @@ def inserted(
 
 
 def expect_stages(schedule: Schedule, stages: object, what: str) -> None:
-    """Raise TypeError for what is no collection of stages, ValueError for a stage that there is
-    none of; `what` is to be done to them."""
+    """Raise TypeError for anything but a collection of stages, and ValueError for an unknown stage.
+    `what` is the verb in the message."""
     if not isinstance(stages, Collection) or isinstance(stages, str | bytes):
         raise TypeError(f"stages must be a collection of stage numbers, not {stages!r}")
     last = schedule.stages - 1

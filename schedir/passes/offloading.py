@@ -1,8 +1,8 @@
-"""Any schedule → one whose stages keep activations on the host while nobody needs them.
+"""Keep activations on the host between their forward and their backward.
 
     0F0 0F1 0F2 0B0 0B1 0B2        0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0B0 0RELOAD1 0B1 0B2
 
-A rank's copies go on beside its compute, in list order. A reload is listed so much ahead of the
+A rank's copies run beside its compute, in list order. A reload is listed far enough ahead of the
 backward that the copy is over by then (SSDTrain, arXiv 2408.10013; PipeOffload, arXiv 2503.01328).
 """
 
@@ -18,16 +18,21 @@ from schedir.passes.insertion import expect_stages, inserted
 
 
 def offload(schedule: Schedule, stages: Collection[int], *, ahead: int = 1) -> Schedule:
-    """The schedule with an OFFLOAD right after the F of every microbatch of these stages, and its
-    RELOAD `ahead` entries of compute before its B or I.
+    """List an OFFLOAD right after the F of every microbatch of these stages, and its RELOAD `ahead`
+    compute entries before its B or I.
 
-    What would come back before the rank has computed anything in between stays where it is, and so
-    does what is recomputed, of which nothing is kept. A microbatch that has an OFFLOAD is left as
-    it is. Both have the line of Python of their F or B.
+    An activation stays on the device if it would come back before the rank has computed anything in
+    between, or if its microbatch is recomputed. A microbatch that already has an OFFLOAD stays
+    unchanged. Each new action takes the line of Python of its F or B.
 
-    Raises TypeError for what is no Schedule or no collection of stages, ValueError for a stage that
-    there is none of and an `ahead` below 1, UnsoundError where the lists are too wrong to tell what
-    belongs to what.
+    Raises TypeError for anything that is not a Schedule or not a collection of stages, ValueError
+    for an unknown stage or an `ahead` below 1, and UnsoundError if the lists are too wrong to match
+    forwards with backwards.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0F1 0B1 0B0"])
+    >>> print(*schedir.offload(schedule, stages=[0]).actions[0])
+    0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0
     """
     expect_schedule(schedule)
     expect_stages(schedule, stages, "offload")

@@ -1,16 +1,17 @@
-"""Any schedule → its receives listed ahead, as a transport allows and its buffers do.
+"""Post receives earlier, as far as a transport and the receive buffers allow.
 
 A receive that is posted late holds up the transfer, and over gloo it may cost a whole timer tick of
-4 ms. Each posted receive occupies a buffer until the compute that uses it last, so receives run
-ahead only as far as the list itself needs buffers at its peak, or as there is room for more:
+4 ms. Each posted receive occupies a buffer until the last compute that uses it. So receives move
+ahead only while the rank needs no more buffers than its list needs at its peak, or than `room`
+allows:
 
     listed    RECV0 F0 RECV1 F1 RECV2 F2 B0 B1 B2        3 buffers at the peak
     ahead     RECV0 RECV1 RECV2 F0 F1 F2 B0 B1 B2        3 buffers at the peak
 
-What holds a receive back is the order that the channel model keeps: under `rank` all communication
-stays in order, so that a receive moves over compute alone; under `async` over anything. A batch is
-left as a whole where it is, and a receive is not moved over one that receives too. To move ahead
-takes waits away and adds none, so that what is clean under the model stays clean.
+The channel model limits how far a receive moves. Under `rank` all communication stays in order, so
+a receive moves over compute only; under `async` it moves over anything. A batch stays in its place,
+and no receive moves over a batch that also receives. Moving ahead removes waits and adds none, so a
+clean list stays clean under the model.
 """
 
 from __future__ import annotations
@@ -43,16 +44,23 @@ def advance_receives(
     *,
     ties: Iterable[Iterable[int]] = (),
 ) -> Schedule:
-    """The schedule with each receive as far ahead as the channel model and its buffers allow.
+    """Move each receive as far ahead as the channel model and the receive buffers allow.
 
-    The receives of a rank keep their order, and so does all else. `room` is the number of receive
-    buffers that a rank may hold at once, where its list does not need more at its peak; None for
-    no more than the list needs. `ties` are the groups of stages that share parameters: where ranks
-    add up the gradients of those, they communicate. A compute-only schedule gets its communication
-    first.
+    The receives of a rank keep their order, and so do all other entries. `room` is the number of
+    receive buffers that a rank may hold at once, if its list needs fewer at its peak; None allows
+    only as many as the list needs. `ties` are the groups of stages that share parameters, because
+    ranks communicate to add up the gradients of tied stages. A compute-only schedule gets its
+    communication first.
 
-    Raises ValueError for an unknown channel model, a negative room or what is no tie, TypeError for
-    what is no Schedule, and what `insert_communication` raises.
+    Raises ValueError for an unknown channel model, a negative `room` or a bad tie, TypeError for
+    anything that is not a Schedule, and everything that `insert_communication` raises.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    >>> print(*schedule.actions[1])
+    1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
+    >>> print(*schedir.advance_receives(schedule).actions[1])
+    1RECV_ACT0 1RECV_ACT1 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
     """
     expect_schedule(schedule)
     channel = channel_model(channel)
@@ -92,9 +100,9 @@ def _advanced(
 ) -> list[int]:
     """The places of a rank, which begin at `start`, in their new order.
 
-    `moves` says which are receives that move, `joined` which belong to the entry of the one before;
-    `held_by` has the place that each receive stays after, `gained` the buffers that each place of
-    the rank gives back, less one that it takes where it is.
+    `moves` marks the receives that move, `joined` the places that belong to the entry before.
+    `held_by` is the place that each receive must stay after. `gained` is how many buffers each
+    place of the rank frees, minus the one that it takes there.
     """
     order: list[int] = []
     receives = (place for place, receive in enumerate(moves, start) if receive)
@@ -116,7 +124,8 @@ def _advanced(
 
 
 def _held_by(queue: Ints, receives: Bools) -> Ints:
-    """For every place, the last before it in its queue that is none of `receives`; -1 for none."""
+    """For every place, the last place before it in its queue that is not one of `receives`; -1 for
+    none."""
     held = np.full(len(queue), -1)
     order = np.argsort(queue, kind="stable")
     order = order[queue[order] >= 0]
@@ -132,9 +141,9 @@ def _held_by(queue: Ints, receives: Bools) -> Ints:
 
 
 def _freed(schedule: Schedule) -> Ints:
-    """For every place, the received tensors that are used there for the last time.
+    """For every place, how many received tensors are used there for the last time, shape [actions].
 
-    An activation is used up to the backward, a gradient up to its W.
+    An activation is used until its backward, a gradient until its W.
     """
     graph = graph_of(schedule)
     transfers = graph.transfers

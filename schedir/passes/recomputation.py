@@ -1,10 +1,10 @@
-"""Any schedule → one whose stages run forwards again instead of keeping what these leave behind.
+"""Run forwards again instead of keeping their activations.
 
     0F0 0F1 0B0 0F2 0I1 0W1          0F0 0F1 0R0 0B0 0F2 0R1 0I1 0W1
 
-Each forward then keeps its input alone (Chen et al. 2016, arXiv 1604.06174). An R may stand as far
-ahead as the author lists it, to fill a bubble; here it stands where it keeps its activation for the
-shortest time.
+Each forward then keeps only its input (Chen et al. 2016, arXiv 1604.06174). An author may list an R
+further ahead, to fill a bubble; this pass lists it directly before the backward, so that its
+activation lives for the shortest time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ from schedir.passes.insertion import expect_stages, inserted
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with an R directly before the B or I of every microbatch of these stages.
+    """List an R directly before the B or I of every microbatch of these stages.
 
-    Before the entry of an overlapped pair. Where a microbatch has its R already it is left as it
-    is. Each R reads the weight version of its F, and has the line of Python of its B or I.
-    Communication stays where it is, but where it is what `insert_communication` makes: then it is
-    made anew, as it goes by when things are done. Raises TypeError for what is no Schedule or no
-    collection of stages, ValueError for a stage that there is none of.
+    If the B or I is part of an overlapped pair, the R stands before the pair. A microbatch that
+    already has an R stays unchanged. Each R reads the weight version of its F, and takes the line
+    of Python of its B or I. Communication stays in place, unless it is exactly what
+    `insert_communication` makes: then it is inserted again, because its order follows the new
+    times. Raises TypeError for anything that is not a Schedule or not a collection of stages, and
+    ValueError for an unknown stage.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0F1 0B0 0B1"])
+    >>> print(*schedir.recompute(schedule, stages=[0]).actions[0])
+    0F0 0F1 0R0 0B0 0R1 0B1
     """
     expect_schedule(schedule)
     expect_stages(schedule, stages, "recompute")
@@ -37,7 +43,7 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def _as_inserted(schedule: Schedule) -> bool:
-    """Whether the communication is listed, and listed as schedir would."""
+    """True if the schedule lists communication, and exactly as `insert_communication` would."""
     if not schedule.columns.is_kind(*COMMUNICATION).any():
         return False
     try:
@@ -47,7 +53,7 @@ def _as_inserted(schedule: Schedule) -> bool:
 
 
 def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with its Rs and nothing else changed; itself where there are none to list."""
+    """The schedule with its Rs and no other change; the same object if there are no Rs to list."""
     columns = schedule.columns
     backwards = columns.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     backwards = backwards[np.isin(columns.stage[backwards], [*stages])]

@@ -1,4 +1,4 @@
-"""List what ends a step: sums of gradients over ranks, and updates of the weights.
+"""List the actions that end a step: sums of gradients over ranks, and updates of the weights.
 
 0F0 0F1 0B0 0B1        0F0 0F1 0B0 0B1 0REDUCE_GRAD 0OPTIM_STEP
 """
@@ -20,12 +20,18 @@ from schedir.passes.insertion import inserted
 
 
 def append_steps(schedule: Schedule) -> Schedule:
-    """The schedule with an OPTIM_STEP for every stage at the end of its ranks' lists.
+    """List an OPTIM_STEP for every stage at the end of its ranks' lists.
 
-    For lists from elsewhere, which leave the update to the caller. A stage with replicas gets a
-    REDUCE_GRAD before it, on each of its ranks, where none is listed; what no backward belongs to
-    gets nothing. Both come in the order of the stages, all REDUCE_GRADs first. Unchanged where any
-    OPTIM_STEP is listed already. Raises TypeError for what is no Schedule.
+    This is for lists from other tools, which leave the update to the caller. A stage with replicas
+    also gets a REDUCE_GRAD on each of its ranks, unless it lists one. A stage without backwards
+    gets nothing. All REDUCE_GRADs come before the OPTIM_STEPs, both in the order of the stages. The
+    schedule stays unchanged if it lists any OPTIM_STEP. Raises TypeError for anything that is not a
+    Schedule.
+
+    >>> import schedir
+    >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0F1 0B0 0B1"])
+    >>> print(*schedir.append_steps(schedule).actions[0])
+    0F0 0F1 0B0 0B1 0OPTIM_STEP
     """
     expect_schedule(schedule)
     columns = schedule.columns
@@ -43,11 +49,12 @@ def append_steps(schedule: Schedule) -> Schedule:
 
 
 def insert_reductions(schedule: Schedule) -> Schedule:
-    """The schedule with a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that it needs.
+    """List a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that the OPTIM_STEP needs.
 
-    One after a stage's last gradient where it has no OPTIM_STEP; of replicas at the end of their
-    ranks' lists, in the order of the stages, as they may be done at very different times, and some
-    run no microbatch. Stages that list a REDUCE_GRAD are left as they are.
+    A stage without an OPTIM_STEP gets one REDUCE_GRAD after its last gradient. With replicas, that
+    REDUCE_GRAD stands at the end of each rank's list, in the order of the stages, because replicas
+    finish at different times and some run no microbatch. A stage that lists a REDUCE_GRAD stays
+    unchanged.
     """
     columns = schedule.columns
     listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
@@ -86,7 +93,7 @@ def insert_reductions(schedule: Schedule) -> Schedule:
 
 
 def _last_posts(columns: Columns) -> Ints:
-    """For every place, the last of the communication directly after it, or itself."""
+    """For every place, the last communication that directly follows it, or the place itself."""
     places = np.arange(len(columns))
     goes_on = np.zeros(len(columns), np.bool_)
     goes_on[:-1] = columns.is_kind(*COMMUNICATION)[1:] & (np.diff(columns.rank) == 0)

@@ -1,7 +1,7 @@
-"""The table of outputs: what each command can write, and how.
+"""The table of outputs: the forms that each command can write, and the function for each.
 
-A renderer is a module with a function, and a row here. Its module is imported where it writes: a
-command starts with its own.
+A renderer is a module with a function, and a row here. A renderer's module is imported when it
+writes, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Written:
-    """What a writer made, text or `data`, and what it had to leave out: a sentence each."""
+    """The output of a writer, text or `data`, and a sentence for each thing that it left out."""
 
     blocks: Iterable[Block]
     left_out: Iterable[str] = ()
@@ -39,10 +39,10 @@ class Written:
 class Output:
     """A form in which a command writes a schedule, a timeline, a report or a comparison.
 
-    `name` is what the user asks for it by, `about` what it is in a few words. `cannot_hold` says
-    what it leaves out, with a warning. `extension` is that of the files that it is written to;
-    `communication` whether it has the sends and receives, `either` where the user chooses. With
-    `looks` it is drawn as `Page.picture` says, from `Page.start` to `Page.end`.
+    `name` is the word that the user types, and `about` describes it in a few words. `cannot_hold`
+    says what it leaves out, with a warning. `extension` is the extension of its files.
+    `communication` says if it has sends and receives; with "either" the user chooses. With `looks`
+    it is drawn as `Page.picture` says, from `Page.start` to `Page.end`.
     """
 
     command: Literal["show", "check", "compare", "export"]
@@ -61,7 +61,7 @@ def _text(text: str, left_out: Iterable[str] = ()) -> Written:
 
 
 def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None]:
-    """A timeline and what it stands against, both in the unit that they are read in."""
+    """A timeline and the one that it is compared with, in a readable unit of time."""
     from schedir.render.captions import readable
 
     if page.against is None:
@@ -114,7 +114,7 @@ def _comparison(comparison: Comparison, page: Page) -> Written:
 
 
 def _comparison_text(form: str) -> Callable[[Comparison, Page], Written]:
-    """A writer of a comparison as text, whatever the width: `tables.comparison_csv`, say."""
+    """A writer of a comparison as text of any width, such as `tables.comparison_csv`."""
 
     def write(comparison: Comparison, page: Page) -> Written:
         from schedir.render import tables
@@ -135,7 +135,7 @@ _SIDE = re.compile(r'(?<=dth="|ght=")[.0-9]+')
 
 
 def _converted(form: str, scale: float) -> Callable[[Timeline, Page], Written]:
-    """A writer of the same picture in another format, in so many of its units to a pixel."""
+    """A writer of the SVG picture in another format, with `scale` of its units to a pixel."""
 
     def write(timeline: Timeline, page: Page) -> Written:
         try:
@@ -165,8 +165,8 @@ def _html(timeline: Timeline, page: Page) -> Written:
 
 
 def _left_out(timeline: Timeline, page: Page, kinds: Iterable[Kind]) -> Iterator[str]:
-    """A sentence for each timeline that has actions of these kinds and does not know when they
-    ran: pictures leave them out."""
+    """A sentence for each timeline with actions of these kinds whose times are unknown: pictures
+    leave them out."""
     for line in filter(None, (timeline, page.against)):
         columns = line.schedule.columns
         asked = columns.is_kind(*kinds)
@@ -174,28 +174,28 @@ def _left_out(timeline: Timeline, page: Page, kinds: Iterable[Kind]) -> Iterator
         if len(without):
             rank, index = columns.position(int(without[0]))
             yield (
-                f"{len(without)} of {asked.sum()} actions are left out, as it is not known when "
-                f"they ran: rank {rank} #{index} {columns.action(int(without[0]))}"
+                f"{len(without)} of {asked.sum()} actions are left out because their times are "
+                f"unknown: rank {rank} #{index} {columns.action(int(without[0]))}"
                 + (" is the first" if len(without) > 1 else "")
             )
 
 
 _NOT_IN_TORCH = "R, OPTIM_STEP and weight versions"
-_NOT_IN_PICTURES = "what is not known when"
+_NOT_IN_PICTURES = "actions whose times are unknown"
 
 OUTPUTS = (
     Output(
-        "show", "overview", "timeline", "what it costs and how it runs, on one screen", _overview
+        "show", "overview", "timeline", "the timeline and its figures, on one screen", _overview
     ),
     Output("show", "full", "timeline", "every action of every rank", _timeline),
     Output("show", "json", "timeline", "makespan, bubble and peaks", _timeline_json),
-    Output("show", "steady", "timeline", "what it costs and how it runs once full", _steady),
+    Output("show", "steady", "timeline", "the timeline with a full pipeline", _steady),
     Output("show", "why", "timeline", "why ranks are idle, and the critical path", _why),
     Output(
         "check",
         "full",
         "report",
-        "each finding with its places and what to do",
+        "each finding with its places and how to fix it",
         lambda report, page: Written(full(report, page.subject)),
     ),
     Output(
@@ -231,7 +231,7 @@ OUTPUTS = (
         for form, about in (
             ("json", "the same for a program"),
             ("markdown", "the table for a README or an issue"),
-            ("latex", "the table for a paper, a tabular"),
+            ("latex", "a tabular for a paper"),
             ("csv", "the numbers for a spreadsheet"),
         )
     ),
@@ -261,7 +261,7 @@ OUTPUTS = (
         # Torch divides a stage's gradients by the number of microbatches where it sums them.
         lambda schedule, page: _text(*dumps_torch_csv(insert_reductions(schedule))),
         ".csv",
-        f"{_NOT_IN_TORCH}, nor batches as such",
+        "R, OPTIM_STEP, weight versions and batches",
         communication="with",
     ),
     *(
@@ -285,7 +285,7 @@ OUTPUTS = (
         "export",
         "html",
         "timeline",
-        "one file to look around in with a browser, which needs no network",
+        "a page to zoom and click in, in one file that needs no network",
         _html,
         ".html",
     ),
@@ -298,7 +298,7 @@ def outputs_of(command: str) -> dict[str, Output]:
 
 
 def described(command: str) -> str:
-    """The outputs of a command in words, for its help."""
+    """The outputs of a command, for its help."""
     return "; ".join(
         f"{output.name}: {output.about}"
         + (f" (cannot hold {output.cannot_hold})" if output.cannot_hold else "")

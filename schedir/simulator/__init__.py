@@ -1,4 +1,4 @@
-"""When does what run, and how much memory: Schedule × CostModel → Timeline."""
+"""When each action runs, and how much memory it takes: Schedule × CostModel → Timeline."""
 
 from schedir.simulator.costs import CostModel, how_derived, recut, unmeasured
 from schedir.simulator.forecasting import Band, forecast

@@ -1,4 +1,4 @@
-"""What actions and transfers cost in time, and what is kept in bytes."""
+"""The costs of actions and transfers in time, and the bytes of what is kept."""
 
 from __future__ import annotations
 
@@ -32,30 +32,38 @@ from schedir.simulator.values import (
 class CostModel:
     """The cost of every kind of action and transfer, and the bytes of what is kept.
 
-    Times are in any unit, the same for all: `unit` says which where that is known. Each is one
-    number for all stages, or one per stage. `recompute` of None is as `forward`; `overlapped`, that
-    of an overlapped pair, by the stage of its FORWARD, is by default the sum of the two.
+    Times are in any unit, the same for all; `unit` names it if it is known. Each cost is one number
+    for all stages, or one per stage. `recompute=None` costs as much as `forward`. `overlapped` is
+    the cost of an overlapped pair, by the stage of its FORWARD; None stands for the sum of the two.
 
-    A transfer occupies its channel for `boundary_bytes` / `bandwidth`, and arrives `latency` after
-    that: each of these two is one number, or one per link, {(source rank, target rank): number}.
-    `boundary_bytes` are those of one microbatch between stage s and s + 1.
+    A transfer occupies its channel for `boundary_bytes` / `bandwidth`, and arrives `latency` later.
+    `latency` and `bandwidth` are one number, or one per link, {(source rank, target rank): number}.
+    `boundary_bytes` are those of one microbatch between stages s and s + 1.
 
-    An OFFLOAD or RELOAD takes `activation_bytes` / `host_bandwidth`. Copies of one rank go one
-    after the other; those of ranks that share an engine do too, where `copy_engine`, {rank: number
-    of its engine}, says so: in the order in which they would be posted if no copy took any time.
+    An OFFLOAD or RELOAD takes `activation_bytes` / `host_bandwidth`. The copies of one rank run one
+    after the other. `copy_engine`, {rank: number of its engine}, names ranks that share an engine;
+    their copies run one after the other too, in the order in which they would be posted if copies
+    took no time.
 
     A (stage, microbatch) keeps `activation_bytes` from its FORWARD to its backward, or
-    `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: what
-    the layers with weights were given, and the gradients of what they made; None is as
-    `activation_bytes`. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage; each
-    weight version counts.
+    `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: the
+    inputs of the layers with weights, and the gradients of their outputs. None counts the whole
+    activation. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage; each weight
+    version counts.
 
-    `samples` are what the costs were fitted on, None for those that were given.
+    `samples` are the measurements that the costs were fitted on, None for costs that you give.
 
-    The defaults are the textbook's: a backward takes twice as long as a forward, half of it for
-    the input and half for the weights, and the rest is free.
+    The defaults are the textbook's: a backward takes twice as long as a forward, half of it for the
+    input and half for the weights, and everything else is free.
 
-    Raises TypeError or ValueError for what is no finite number >= 0, with the name of the field.
+    Raises TypeError or ValueError, with the name of the field, for anything but a finite number >=
+    0.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    >>> costs = schedir.CostModel(forward=(1.0, 1.5), backward=(2.0, 3.0), unit="ms")
+    >>> schedir.simulate(schedule, costs).makespan
+    21.0
     """
 
     forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **BY_STAGE)
@@ -86,16 +94,16 @@ class CostModel:
     )
 
     def save(self, path: str | Path) -> None:
-        """Write the costs to a JSON file. Raises OSError where it can't be written."""
+        """Write the costs to a JSON file. Raises OSError if it can't be written."""
         files.write_costs(attrs.asdict(self, recurse=False), path)
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """The costs in a JSON file: of what it leaves out, the default.
+        """The costs in a JSON file, with the default for every field that the file leaves out.
 
-        Raises ParseError, with line and column, for what is no JSON, as where the file is cut
-        short, LoadError for a file that can't be read, for a key that is unknown or stands there
-        twice, and for what is no finite number >= 0.
+        Raises ParseError, with line and column, for a file that is not JSON, for example because it
+        is cut short. Raises LoadError for a file that can't be read, an unknown or repeated key,
+        and anything but a finite number >= 0.
         """
         try:
             return cls(**files.read_costs(path, attrs.fields_dict(cls)))
@@ -104,22 +112,24 @@ class CostModel:
 
     @classmethod
     def fit(cls, timelines: Sequence[Any]) -> CostModel:
-        """The costs that measured runs show, the Timelines of each run in the order of its steps.
+        """The costs that measured runs show. `timelines` holds each run's Timelines, in the order
+        of its steps.
 
-        Each kind of action at each stage costs the median of what it took, with what its rank then
-        did before it could go on; a transfer what its receiver waited for. Latency and bandwidth
-        are told apart where boundaries differ in size; else all is latency. The first step of a
-        measured run counts only where it is alone, as it finds the shapes of tensors. What no step
-        shows is derived: a backward that was never split is half gradient of the input and half
-        gradient of the weights, one that was always split their sum; a recomputation is as the
-        forward; an overlapped pair is the sum of its parts; sums of gradients and updates that were
-        never seen are free. Bytes are those of the timelines, and the unit is theirs.
+        Each kind of action at each stage costs the median of its measured times, with the time that
+        its rank needed before it could continue. A transfer costs the time that its receiver waited
+        for it. Latency and bandwidth can be told apart if boundaries differ in size; otherwise all
+        of it is latency. The first step of a run, in which tensor shapes are found, counts only if
+        there is no other. Costs that no step shows are derived: half of a backward that was never
+        split is the gradient of the input and half the gradient of the weights; a backward that was
+        always split is the sum of its parts; a recomputation costs a forward; an overlapped pair
+        costs the sum of its parts; sums of gradients and updates that were never seen are free.
+        Bytes and unit are those of the timelines.
 
-        What was observed is kept as `samples`, for `schedir.forecast`. The costs are those of one
-        cut of the model into stages.
+        `samples` holds the measurements, for `schedir.forecast`. The costs hold for this cut of the
+        model into stages.
 
-        Raises SchedirError where there is no timeline, where they differ in stages or unit, or show
-        no forward or backward of a stage.
+        Raises SchedirError if there is no timeline, if the timelines differ in stages or unit, or
+        if they show no forward or backward of a stage.
         """
         return cls(**fitted(timelines))
 
@@ -206,14 +216,15 @@ class CostModel:
 
     @property
     def stages(self) -> int | None:
-        """How many stages there are costs for; None where each is one number for all."""
+        """The number of stages that there are costs for; None if each cost is one number for
+        all."""
         every = attrs.asdict(self, recurse=False)
         every.pop("boundary_bytes")
         return next((len(value) for value in every.values() if isinstance(value, tuple)), None)
 
     @property
     def ranks(self) -> int | None:
-        """On how many ranks the costs were measured; None for costs that were not."""
+        """The number of ranks that the costs were measured on; None for costs that you give."""
         return None if self.samples is None else 1 + int(self.samples.rank.max(initial=-1)) or None
 
     @property
@@ -229,22 +240,28 @@ OF_A_PART = tuple(
     for name, field in attrs.fields_dict(CostModel).items()
     if str(field.type).startswith("PerStage") and name not in ("boundary_bytes", "input_bytes")
 )
-"""What a stage made of two takes or keeps is what both do. The rest is of a boundary or a link."""
+"""The costs and bytes that add up if two stages become one. The others belong to a boundary or a
+link."""
 
 
 def recut(costs: CostModel, stages: int, of: int) -> CostModel:
-    """The costs of a model that is cut into `stages` stages, where `costs` are by stage or, where
-    they are one number, those of one of `of` equal stages.
+    """The costs of the same model, cut into `stages` stages.
+
+    A cost that is one number is that of one of `of` equal stages. For example:
 
         4 stages        1   1   1   2        of forward = (1, 1, 1, 2)
         2 stages          2       3          exact: the sums
-        8 stages       ½ ½ ½ ½ ½ ½ 1 1       as if each were made of equal parts
+        8 stages       ½ ½ ½ ½ ½ ½ 1 1       as if each stage were made of equal parts
 
-    A boundary that is new has the bytes of the next old one, or of the last; the input that a new
-    part keeps is that of the next old stage, or of the last. What was observed of other stages, the
-    samples, is left behind.
+    A new boundary has the bytes of the next old boundary, or of the last one; the input that a new
+    part keeps is that of the next old stage, or of the last one. The samples are dropped, because
+    they belong to other stages.
 
-    Raises SchedirError where neither number of stages is a multiple of the other.
+    Raises SchedirError if neither number of stages is a multiple of the other.
+
+    >>> from schedir import CostModel, simulator
+    >>> simulator.recut(CostModel(forward=(1, 1, 1, 2)), stages=2, of=4).forward
+    (2, 3)
     """
     changed: dict[str, Any] = {}
     for name in OF_A_PART:
@@ -270,7 +287,7 @@ def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage 
 
 
 def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
-    """What stands at the beginning of each stage (`every` 0), or between two of them (1)."""
+    """The value at the beginning of each stage (`every` 0), or between two stages (`every` 1)."""
     if not isinstance(value, tuple) or len(value) == stages - every:
         return value
     had = len(value) + every
@@ -319,11 +336,17 @@ _DERIVED = {
 
 
 def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
-    """The costs that the schedule has and no run has shown, where they were fitted: the names of
-    CostModel's fields, in its order. One that was set by hand is none.
+    """The costs that the schedule uses but no run has shown: names of CostModel's fields, in their
+    order.
 
-    A schedule of fewer stages, made of those that were measured, has the sums of their costs; one
-    of more stages has parts of them, of which none was measured.
+    Empty if the costs were not fitted. A cost that was set by hand is not named. A schedule with
+    fewer stages, each made of measured stages, has the sums of their costs. A schedule with more
+    stages has parts of them, and no part was measured.
+
+    >>> import schedir
+    >>> schedule = schedir.build("zb-h1", ranks=2, microbatches=4)
+    >>> schedir.simulator.unmeasured(schedule, schedir.CostModel())
+    ()
     """
     if costs.samples is None or not isinstance(costs.forward, tuple):
         return ()
@@ -348,7 +371,12 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
 
 
 def how_derived(names: Iterable[str]) -> str:
-    """What was taken for these costs, as in: backward_input (half of the backward)."""
+    """The costs in words, with what was used for each, in parentheses.
+
+    >>> import schedir
+    >>> schedir.simulator.how_derived(["backward_input"])
+    'backward_input (half of the backward)'
+    """
     return ", ".join(f"{name} ({_DERIVED[name]})" if name in _DERIVED else name for name in names)
 
 
@@ -356,11 +384,11 @@ _FIELDS = {
     **{cost: cost for cost in COSTS if hasattr(CostModel, cost)},
     **{kind.name.lower(): "host_bandwidth" for kind in COPIES},
 }
-"""By what is observed, the field of the CostModel that says what it takes."""
+"""The field of CostModel that holds the cost of each thing observed."""
 
 
 def _used(schedule: Schedule) -> set[tuple[str, int]]:
-    """What of a schedule costs anything, as is observed, each with its stage."""
+    """The things in a schedule that have a cost, each with its stage."""
     columns = schedule.columns
     pairs = columns.shared & columns.is_kind(*HOMES)
     found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}

@@ -1,22 +1,23 @@
-"""Forecasts: a schedule run many times on durations that were observed, a band and no number.
+"""Forecasts: run a schedule many times on measured durations, and give a band instead of one
+number.
 
-A makespan is a maximum over ranks that wait for each other, and the maximum of what jitters lies
-above the maximum of the medians:
+A makespan is a maximum over ranks that wait for each other, and the maximum of random delays is
+larger than the maximum of their medians:
 
     measured    rank 0  F----- F---  F--- ...     each microbatch takes the longer one of two; with
                 rank 1  F---   F---- F--- ...     the medians of both it would take a median
 
-So each draw gives every entry of the schedule what one took that was observed (`bootstrap`). What
-was measured itself is forecast as it was: its median is that of its steps.
+So each draw gives every entry of the schedule a duration that was measured (`bootstrap`). The
+forecast of the measured schedule matches the measurement: its median is the median of the steps.
 
-A measured run has to be steady: what it costs must not change while it is measured.
+A measured run must be steady: its costs must not change while it is measured.
 
     step           0    1    2    3    4    5    6    7    8    9
     2F on rank 2   3.0  3.1  3.0  2.9  3.0  3.8  3.9  3.8  3.7  3.8      turned slow at step 5
 
-Of each stage on each rank there is one number per step, its speed: the median of how long its
-entries take, each over what such an entry usually takes. One slow step, or one slow entry, is
-jitter, which a forecast draws again; a run whose level changes is two runs, and no number is right
+Each stage on each rank has one number per step, its speed: the median of its entries' durations,
+each divided by the usual duration of such an entry. One slow step or one slow entry is a random
+delay, which a forecast draws again. A run whose level changes is two runs, and no number is right
 for both.
 """
 
@@ -38,7 +39,7 @@ from schedir.simulator.simulation import completed, prices, waits_of
 from schedir.simulator.values import Numbers, numbers
 
 FEWEST = 5
-"""Steps, beside the first one of a run: fewer don't tell how far another one may lie from them."""
+"""The fewest steps besides the first one of a run: fewer don't show how much steps vary."""
 _EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Makespans")
 
 
@@ -50,8 +51,13 @@ def _ascending(values: Numbers) -> Numbers:
 class Band(Displayed):
     """The makespans of the drawn runs, ascending, in the unit of the costs.
 
-    `unmeasured` names the costs of the schedule that no run has shown, such as backward_input where
-    all backwards were whole: the band is no surer than what was taken for them.
+    `unmeasured` names the costs of the schedule that no run has shown, such as backward_input if no
+    backward was split. The band is only as good as what was used for these costs.
+
+    >>> import schedir
+    >>> band = schedir.Band([10.0, 11.0, 12.0, 13.0, 14.0])
+    >>> band.median, band.mean, band.quantile(0.75)
+    (12.0, 12.0, 13.0)
     """
 
     makespans: Numbers = attrs.field(converter=_ascending, eq=_EQUAL, hash=False)
@@ -70,7 +76,7 @@ class Band(Displayed):
     def quantile(self, q: float) -> float:
         """The makespan that the share `q` of all runs stays below.
 
-        Raises ValueError for what is not between 0 and 1.
+        Raises ValueError if `q` is not between 0 and 1.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"a quantile is between 0 and 1, not {q}")
@@ -78,18 +84,26 @@ class Band(Displayed):
 
 
 def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int = 0) -> Band:
-    """How long the schedule will take: a band of `draws` runs on resampled durations.
+    """Predict how long the schedule will take: a band of `draws` runs on resampled durations.
 
-    `costs` are those of `CostModel.fit`, whose samples are drawn from. Each is scaled by the cost
-    that the model has now, so that one that was changed by hand counts; kinds that were not
-    observed jitter as the backward does. What was observed in one step stays together: each draw
-    is made of one, and where the schedule has more microbatches, of further ones at its pace. Of
-    the schedule that was measured, the median is that of the measured steps. With fewer than 10
-    steps the band is wide, as they don't tell much. The same `seed` draws the same.
+    `costs` come from `CostModel.fit`; the durations are drawn from their samples. Each duration is
+    scaled by the current cost of its kind and stage, so a cost that you change by hand counts.
+    Kinds that were not observed vary as the backward does. Durations of one step stay together:
+    each draw uses one measured step, and further steps at its pace if the schedule has more
+    microbatches. For the schedule that was measured, the median is the median of the measured
+    steps. With fewer than 10 steps the band is wide, because few steps show little. The same `seed`
+    draws the same runs.
 
-    Raises SchedirError where the costs have no samples, or those of fewer than 5 steps beside the
-    first one of a run; where the run that they were fitted on was not steady, or its ranks took
-    turns in one process; and what `simulate` raises. ValueError where there are no draws.
+    Raises SchedirError if the costs have no samples, or samples of fewer than 5 steps besides the
+    first one of a run; if the run was not steady, or its ranks took turns in one process; and for
+    everything that `simulate` refuses. Raises ValueError if `draws` is below 1.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    >>> once = schedir.simulate(schedule, schedir.CostModel(unit="ms"))  # stands for measured steps
+    >>> costs = schedir.CostModel.fit([once] * 10)
+    >>> schedir.forecast(schedule, costs).median
+    15.0
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
@@ -112,7 +126,7 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
 
 
 def _expect_enough(samples: Samples) -> None:
-    """Raise SchedirError where the samples are too few to tell of, or of no parallel run."""
+    """Raise SchedirError if the samples are too few for a forecast, or not of a parallel run."""
     steps = len(samples.steps)
     if steps < FEWEST:
         raise SchedirError(
@@ -129,12 +143,13 @@ def _expect_enough(samples: Samples) -> None:
 
 
 def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
-    """Makespans of runs to come, from those drawn of so many observed steps; `drawn` are the steps.
+    """Makespans of future runs, from the drawn makespans of measured steps; `drawn` are the steps.
 
-    What comes is none of a few values: a smoothed bootstrap (Silverman & Young, Biometrika 74,
-    1987) draws between and beyond them, at the same variance, which is widened to that of Student's
-    t for one more observation, as few steps don't tell their middle and variance well. That is the
-    median of the steps: a single slow one moves the mean, and widened about it, all the others.
+    Future makespans are not limited to the few measured values. A smoothed bootstrap (Silverman &
+    Young, Biometrika 74, 1987) draws between and beyond them at the same variance. The variance is
+    widened to that of Student's t for one more observation, because few steps determine their
+    middle and variance poorly. The middle is the median of the steps, because a single slow step
+    moves the mean, and with it all other values.
     """
     middle = np.median([np.median(makespans[drawn == step]) for step in np.unique(drawn)])
     spread = makespans.std()
@@ -152,20 +167,21 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
 # Whether the run was steady.
 
 _TOLERATED = 0.05
-"""How much a stage's level may change, as a share: less than what forecasts are trusted to."""
+"""How much a stage's level may change, as a share: less than the error that forecasts are trusted
+to."""
 
 _SURE = 5.0
-"""How many standard errors a change must have, to be none of chance: it is sought at every step.
-More where few steps tell what a standard error is, and where many stages are looked at."""
+"""How many standard errors a change must have so that it is not chance: it is sought at every step.
+More if few steps determine the standard error, and if many stages are looked at."""
 _SHORTEST = 4
-"""Steps: fewer in a row are jitter; in long runs fewer than a seventh, such as two of forty that
-another process slowed down. Of a run shorter than twice that the halves are compared."""
+"""Steps: fewer in a row are jitter. In long runs, fewer than a seventh are, such as two of forty
+that another process slowed down. In a run shorter than twice that, the halves are compared."""
 _FEWEST = 6
-"""Steps: in shorter runs nothing can be told from jitter."""
+"""Steps: shorter runs can't be told from jitter."""
 
 
 def _expect_steady(samples: Samples) -> None:
-    """Raise SchedirError where the run was not steady, with rank, stage and step of the largest
+    """Raise SchedirError if the run was not steady, with the rank, stage and step of the largest
     change."""
     found = list(_changes(samples))
     if not found:
@@ -181,10 +197,10 @@ def _expect_steady(samples: Samples) -> None:
 
 
 def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
-    """Where the level of a stage changes by more than _TOLERATED, and not by chance: what it takes
-    then over what it took before, on which rank, of which stage, from which step on.
+    """The changes of a stage's level by more than _TOLERATED that are not chance: (level after /
+    level before, rank, stage, first step).
 
-    Runs of fewer than 6 steps can't be told from jitter: nothing is found in them.
+    Runs of fewer than 6 steps can't be told from jitter, so they show no change.
     """
     series = _speeds(samples)
     for (rank, stage), (steps, speeds) in series.items():
@@ -210,11 +226,11 @@ def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Numbers, Numbers]]:
 
 
 def _turn(speeds: Numbers, sure: float) -> int:
-    """The step at which the level most likely changes, 0 where that is not sure.
+    """The step at which the level most likely changes, 0 if no change is sure.
 
-    The largest difference of the means before and after a step, in standard errors (a CUSUM test:
-    Page, Biometrika 41, 1954). What a step varies by is told by neighbouring ones, so that a change
-    of level does not hide itself, and outliers count as far ones at most.
+    This is the largest difference of the means before and after a step, in standard errors (a CUSUM
+    test: Page, Biometrika 41, 1954). Neighbouring steps determine how much a step varies, so a
+    change of level does not hide itself. Outliers are clipped.
     """
     steps = len(speeds)
     if steps < _FEWEST:
@@ -238,6 +254,6 @@ def _turn(speeds: Numbers, sure: float) -> int:
 
 
 def _ratio(speeds: Numbers, at: int) -> float:
-    """The level after a step over that before it; 1 where that is nothing."""
+    """The level after a step divided by the level before it; 1 if that is zero."""
     before, after = (float(np.median(part)) for part in (speeds[:at], speeds[at:]))
     return after / before if before > 0 else 1.0

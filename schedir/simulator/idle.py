@@ -1,7 +1,7 @@
-"""Why ranks are idle: every moment in which one does not compute has its cause.
+"""Why ranks are idle: every moment in which a rank does not compute has a cause.
 
-A gap before an entry of compute is taken apart at three points: when the payload that it waits for
-was made and posted, when its transfer started, and when that arrived.
+A gap before an entry of compute is divided at three points: when the payload that it waits for was
+made and posted, when its transfer started, and when the payload arrived.
 
     source   ...0F3---|0SEND_ACT3                   posted when 0F3 has ended
     channel           .......|=============>        its channel was busy with the transfer before
@@ -10,14 +10,14 @@ was made and posted, when its transfer started, and when that arrived.
 
     data            until the payload is posted: another rank still computes
     communication   until it has arrived: first its channel is busy, then it travels
-    overhead        until the compute starts: the rank itself is at something that is not listed
-                    (in measured timelines alone)
+    overhead        until the compute starts: the rank does something that is not listed
+                    (measured timelines only)
 
-What waits for another rank's compute is named for what that means in the pipeline (see `Cause`). To
-tell whether a slower stage is behind it, the wait is followed to its *root*: where the other rank
-had itself waited, less than a period ago, to what that wait was for, and so on, up to a rank that
-had been busy for a whole period: the time that it takes, in the mean, for one of its forwards and
-all that follows from it.
+A wait for another rank's compute is named for its meaning in the pipeline (see `Cause`). To find a
+slower stage behind a wait, the wait is followed to its *root*. If the other rank had itself waited,
+less than a period ago, the search continues with that wait, up to a rank that was busy for a whole
+period. A period is the mean time of one of that rank's forwards and everything that follows from
+it.
 
     rank 0   0B0--      0B1--           0B1 waits for 1B1, before which rank 1 waited for 2B1;
     rank 1   1B1--      1B2--           rank 2 never waits: 2B1 is the root of both
@@ -53,28 +53,33 @@ from schedir.simulator.values import Numbers
 class Cause(StrEnum):
     """Why a rank does not compute.
 
-    The first four are waits for the compute of another rank. The first of the four that fits is it,
-    but that the wait for a rank's first compute is always warm-up.
+    The first four are waits for the compute of another rank. The first of the four that fits is the
+    cause, except that a wait for a rank's first compute is always warm-up.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> [idle.cause.value for idle in line.idle[0]]
+    ['warmup', 'drain']
     """
 
     SLOWER = "slower"
-    """The rank at the root of the wait has more to compute than this one, and spread over this
-    one's forwards the difference makes up half of the wait or more: a slower stage."""
+    """A slower stage: the rank at the root of the wait has more to compute than this one, and the
+    difference, spread over this rank's forwards, makes up at least half of the wait."""
     WARMUP = "warmup"
-    """The pipeline fills: before the rank's first backward (its first compute, where it has
-    none)."""
+    """The pipeline fills: before the rank's first backward, or its first compute if it has none."""
     DRAIN = "drain"
     """The pipeline drains: after the rank's last forward."""
     DATA = "data"
     """The schedule's order: any other wait for the compute of another rank."""
     COMMUNICATION = "communication"
-    """What the rank waits for has been made, and is under way or waits for its channel."""
+    """The payload is made, and is being transferred or waits for its channel."""
     COLLECTIVE = "collective"
-    """All ranks have come to a sum of gradients, which goes on."""
+    """All ranks have reached a sum of gradients, and it is not done."""
     OVERHEAD = "overhead"
-    """All that the rank needs is there, and it does not start yet: measured timelines alone."""
+    """Everything that the rank needs is there, and it does not start yet (measured timelines
+    only)."""
     UNKNOWN = "unknown"
-    """The times that would tell are not known."""
+    """The times that would show the cause are not known."""
     DONE = "done"
     """The rank has nothing left to do."""
 
@@ -85,13 +90,18 @@ _NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
 
 @attrs.frozen
 class Idle:
-    """A stretch of a rank's time in which it does not compute, and why. All that is named is named
-    by its place, None where there is none.
+    """An interval in which a rank does not compute, and why.
 
-    `entry` is the compute that waits. `blamed` is what it waits for meanwhile: the compute of
-    another rank, or, for communication, the send whose transfer is under way (that of the transfer
-    before on its channel, where that is busy). `transfer` is the receive, or the REDUCE_GRAD,
-    through which it waits; `root` the compute of the slower stage.
+    Actions are named by their places, None for none. `entry` is the compute that waits. `blamed` is
+    what it waits for: the compute of another rank, or, for communication, the send whose transfer
+    is under way (if the channel is busy, the send of the transfer before). `transfer` is the
+    receive or the REDUCE_GRAD through which it waits. `root` is the compute of the slower stage.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> first = line.idle[1][0]
+    >>> first.start, first.end, first.cause.value
+    (0, 1, 'warmup')
     """
 
     start: float
@@ -105,9 +115,16 @@ class Idle:
 
 @attrs.frozen(eq=False)
 class IdleColumns:
-    """The same as columns, rank after rank in the order of time; `bounds[rank]` is the rank's
-    first, `cause` an index into `CAUSES`, and -1 stands for None. Shape [intervals], `bounds`
-    [ranks + 1]."""
+    """All idle intervals as columns, rank after rank in the order of time.
+
+    `bounds[rank]` is the rank's first interval, `cause` is an index into `CAUSES`, and -1 stands
+    for None. Shape [intervals]; `bounds` has shape [ranks + 1].
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> line.idle_columns.bounds.tolist(), line.idle_columns.by_cause().sum().item()
+    ([0, 2, 4], 6)
+    """
 
     bounds: Ints
     start: Numbers
@@ -122,7 +139,7 @@ class IdleColumns:
         return len(self.start)
 
     def at(self, number: int) -> Idle:
-        """One of them."""
+        """The interval with this number."""
         places = (self.entry, self.blamed, self.transfer, self.root)
         return Idle(
             self.start[number].item(),
@@ -132,7 +149,7 @@ class IdleColumns:
         )
 
     def of_rank(self, rank: int) -> tuple[Idle, ...]:
-        """Those of a rank."""
+        """The intervals of a rank."""
         return tuple(map(self.at, range(int(self.bounds[rank]), int(self.bounds[rank + 1]))))
 
     def by_cause(self) -> Numbers:

@@ -1,7 +1,7 @@
 """Runs a schedule under given costs, on the `edge` channel model.
 
-What runs on some transport runs here: a batch that blocks under `edge`, and not where posts never
-block, is run as its parts.
+Every schedule that runs on some transport runs here: a batch that blocks under `edge` but not if
+posts never block is run as its parts.
 
 A rank runs its compute in list order, each action as soon as the one before it is done and its
 receive has arrived. A transfer is posted when the compute listed before its send is done, starts
@@ -64,22 +64,27 @@ def simulate(
 ) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
-    Receives are posted `"ahead"` of their place, as the executor does, so they delay nothing; with
-    `"listed"` a transfer also waits for the compute listed before its receive. What is part of a
-    batch is posted with that in both cases.
+    Receives are posted `"ahead"` of their place, as the executor does, so they delay nothing. With
+    `"listed"` a transfer also waits for the compute listed before its receive. Parts of a batch are
+    posted with the batch in both cases.
 
-    `durations[rank, index]` replaces the cost of one entry of the lists as they are given here; for
-    an overlapped pair it is the time of both. For a send or receive it is the time from the start
-    of its transfer to its arrival, whose channel is occupied for as long as `costs` says, but no
-    longer than that; in a batch it is that of each transfer. Where both ends of a transfer, or
-    several REDUCE_GRADs that happen together, have one, the longest counts.
+    `durations[rank, index]` replaces the cost of one entry of the lists as you give them; for an
+    overlapped pair it is the time of both parts. For a send or receive it is the time from the
+    start of its transfer to its arrival. The channel is then occupied for as long as `costs` says,
+    but no longer than the duration. For a batch it is the time of each transfer. If both ends of a
+    transfer, or several REDUCE_GRADs that happen together, have durations, the longest counts.
 
-    A compute-only schedule gets its communication first. Times are integers where all costs are.
+    A compute-only schedule gets its communication first. Times are integers if all costs are.
 
-    Raises ScheduleError, with what `schedir.check` finds, where the schedule is wrong or runs under
-    no channel model; SchedirError where the costs lack a stage or a link of it; ValueError for
-    `durations` of no entry, or that are no finite times >= 0, and other `receives`; TypeError for
-    what is no Schedule or no CostModel.
+    Raises ScheduleError, with the findings of `schedir.check`, if the schedule is wrong or runs
+    under no channel model. Raises SchedirError if the costs lack a stage or a link of the schedule.
+    Raises ValueError for `durations` of an unknown entry or that are not finite and >= 0, and for
+    other `receives`. Raises TypeError for anything that is not a Schedule or a CostModel.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=4))
+    >>> line.makespan, line.bubble_fraction, line.ranks[0].peak_activations
+    (15, 0.19999999999999996, 2)
     """
     if receives not in ("ahead", "listed"):
         raise ValueError(f'receives must be "ahead" or "listed", not {receives!r}')
@@ -96,8 +101,8 @@ def simulate(
 
 
 def completed(schedule: Schedule, costs: CostModel) -> Schedule:
-    """The schedule with its communication. Raises as `simulate` does, but where it blocks: that
-    shows as it is run."""
+    """The schedule with its communication. Raises as `simulate` does, except for a deadlock, which
+    shows when the schedule is run."""
     expect_schedule(schedule)
     if not isinstance(costs, CostModel):
         raise TypeError(f"costs must be a CostModel, not {costs!r}")
@@ -105,7 +110,7 @@ def completed(schedule: Schedule, costs: CostModel) -> Schedule:
 
 
 def waits_of(schedule: Schedule, costs: CostModel, priced: Prices, *, ahead: bool = True) -> Waits:
-    """What waits for what as a complete schedule runs. Raises ScheduleError where it blocks."""
+    """What waits for what when a complete schedule runs. Raises ScheduleError if it blocks."""
     waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
     if waiting.stuck.any():
         prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't

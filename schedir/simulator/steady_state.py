@@ -1,13 +1,14 @@
-"""The steady state of an asynchronous schedule: what a microbatch costs once the pipeline is full.
+"""The steady state of an asynchronous schedule: the cost of a microbatch once the pipeline is full.
 
     time    0              5              10             15             20
     rank 0  F0 F1       B0---*F2 B1---*F3 B2---*F4 B3---*F5 B4---*   B5---*
     rank 1     F0 B0---*F1 B1---*F2 B2---*F3 B3---*F4 B4---*F5 B5---*
                               └──────── each 3 later, for the next microbatch
 
-Where lists repeat themselves a number of microbatches later, and everything in a long enough
-stretch of them ends one period later than so many microbatches before, all that follows does as
-well: an action starts when what it waits for has ended, and all of that lies within the stretch.
+Suppose that the lists repeat after some number of microbatches, and that in a long enough stretch
+every action ends exactly one period after the same action that many microbatches before. Then all
+following actions do too: an action starts when everything that it waits for has ended, and all of
+that lies within the stretch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ _MOST_WORK = 3 * 10**7  # compared pairs of actions, about a second
 
 @attrs.frozen(kw_only=True)
 class SteadyState:
-    """What an asynchronous schedule costs once its pipeline is full, and for as long as it is.
+    """What an asynchronous schedule costs while its pipeline is full.
 
-    Every `period` all ranks have run `period_microbatches` more, each in the same way; the `unit`
-    is that of the costs, None for any. `bubble_fraction` is the part of all ranks' time in which
-    they do not compute. The list that shows it has so many `microbatches`, and from `start` to
-    `end` of its timeline all ranks repeat themselves.
+    In every `period` each rank runs `period_microbatches` more, always in the same way. `unit` is
+    that of the costs, None for any. `bubble_fraction` is the part of all ranks' time in which they
+    do not compute. `microbatches` is the number in the list that shows the steady state, and its
+    timeline repeats on all ranks from `start` to `end`.
+
+    >>> import schedir
+    >>> steady = schedir.steady_state("pipedream", ranks=2)
+    >>> steady.period, steady.period_microbatches, steady.time_per_microbatch
+    (3.0, 1, 3.0)
     """
 
     period: float
@@ -51,12 +57,12 @@ class SteadyState:
 
     @property
     def time_per_microbatch(self) -> float:
-        """The period, shared out over its microbatches."""
+        """The period divided by its number of microbatches."""
         return self.period / self.period_microbatches
 
 
 def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
-    """The same in another unit of time. One of no unit is taken to be in that one already."""
+    """The steady state in another unit of time. Without a unit, its times count as that unit."""
     times = factor(steady.unit, unit)
     return attrs.evolve(
         steady,
@@ -68,7 +74,7 @@ def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
 
 
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
-    """The steady state that a simulated timeline shows, None where it is too short to show one."""
+    """The steady state that a simulated timeline shows, None if it is too short to show one."""
     lists = _lists_of(timeline.schedule.columns)
     microbatches = lists.place.shape[1]
     most = min(microbatches // 3, _MOST_WORK // max(lists.place.size, 1))
@@ -82,9 +88,9 @@ def steady_state_of(timeline: Timeline) -> SteadyState | None:
 @attrs.frozen(eq=False)
 class _Lists:
     """Where actions stand: `place` has a row for each rank, stage and kind, and a column for each
-    microbatch; -1 where there is none. An OPTIM_STEP or a REDUCE_GRAD is in the column of the
-    gradient that is accumulated last before it. `listed[rank, m]` is how many actions the rank has
-    in the columns before m."""
+    microbatch; -1 stands for none. An OPTIM_STEP or REDUCE_GRAD is in the column of the last
+    gradient accumulated before it. `listed[rank, m]` is how many actions the rank has in the
+    columns before m."""
 
     place: Ints
     rank: Ints  # of each row
@@ -110,8 +116,8 @@ def _lists_of(columns: Columns) -> _Lists:
 
 
 def _column_of(columns: Columns) -> Ints:
-    """The microbatch of every place; of an OPTIM_STEP or a REDUCE_GRAD that of the gradient which
-    its stage has accumulated last, -1 before the first."""
+    """The microbatch of every place. For an OPTIM_STEP or REDUCE_GRAD it is that of the last
+    gradient accumulated before it, -1 before the first."""
     order = np.lexsort((columns.stage, columns.rank))  # is stable: as listed within each stage
     microbatch = columns.microbatch[order]
     known = columns.is_kind(*COMPLETES_GRADIENTS)[order]
@@ -125,7 +131,7 @@ def _column_of(columns: Columns) -> Ints:
 
 def _stretch(timeline: Timeline, lists: _Lists, apart: int) -> tuple[int, int] | None:
     """The first microbatch of a stretch that shows a period of `apart` microbatches, and the one
-    after its last; None where there is none, or none that is long enough."""
+    after its last. None if no stretch is long enough."""
     earlier, later = lists.place[:, :-apart], lists.place[:, apart:]
     here = earlier >= 0
     same = (here == (later >= 0)).all(axis=0)
@@ -144,8 +150,8 @@ def _stretch(timeline: Timeline, lists: _Lists, apart: int) -> tuple[int, int] |
 
 
 def _slack(timeline: Timeline, microbatches: int) -> float:
-    """By how much times differ that are equal but for the rounding of floating-point sums, over so
-    many microbatches: each action in them is one more sum."""
+    """How far equal times may differ by rounding over this many microbatches: each action in them
+    is one more floating-point sum."""
     if timeline.ends.dtype.kind == "i":
         return 0.0
     schedule = timeline.schedule
@@ -154,7 +160,8 @@ def _slack(timeline: Timeline, microbatches: int) -> float:
 
 
 def _longest_run(same: Bools, period: Numbers, slack: float) -> tuple[int, int]:
-    """The longest run of columns that are the `same`, with one period; one alone may be none."""
+    """The longest run of columns that are the `same`, with one period. A run of one column may be
+    none."""
     breaks = np.ones(len(same), bool)
     with np.errstate(invalid="ignore"):  # no action at all: inf - inf
         breaks[1:] = ~(same[1:] & same[:-1] & (np.abs(np.diff(period)) <= slack))

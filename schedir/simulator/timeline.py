@@ -1,4 +1,4 @@
-"""When every entry of a schedule ran, simulated or measured, and all that follows from it."""
+"""When every entry of a schedule ran, simulated or measured, and everything derived from that."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ from schedir.simulator.values import Measured, Numbers, Sizes, Unit, check_unit,
 
 @attrs.frozen
 class Span:
-    """One action of a rank's list and the time that it took; `index` is that of its entry.
+    """One action of a rank's list with its start and end; `index` is the index of its entry.
 
-    The span of a send or receive is that of its transfer. The parts of a pair have the same one.
+    The span of a send or receive is that of its transfer. Both parts of a pair have the same span.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> span = line.spans[1][1]
+    >>> print(span.action, span.start, span.end)
+    1F0 1 2
     """
 
     index: int
@@ -38,14 +44,20 @@ class Span:
 
 @attrs.frozen
 class RankStats:
-    """One rank's share of a timeline, in its unit of time.
+    """One rank's share of a timeline, in the timeline's unit of time.
 
-    `busy` is the time in compute, `idle` the rest of the makespan, `span` the time from its first
-    FORWARD to the end of its last compute. `peak_activations` counts (stage, microbatch) pairs,
-    each from its FORWARD, or its RECOMPUTE where it has one, until its BACKWARD or BACKWARD_WEIGHT;
-    `weight_versions` the most versions alive at once in any of its stages, the newest included;
-    `peak_bytes` is the most memory that it holds, `peak_host_bytes` the most that it has copied to
-    its host; None where sizes are not known, or nothing is copied.
+    `busy` is the time in compute, `idle` the rest of the makespan, `span` the time from the rank's
+    first FORWARD to the end of its last compute. `peak_activations` is the most (stage, microbatch)
+    activations held at once, each from its FORWARD (or its RECOMPUTE, if it has one) to its
+    BACKWARD or BACKWARD_WEIGHT. `weight_versions` is the most versions alive at once in any of its
+    stages, the newest included. `peak_bytes` is the most memory that the rank holds,
+    `peak_host_bytes` the most that it has copied to its host. They are None if sizes are not known;
+    `peak_host_bytes` is also None if nothing is copied.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> line.ranks[0].busy, line.ranks[0].idle, line.ranks[0].peak_activations
+    (6, 3, 2)
     """
 
     rank: int
@@ -68,19 +80,26 @@ _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False, repr=False)
 class Timeline(DisplayedTimeline):
-    """When every entry of a schedule starts and ends: plain data, from which all else follows.
+    """When every entry of a schedule starts and ends. Everything else is derived from these times.
 
-    `starts` and `ends` hold one time per action, rank after rank in list order, shape [actions]:
-    0 is the beginning of the step, NaN stands for what is not known, and the unit is the caller's.
-    What is not known counts as nothing: it makes no rank busy and no step longer. Of a transfer
-    whose start alone is known nobody has waited for the end.
+    `starts` and `ends` hold one time per action, rank after rank in list order, shape [actions]. 0
+    is the beginning of the step, NaN stands for an unknown time, and the unit is the caller's.
+    Unknown times count as nothing: they make no rank busy and no step longer. A transfer with a
+    start but no end is one whose end nobody waited for.
 
-    `sizes` are the bytes of what is kept, where they are known; `unit` is the unit of time, None
-    for any; `measured` says of which step it is, None for a simulated one.
+    `sizes` are the bytes of what is kept, if they are known. `unit` is the unit of time, None for
+    any. `measured` describes the measured step, None for a simulated one.
 
-    Raises ValueError where the times do not fit the schedule: another number of them, one that is
-    negative or infinite, an entry that ends before it starts; or where there is no such unit.
-    TypeError for `sizes` or `measured` that are none.
+    Raises ValueError if the times do not fit the schedule: a wrong number of times, a negative or
+    infinite time, an entry that ends before it starts. Also raises ValueError for an unknown unit,
+    and TypeError for a wrong type of `sizes` or `measured`.
+
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> line
+    <Timeline 1f1b: 2 ranks, 2 stages, 2 microbatches; predicted, makespan 9>
+    >>> round(line.bubble_fraction, 3)
+    0.333
     """
 
     schedule: Schedule
@@ -122,7 +141,8 @@ class Timeline(DisplayedTimeline):
     def load(cls, path: str | Path) -> Timeline:
         """The timeline in a file that `save` or `save_timelines` wrote.
 
-        Raises what `load_timelines` does, and LoadError where the file holds several, or none.
+        Raises what `load_timelines` raises, and LoadError if the file does not hold exactly one
+        timeline.
         """
         found = load_timelines(path)
         if len(found) != 1:
@@ -134,7 +154,7 @@ class Timeline(DisplayedTimeline):
 
     @cached_property
     def known(self) -> Bools:
-        """Where both times of an action are known, shape [actions]."""
+        """True where both times of an action are known, shape [actions]."""
         return ~np.isnan(self.starts) & ~np.isnan(self.ends)
 
     @cached_property
@@ -151,16 +171,18 @@ class Timeline(DisplayedTimeline):
 
     @cached_property
     def span_bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute, where steps follow each other
-        without a flush: a step then takes no longer than the longest span of a rank, since ranks
-        that are done begin with the next one (zero bubble, arXiv 2401.10241, section 4)."""
+        """The bubble fraction of steps that follow each other without a flush.
+
+        Such a step takes no longer than the longest span of a rank, because ranks that are done
+        begin the next step (zero bubble, arXiv 2401.10241, section 4).
+        """
         busy = sum(rank.busy for rank in self.ranks)
         span = max((rank.span for rank in self.ranks), default=0.0)
         return 1 - busy / (self.schedule.ranks * span) if span else 0.0
 
     @cached_property
     def ranks(self) -> tuple[RankStats, ...]:
-        """What each rank does with its time, and the most that it holds."""
+        """How each rank spends its time, and the most that it holds."""
         columns = self.schedule.columns
         forwards = columns.is_kind(*HOMES)
         # The parts of a pair take the same time.
@@ -219,39 +241,42 @@ class Timeline(DisplayedTimeline):
     def live(self, rank: int) -> tuple[Numbers, Numbers]:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
 
-        Of two arrays of one shape; the times ascend, from 0, and are equal where several changes
-        follow each other at once.
+        Returns two arrays of one shape. The times ascend from 0, and are equal if several changes
+        happen at once.
         """
         return self._live_activations.curve(rank)
 
     def memory(self, rank: int) -> tuple[Numbers, Numbers]:
-        """How many bytes the rank holds, as `live`; `schedir.simulator.memory` says of what.
+        """How many bytes the rank holds, in the form of `live`; `schedir.simulator.memory` lists
+        what counts.
 
-        Raises ValueError where the sizes are not known, or are those of other stages.
+        Raises ValueError if the sizes are not known, or belong to other stages.
         """
         return self._live_bytes.curve(rank)
 
     def host_memory(self, rank: int) -> tuple[Numbers, Numbers]:
-        """How many bytes of the rank are on its host, as `memory`. Raises what that raises."""
+        """How many bytes the rank keeps on its host, in the form of `memory`. Raises what `memory`
+        raises."""
         return self._host_bytes.curve(rank)
 
     @cached_property
     def idle_columns(self) -> IdleColumns:
-        """Why each rank is idle, as columns. Raises UnsoundError where the schedule's lists are too
-        wrong to tell what waits for what."""
+        """Why each rank is idle, as columns. Raises UnsoundError if the lists are too wrong to tell
+        what waits for what."""
         return idle_columns(self.schedule, self._work, self._moments, self.makespan)
 
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
-        """`idle[rank]`: the time in which the rank does not compute, in stretches of one cause."""
+        """`idle[rank]`: the time in which the rank does not compute, in intervals of one cause
+        each."""
         return tuple(map(self.idle_columns.of_rank, range(self.schedule.ranks)))
 
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
-        """The places of the compute, transfers and collectives that the makespan consists of, in
-        the order of time; see `schedir.simulator.critical_path`. A transfer is at its receive.
+        """The places of the compute, transfers and collectives that add up to the makespan, in the
+        order of time; see `schedir.simulator.critical_path`. A transfer is at its receive.
 
-        Raises UnsoundError where the schedule's lists are too wrong to tell what waits for what.
+        Raises UnsoundError if the lists are too wrong to tell what waits for what.
         """
         return critical_path(self._moments, self.measured.clock_error if self.measured else 0)
 
@@ -270,24 +295,49 @@ class Timeline(DisplayedTimeline):
 
 
 def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
-    """Write timelines, such as those of a run's steps, to one file: JSON, see `files`.
+    """Write timelines, such as those of a run's steps, to one JSON file.
 
-    Raises OSError where the file can't be written.
+    Raises OSError if the file can't be written.
+
+    >>> import os, tempfile
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "steps.json")
+    ...     schedir.simulator.save_timelines([line, line], path)
+    ...     len(schedir.simulator.load_timelines(path))
+    2
     """
     files.write_timelines(timelines, path)
 
 
 def load_timelines(path: str | Path) -> list[Timeline]:
-    """The timelines in a file that `save_timelines` or `Timeline.save` wrote, in its order.
+    """The timelines in a file that `save_timelines` or `Timeline.save` wrote, in the file's order.
 
     Raises LoadError, or ParseError with line and column, for a file that can't be read, is cut
-    short or holds what is no timeline, with the place.
+    short, or holds anything but timelines.
+
+    >>> import os, tempfile
+    >>> import schedir
+    >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "step.json")
+    ...     line.save(path)
+    ...     schedir.simulator.load_timelines(path) == [line]
+    True
     """
     return files.read_timelines(path, Timeline)
 
 
 def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
-    """The same in another unit of time. One of no unit is taken to be in that one already."""
+    """The timeline in another unit of time. Without a unit, its times count as that unit.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    >>> line = schedir.simulate(schedule, schedir.CostModel(unit="s"))
+    >>> schedir.simulator.in_unit(line, "ms").makespan
+    9000.0
+    """
     times = factor(timeline.unit, unit)
     if times == 1:
         return attrs.evolve(timeline, unit=unit)
@@ -304,9 +354,17 @@ def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
 
 
 def median_step(timelines: Sequence[Timeline]) -> Timeline:
-    """The one of the median makespan, of an even number the quicker of the two in the middle.
+    """The timeline of the median makespan; with an even number, the quicker of the two in the
+    middle.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is no timeline.
+
+    >>> import schedir
+    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    >>> costs = [schedir.CostModel(forward=forward) for forward in (1, 2, 5)]
+    >>> lines = [schedir.simulate(schedule, each) for each in costs]
+    >>> [line.makespan for line in lines], schedir.simulator.median_step(lines).makespan
+    ([9, 12, 21], 12)
     """
     if not timelines:
         raise ValueError("there is no timeline to choose from")

@@ -1,4 +1,4 @@
-"""What costs, times and sizes are: numbers, for all stages or links or for each, and units."""
+"""Costs, times and sizes: numbers for all stages or links or for each, and units."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.ir import is_number
 
 Numbers: TypeAlias = NDArray[Any]
-"""Times: all of them integers, or all floats."""
+"""Times: all integers, or all floats."""
 
 
 def numbers(values: ArrayLike) -> Numbers:
-    """The times as an array that nobody writes: of int64 where they are integers, else float64."""
+    """The times as a read-only array: int64 if they are integers, else float64."""
     times = np.asarray(values)
     whole = times.size > 0 and times.dtype.kind in "iu"
     times = times.astype(np.int64 if whole else np.float64)
@@ -27,8 +27,13 @@ def numbers(values: ArrayLike) -> Numbers:
 
 @attrs.frozen
 class Measured:
-    """How a measured timeline came about: the `step` that it is of, and by how much, in its unit of
-    time, the clocks of two ranks may differ at most (`clock_error`)."""
+    """How a timeline was measured: its `step`, and `clock_error`, the most by which the clocks of
+    two ranks may differ, in the timeline's unit of time.
+
+    >>> import schedir
+    >>> schedir.simulator.Measured(step=3, clock_error=0.02)
+    Measured(step=3, clock_error=0.02)
+    """
 
     step: int
     clock_error: float = 0.0
@@ -39,7 +44,7 @@ PerStage: TypeAlias = float | tuple[float, ...]
 PerLink: TypeAlias = float | Mapping[tuple[int, int], float]
 """One number for all links, or one for each (source rank, target rank)."""
 Unit: TypeAlias = Literal["s", "ms", "us"]
-"""What one unit of time is: a second, a millisecond, a microsecond."""
+"""One unit of time: a second, a millisecond or a microsecond."""
 _PER_SECOND: dict[Unit, int] = {"s": 1, "ms": 10**3, "us": 10**6}
 UNITS: tuple[Unit, ...] = tuple(_PER_SECOND)
 """The units of time, the longest first."""
@@ -49,7 +54,7 @@ MOST = 10**15
 
 
 def expect_number(name: str, value: object) -> None:
-    """Raise TypeError for what is no number, ValueError for one that is no cost."""
+    """Raise TypeError for anything but a number, ValueError for a number that can't be a cost."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {clip(value)}")
     if not 0 <= value <= MOST:
@@ -122,22 +127,32 @@ ENGINES: dict[str, Any] = {"validator": _check_engines, "converter": _plain, "ha
 
 
 def factor(unit: Unit | None, other: Unit) -> float:
-    """How many of the `other` unit one is. What has no unit is taken to be in that one already."""
+    """How many of the `other` unit make one `unit`; 1 if `unit` is None.
+
+    >>> import schedir
+    >>> schedir.simulator.factor("s", "ms")
+    1000.0
+    """
     return 1 if unit in (None, other) else _PER_SECOND[other] / _PER_SECOND[unit]
 
 
 def clip(value: object) -> str:
-    """The value in short, to be quoted in an error."""
+    """The value in short, for an error message."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 @attrs.frozen
 class Sizes:
-    """What is kept, in bytes: each one number, or one per stage (`boundary`: per boundary).
+    """The bytes of what is kept: each one number, or one per stage (`boundary`: one per boundary).
 
-    `deferred` is what is left of an activation between its I and its W, None where that is not
-    known: then it counts as all of it.
+    `deferred` is what is left of an activation between its I and its W. None counts the whole
+    activation.
+
+    >>> import schedir
+    >>> costs = schedir.CostModel(activation_bytes=(4096, 8192))
+    >>> costs.sizes.activation, costs.sizes.known
+    ((4096, 8192), True)
     """
 
     boundary: PerStage = 0
@@ -150,7 +165,7 @@ class Sizes:
 
     @property
     def known(self) -> bool:
-        """Whether any is above 0."""
+        """True if any size is above 0."""
         return any(
             any(v) if isinstance(v, tuple) else v for v in attrs.astuple(self, recurse=False)
         )

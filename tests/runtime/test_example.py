@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import schedir
 from tests.built_in import GENERATORS, NAMES
@@ -76,34 +74,6 @@ def test_the_example_trains_and_verifies(
     assert found is not None
     before, after = map(float, found.groups())
     assert after < before - 0.5
-
-
-@on_ranks(2)
-def test_the_training_script_of_the_readme_trains_on_the_right_pairs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each rank draws its batches for itself: the losses are those of one process, bit for bit."""
-    parts = (ROOT / "README.md").read_text().split("```python\n")
-    (printed,) = (part.split("```")[0] for part in parts if "Executor(\n" in part.split("```")[0])
-    script = tmp_path / "training.py"
-    script.write_text(printed)
-    runpy.run_path(str(script), run_name="__main__")
-    printed_losses = [*map(float, capsys.readouterr().out.split())]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(3):
-        x, y = torch.randn(32, 8), torch.randn(32, 1)
-        optimizer.zero_grad()
-        mean = 0.0
-        for a, b in zip(x.chunk(8), y.chunk(8), strict=True):
-            loss = nn.functional.mse_loss(model(a), b)
-            (loss * (4 / 32)).backward()
-            mean += 4 * loss.item()
-        optimizer.step()
-        losses.append(mean / 32)
-    assert printed_losses == losses
 
 
 @long

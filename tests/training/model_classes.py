@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 TOKENS, SIZE = 64, 8
 """Of the vocabulary, and of an image's side."""
 
@@ -101,10 +101,11 @@ _BEFORE = """\
 # Models of Hugging Face that can be cut
 
 `stages_of(config, schedule, model_class=…)` cuts a model of transformers into stages. Each class
-below has trained in two stages as it does uncut: a test takes a tiny config of it, runs a step of
+below trains in two stages exactly as it does uncut. A test takes a tiny config, runs a step of
 1F1B, and compares the loss and all gradients with those of transformers' own model, bit for bit.
-(A parameter that two stages share, such as a tied embedding, is summed in another order, and
-compared to rounding.) Other classes may be cut as well: `stages_of` tries, and says why not.
+(The gradients of a parameter that two stages share, such as a tied embedding, are summed in another
+order, and compared to rounding.) `stages_of` also tries other classes. If it cannot cut one, the
+error gives the reason.
 
 | class | config |
 | --- | --- |
@@ -113,17 +114,17 @@ _BEHIND = """
 ## What can't be cut
 
 - **Encoder-decoders** (T5, BART, Whisper): each stage of the decoder needs the encoder's output.
-  The message names the classes of the family that can be cut, such as `BartForCausalLM`.
-- **Two towers** (`CLIPModel`): each tower takes an input of its own. Cut one of them, such as
+  The error names the classes of the family that can be cut, such as `BartForCausalLM`.
+- **Two towers** (`CLIPModel`): each tower takes its own input. Cut one of them, such as
   `CLIPTextModelWithProjection`.
-- **Blocks that share what one of them computes** (the position bias of `T5EncoderModel`, DeBERTa's
-  relative positions).
-- **Blocks that are one** (ALBERT), and models of sound.
+- **Blocks that share a result of one block**: the position bias of `T5EncoderModel`, DeBERTa's
+  relative positions.
+- **One block that runs many times** (ALBERT), and audio models.
 """
 
 
 def page() -> str:
-    """What docs/models.md says."""
+    """The text of docs/reference/models.md."""
     import transformers
 
     rows = [(name, getattr(transformers, name).config_class.__name__) for name in CLASSES]

@@ -1,4 +1,4 @@
-"""The model classes of docs/models.md, cut into two stages beside the same models uncut."""
+"""The model classes of docs/reference/models.md, in two stages and uncut."""
 
 from __future__ import annotations
 

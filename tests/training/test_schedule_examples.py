@@ -15,12 +15,16 @@ import pytest
 from curves import Curve, load, picture
 
 import schedir
-from schedir.cli import main
+from tests.pages import DOCS, blocks
 from tests.runtime.launch import ROOT
 from tests.runtime.on_ranks import on_ranks
 
-OWN = ROOT / "examples" / "own_schedule"
-TUTORIAL = (OWN / "README.md").read_text()
+TUTORIAL = DOCS / "tutorials" / "write-a-schedule.md"
+FIRST_TRY = next(b.text for b in blocks(TUTORIAL) if b.saved_as == "first_try.py")
+OWN = {
+    "first_try": FIRST_TRY,
+    "both_ways": FIRST_TRY.replace("in (down, up)", "in pipe.stages_of(rank)"),
+}
 SMALL = "--layers 2 --width 16 --heads 2 --context 16 --verify"
 ROW = (
     r"^([a-z0-9 -]+?)  +([\d.]+)  +[\d.]+ to [\d.]+  +(\d+)  +[\d.]+  +([\d.]+)  +"
@@ -44,13 +48,14 @@ def run(
     return out
 
 
-@pytest.mark.parametrize("name", ["first_try", "both_ways"])
+@pytest.mark.parametrize("name", OWN)
 @on_ranks(2)
 def test_a_schedule_of_ones_own_trains(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where it writes its page
-    options = f"--schedule {OWN / name}.py --batch 9 --steps 3 --dropout 0.1"
+    Path("own.py").write_text(OWN[name])
+    options = "--schedule own.py --batch 9 --steps 3 --dropout 0.1"
     out = run("train_gpt.py", options, monkeypatch, capsys)
     assert os.environ["RANK"] != "0" or "tensors equal, bit for bit" in out
 
@@ -127,32 +132,15 @@ def test_a_curve_is_drawn_where_its_losses_are() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 12])
-def test_both_ways_is_proved_and_the_first_try_only_on_gloo(ranks: int, microbatches: int) -> None:
-    mended = schedir.build(OWN / "both_ways.py", ranks=ranks, microbatches=microbatches)
+def test_both_ways_is_proved_and_the_first_try_only_on_gloo(
+    ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    def built(name: str) -> schedir.Schedule:
+        (tmp_path / name).with_suffix(".py").write_text(OWN[name])
+        return schedir.build(tmp_path / f"{name}.py", ranks=ranks, microbatches=microbatches)
+
+    mended, first = built("both_ways"), built("first_try")
     assert all(schedir.check(mended, channel=model).ok for model in ("host", "rank", "async"))
-    first = schedir.build(OWN / "first_try.py", ranks=ranks, microbatches=microbatches)
     found = {model: schedir.check(first, channel=model) for model in ("rank", "async")}
     assert found["async"].ok
     assert [finding.code for finding in found["rank"].diagnostics] == ["S301"]
-
-
-def test_the_tutorial_prints_what_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    printed = re.findall(r"^```\n\$ schedir (.*)\n((?:.*\n)*?)```$", TUTORIAL, re.MULTILINE)
-    assert [command.split()[0] for command, _ in printed] == ["check", "check", "show", "compare"]
-    for command, text in printed:
-        main(command.split())
-        assert capsys.readouterr().out.rstrip() == text.rstrip()
-
-
-def test_the_tutorial_shows_the_files() -> None:
-    first, mended = re.findall(r"^```python\n((?:.*\n)*?)```$", TUTORIAL, re.MULTILINE)
-    assert (OWN / "first_try.py").read_text().endswith(first)
-    assert (OWN / "both_ways.py").read_text().endswith(mended)
-    before = (OWN / "first_try.py").read_text().partition("\n")[2].splitlines()
-    after = (OWN / "both_ways.py").read_text().partition("\n")[2].splitlines()
-    assert [*zip(before, after, strict=True)].count(
-        ("    for stage in (down, up):", "    for stage in pipe.stages_of(rank):")
-    ) == sum(a != b for a, b in zip(before, after, strict=True))

@@ -1,0 +1,66 @@
+"""The help of the commands: what people do first, then examples that work, then the options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedir.cli import TASKS
+from tests.command_line import Run, runner
+
+NAMES = [name for commands in TASKS.values() for name in commands]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return runner(capsys)
+
+
+def examples(text: str) -> list[str]:
+    """The examples in a help text, which stand between the usage and the description."""
+    usage, second, *_ = text.split("\n\n")
+    assert usage.startswith("usage: schedir ")
+    head, *lines = second.splitlines()
+    assert head == "examples:"
+    return [line.strip() for line in lines]
+
+
+def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None:
+    code, text, err = run("--help")
+    assert (code, err) == (0, "")
+    assert max(map(len, text.splitlines())) <= 80
+    headings = [
+        line for line in text.splitlines()[3:-1] if line and not line.startswith((" ", "`"))
+    ]
+    *tasks, last = TASKS
+    assert headings == [*tasks, "train", last]
+    assert len(tasks) + 1 == 6
+    for commands in TASKS.values():
+        for name, about in commands.items():
+            assert f"\n  {name:12}  {about}\n" in text
+    assert "\n    torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b\n" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_come_first_and_work_in_an_empty_folder(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    code, text, err = run(name, "--help")
+    assert (code, err) == (0, "")
+    shown = examples(text)
+    assert len(shown) == 2
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    for number, example in enumerate(shown):
+        assert f"schedir {name}" in example
+        folder = Path(str(number))
+        folder.mkdir()
+        script = f"set -o pipefail; {example}"
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=250
+        )
+        assert done.returncode == 0, done.stderr
+        assert "error" not in done.stderr
